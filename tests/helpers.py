@@ -1,0 +1,155 @@
+"""Small models, samples and stand-ins that several tests use."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from verifiers_rl.types import Batch, Rollout, Sample
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "reverse_text"
+
+
+def load_example(name: str) -> ModuleType:
+    """A module of examples/reverse_text, without installing it."""
+    if str(EXAMPLE) not in sys.path:
+        sys.path.insert(0, str(EXAMPLE))
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_tiny_model(tie_word_embeddings: bool = False, seed: int = 0) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=261,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=tie_word_embeddings,
+        eos_token_id=257,
+        pad_token_id=256,
+    )
+    return Qwen3ForCausalLM(config).float()
+
+
+def make_tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=261,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    return LlamaForCausalLM(config).float()
+
+
+def make_samples(
+    num_samples: int, seed: int = 0, prompt: int = 3, longest: int = 9
+) -> list[Sample]:
+    """Random samples: a prompt without loss,
+    then up to `longest` sampled tokens with random logprobs.
+    """
+    rng = random.Random(seed)
+    samples = []
+    for _ in range(num_samples):
+        n = rng.randint(1, longest)
+        sample = Sample(
+            [rng.randrange(256) for _ in range(prompt + n)],
+            [False] * prompt + [True] * n,
+            [0.0] * prompt + [-5.0 - rng.random() for _ in range(n)],
+            [-1] * prompt + [0] * n,
+        )
+        sample.set_advantage(rng.uniform(-1, 1))
+        samples.append(sample)
+    return samples
+
+
+class StubSource:
+    """A BatchSource without a server: the batch of each step follows from its number.
+    Records what was asked.
+    """
+
+    def __init__(self, batch_size: int = 8) -> None:
+        self.batch_size = batch_size
+        self.submitted: list[tuple[int, str, int]] = []
+        self.calls: list[str] = []
+        self.running = False
+        self.eval_metrics = {"reward": 0.5}
+        self._step: int | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        return self._step is not None
+
+    def start(self) -> None:
+        self.running = True
+
+    def submit(self, step: int, model: str, policy_version: int) -> None:
+        assert self.running and self._step is None
+        self.submitted.append((step, model, policy_version))
+        self.calls.append(f"submit {step}")
+        self._step = step
+
+    def raise_if_failed(self) -> None: ...
+
+    def discard(self) -> None:
+        self.calls.append("discard")
+        self._step = None
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+    def get(self) -> Batch:
+        assert self._step is not None
+        step, self._step = self._step, None
+        self.calls.append(f"get {step}")
+        version = self.submitted[-1][2]
+        samples = make_samples(self.batch_size, seed=step)
+        rollouts = [Rollout(0, "p", "c", reward=0.25, samples=[s], num_turns=1) for s in samples]
+        return Batch(step, version, samples, rollouts, {"reward": 0.25})
+
+    def evaluate(self, num_examples: int, model: str, policy_version: int) -> dict[str, float]:
+        assert self.running
+        self.calls.append(f"evaluate {policy_version}")
+        return dict(self.eval_metrics)
+
+    def stop(self) -> None:
+        self.running = False
+        self._step = None
+
+
+class StubSink:
+    """A WeightSink that remembers the versions it was given."""
+
+    model_name = "policy"
+
+    def __init__(self) -> None:
+        self.policy_version: int | None = None
+        self.pushed: list[int] = []
+
+    def push(self, model: torch.nn.Module, policy_version: int) -> dict[str, float]:
+        self.pushed.append(policy_version)
+        self.policy_version = policy_version
+        return {"sync_s": 0.0}
+
+    def wait_for_server(self) -> None:
+        self.policy_version = None
+
+    def close(self) -> None:
+        self.policy_version = None

@@ -1,0 +1,262 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import free_port
+from tests.helpers import EXAMPLE, load_example, make_tiny_model
+from tests.test_e2e_train import processes_of, write_run
+from verifiers_rl.cli.check import Preflight, check_versions
+from verifiers_rl.cli.config import RunConfig, toml_argument
+from verifiers_rl.logprobs import token_logprobs_and_entropy
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    make_tiny_model().save_pretrained(tmp_path / "model")
+    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def make_preflight(model_folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also restores what check_gpus sets
+
+    def make(trainer_args=None, **options):
+        options = {
+            "env_id": "reverse_text",
+            "env_args": {"num_train": 8, "num_eval": 4, "instruction": ""},
+            "inference_gpus": 0,
+            "trainer_gpus": 0,
+            "trainer_args": {"max_seq_len": 64, "vllm_server_port": free_port()}
+            | (trainer_args or {}),
+            **options,
+        }
+        return Preflight(RunConfig(EXAMPLE / "rl.toml", str(model_folder), **options))
+
+    return make
+
+
+@pytest.fixture
+def lines(capsys):
+    """The lines that the named checks of a preflight print."""
+
+    def run(preflight, *names):
+        capsys.readouterr()
+        for name in names:
+            preflight.line(name, getattr(preflight, f"check_{name}"))
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_a_good_configuration_is_ok_in_every_line(make_preflight, lines):
+    names = ("gpus", "versions", "options", "port", "model_config", "tokenizer", "environment")
+    found = lines(make_preflight(), *names, "first_prompt", "trainer_model")
+    assert [line[:6] for line in found] == ["ok    "] * 9, found
+    assert found[0] == "ok    gpus: server on CPU, trainer on CPU"
+    assert "8 training examples, 4 for evaluation" in found[6]
+
+
+def test_more_gpus_than_there_are(make_preflight, lines):
+    (line,) = lines(make_preflight(inference_gpus=1, trainer_gpus=1), "gpus")
+    assert line.startswith("FIX   gpus: ") and "need 2 GPUs, 0 are visible; lower them" in line
+
+
+def test_versions_name_what_is_installed_and_the_command():
+    assert check_versions(["torch>=2", "none>=1; extra == 'vllm'"], on_gpu=False).endswith(
+        "all 1 within bounds"
+    )
+    with pytest.raises(Exception, match=r"torch 2\.\S+; uv pip install 'torch<2'"):
+        check_versions(["torch<2"], on_gpu=False)
+    with pytest.raises(Exception, match=r"none 0 \(none\); uv pip install 'none>=1'"):
+        check_versions(["none>=1; extra == 'vllm'"], on_gpu=True)
+
+
+def test_a_wrong_trainer_option(make_preflight, lines):
+    (line,) = lines(make_preflight({"batch_size": 100}), "options")
+    assert line.startswith("FIX   options: ") and "[trainer.args] batch_size=100 is not" in line
+    assert "try batch_size=112" in line
+
+
+def test_a_port_in_use(make_preflight, lines):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = lines(make_preflight({"vllm_server_port": port}), "options", "port")[1]
+    assert line == (
+        f"FIX   port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "stop what uses it or choose another vllm_server_port in [trainer.args]"
+    )
+
+
+def test_sequences_longer_than_the_model_can(make_preflight, lines):
+    line = lines(make_preflight({"max_seq_len": 129}), "options", "model_config")[1]
+    assert line.startswith("FIX   model_config: max_seq_len=129 in [trainer.args]")
+    assert "max_position_embeddings=128; lower it" in line
+
+
+def test_a_tokenizer_without_template_or_end(make_preflight, lines, model_folder):
+    tokenizer = load_example("warm_start").make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(model_folder)
+    (line,) = lines(make_preflight(), "tokenizer")
+    assert line.startswith("FIX   tokenizer: ") and line.endswith(
+        "has no eos_token; set it in its tokenizer_config.json"
+    )
+    (model_folder / "chat_template.jinja").unlink()
+    (line,) = lines(make_preflight(), "tokenizer")
+    assert "has no chat template; choose an instruct model, or put a chat_template.jinja" in line
+
+
+def test_an_environment_that_does_not_load(make_preflight, lines):
+    line = lines(make_preflight(env_id="nowhere"), "options", "environment")[1]
+    assert line.startswith("FIX   environment: cannot load environment 'nowhere'")
+    assert "No module named 'nowhere'" in line
+    line = lines(make_preflight(env_args={"size": 3}), "options", "environment")[1]
+    assert "'size': 3" in line and "unexpected keyword argument 'size'" in line
+
+
+def test_prompts_that_do_not_fit(make_preflight, lines):
+    names = ("options", "tokenizer", "environment", "first_prompt")
+    line = lines(make_preflight({"max_seq_len": 6}), *names)[3]
+    assert "max_seq_len=6 leaves none for the reply; raise max_seq_len" in line
+    line = lines(make_preflight({"max_prompt_len": 4}), *names)[2]
+    assert "training dataset is empty, 12 were longer than max_prompt_len" in line
+
+
+def test_an_adapter_that_fits_nowhere(make_preflight, lines):
+    preflight = make_preflight({"lora_target_modules": ["nothing"]})
+    line = lines(preflight, "gpus", "options", "trainer_model")[2]
+    assert line.startswith("FIX   trainer_model: lora_target_modules=['nothing']: ")
+
+
+def test_a_check_without_its_precondition_is_skipped(make_preflight, capsys):
+    preflight = make_preflight()
+    preflight.line("environment", preflight.check_environment, "trainer options", "GPUs")
+    assert capsys.readouterr().out == "skip  environment: needs trainer options, GPUs\n"
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("pushed", None),
+        ("before", "no nearer to the pushed weights than to those before"),
+        ("inexact", "the server samples from another model than is trained"),
+    ],
+)
+def test_logprobs_tell_which_weights_the_server_has(
+    make_preflight, lines, monkeypatch, use_lora, weights, message
+):
+    preflight = make_preflight({"use_lora": use_lora})
+    lines(preflight, "gpus", "options", "trainer_model")
+
+    class Server:
+        """What the checks ask of client and weight sync."""
+
+        model_name = "policy"
+
+        def push(self, model, policy_version):
+            return {"sync_s": 0.1, "sync_bytes": 1e6}
+
+        def status(self):
+            return {"dtype": "float32"}
+
+    def complete(path, body):
+        # make_tiny_model has the weights of the folder, and a new adapter changes none.
+        model = make_tiny_model() if weights == "before" else preflight.model
+        ids = torch.tensor([*body["prompt"], 7, 8, 9])
+        logits = model(input_ids=ids[None]).logits[0, -4:-1].detach()
+        logprobs, _ = token_logprobs_and_entropy(logits, ids[-3:], body["temperature"])
+        if weights == "inexact":
+            logprobs[1] += 0.02
+        reply = {"token_ids": [7, 8, 9], "logprobs": {"token_logprobs": logprobs.tolist()}}
+        return {"choices": [reply]}
+
+    monkeypatch.setattr(preflight, "_make_sync", Server)
+    monkeypatch.setattr(preflight, "_post", complete)
+    preflight.client.close()
+    preflight.client = Server()
+    preflight.prompt_ids = [1, 2, 3]
+    sync, logprobs = lines(preflight, "sync", "logprobs")
+    assert sync == "ok    sync: 1 MB in 0.10 s"
+    if message is None:
+        assert logprobs.startswith("ok    logprobs: at most ")
+    else:
+        assert logprobs.startswith("FIX   logprobs: at most ") and message in logprobs
+
+
+def test_another_tokenizer_on_the_server(make_preflight, lines, monkeypatch):
+    preflight = make_preflight()
+    lines(preflight, "options", "tokenizer", "environment", "first_prompt")
+    ids = preflight.prompt_ids
+    monkeypatch.setattr(preflight, "_post", lambda path, body: {"tokens": [*ids[:2], 65]})
+    (line,) = lines(preflight, "served_tokenizer")
+    assert f"3 tokens there and {len(ids)} here, different from position 2: " in line
+    assert "take tokenizer and chat_template out of [inference.args]" in line
+
+
+def test_the_file_may_follow_check_without_an_at_sign():
+    for words in (["--check", "a.toml"], ["--check", "@", "a.toml"], ["@a.toml", "--check"]):
+        assert toml_argument(words) == (Path("a.toml"), ["--check"])
+
+
+# --- Through the command ----------------------------------------------------------------------
+
+
+def run_check(toml, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "verifiers_rl.cli.rl", "--check", "@", str(toml)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, **environment},
+    )
+
+
+def test_what_is_wrong_has_a_line_each_and_no_server_starts(model_folder, tmp_path):
+    (model_folder / "chat_template.jinja").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        toml = write_run(tmp_path, model_folder)
+        text = toml.read_text().replace("vllm_server_port = ", "vllm_server_port = 0 #")
+        port = taken.getsockname()[1]
+        toml.write_text(text.replace("= 0 #", f"= {port} #"))
+        done = run_check(toml)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    status = {line[6:].split(":")[0]: line[:4].strip() for line in done.stdout.splitlines()[1:-1]}
+    assert status == {
+        "GPUs": "ok",
+        "versions": "ok",
+        "trainer options": "ok",
+        "port": "FIX",
+        "model config": "ok",
+        "tokenizer": "FIX",
+        "environment": "ok",
+        "first prompt": "skip",
+        "trainer's model": "ok",
+        "server": "skip",
+        "server's tokenizer": "skip",
+        "one rollout": "skip",
+        "one weight sync": "skip",
+        "logprobs": "skip",
+    }
+    assert "skip  server: needs port\n" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("vf-rl: 2 to fix, after ")
+
+
+@pytest.mark.e2e
+def test_a_run_that_works_is_ok_and_leaves_nothing_behind(warm_start, tmp_path):
+    toml = write_run(tmp_path, warm_start)
+    (tmp_path / "tmp").mkdir()
+    done = run_check(toml, VF_RL_TEST=str(tmp_path), TMPDIR=str(tmp_path / "tmp"))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    first, *checks, last = done.stdout.splitlines()
+    assert first == f"vf-rl: checking {toml}" and last.startswith("vf-rl: all is ok, after ")
+    assert [line[:6] for line in checks if not line.startswith("      ")] == ["ok    "] * 14
+    assert processes_of(tmp_path) == {}
+    assert not list((tmp_path / "tmp").glob("vf-rl-check-*"))
+    assert not (tmp_path / "run").exists()

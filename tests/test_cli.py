@@ -1,0 +1,245 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, load_example, make_tiny_model
+from verifiers_rl.cli import rl
+from verifiers_rl.cli.config import (
+    RunConfig,
+    TomlError,
+    check_trainer_args,
+    load_run_config,
+    server_flags,
+    toml_argument,
+)
+from verifiers_rl.inference.server import server_cores
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    make_tiny_model().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def write_toml(tmp_path, model_folder):
+    def write(text='[env]\nid = "e"\n', model=f'model = "./{"model"}"\n'):
+        path = tmp_path / "config.toml"
+        path.write_text(model + text)
+        return path
+
+    return write
+
+
+def make_config(**options):
+    return RunConfig(
+        **{"path": Path("/somewhere/config.toml"), "model": "m", "env_id": "e", **options}
+    )
+
+
+def test_a_full_toml_is_read(write_toml, model_folder):
+    config = load_run_config(
+        write_toml(
+            '[env]\nid = "e"\n[env.args]\na = 1\n'
+            '[inference]\ngpus = 2\n[inference.args]\ndtype = "float32"\n'
+            "[trainer]\ngpus = 3\n[trainer.args]\nmax_steps = 4\n"
+        )
+    )
+    assert config.model == str(model_folder)  # relative to the TOML
+    assert (config.env_id, config.env_args) == ("e", {"a": 1})
+    assert (config.inference_gpus, config.trainer_gpus) == (2, 3)
+    assert (config.inference_args, config.trainer_args) == ({"dtype": "float32"}, {"max_steps": 4})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[env]\nid = "e"\n[trainer]\ngpu = 1\n',
+            r"\[trainer\] has an unknown key 'gpu'; did you mean 'gpus'",
+        ),
+        (
+            '[env]\nid = "e"\n[trainr]\n',
+            r"the top level has an unknown key 'trainr'; did you mean 'trainer'",
+        ),
+        ("[env]\n", r"env.id is missing"),
+        ('[env]\nid = "e"\n[inference]\ngpus = -1\n', r"inference.gpus=-1 must be an integer >= 0"),
+        ('[env]\nid = "e"\n[inference]\nargs = 3\n', r"\[inference.args\] must be a table, not 3"),
+        ("[env\n", r"config.toml: "),
+        (
+            '[env]\nid = "e"\n[inference.args]\nmodel = "x"\n',
+            r"has 'model'; set model at the top level",
+        ),
+    ],
+)
+def test_a_toml_that_cannot_work_is_one_clear_error(write_toml, text, message):
+    with pytest.raises(TomlError, match=message):
+        load_run_config(write_toml(text))
+
+
+def test_a_missing_model_is_one_clear_error(write_toml, tmp_path):
+    with pytest.raises(TomlError, match="model is missing"):
+        load_run_config(write_toml(model=""))
+    with pytest.raises(TomlError, match="no such folder"):
+        load_run_config(write_toml(model='model = "./nowhere"\n'))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TomlError, match=r"the folder has no config\.json"):
+        load_run_config(write_toml(model='model = "./empty"\n'))
+    with pytest.raises(TomlError, match="No such file"):
+        load_run_config(tmp_path / "none.toml")
+
+
+def test_an_unknown_trainer_option_names_the_nearest_one():
+    with pytest.raises(TomlError, match="unknown key 'batchsize'; did you mean 'batch_size'"):
+        check_trainer_args(make_config(trainer_args={"batchsize": 1}))
+
+
+def test_trainer_options_are_checked_before_anything_starts():
+    with pytest.raises(TomlError, match="batch_size=100 is not a multiple"):
+        rl.check_trainer_options(make_config(trainer_args={"batch_size": 100}))
+
+
+def test_flags_follow_from_keys_and_values():
+    args = {
+        "max_model_len": 8,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "a": ["x", "y"],
+        "b": {"c": 1},
+    }
+    assert server_flags(args) == [
+        "--max-model-len", "8", "--enforce-eager", "--no-enable-prefix-caching",
+        "--a", "x", "y", "--b", '{"c": 1}',
+    ]  # fmt: skip
+
+
+def test_the_file_comes_after_an_at_sign():
+    assert toml_argument(["@", "a.toml", "-s", "x"]) == (Path("a.toml"), ["-s", "x"])
+    assert toml_argument(["-s", "x", "@a.toml"]) == (Path("a.toml"), ["-s", "x"])
+    with pytest.raises(TomlError, match=r"give one as `@ config.toml`"):
+        toml_argument(["a.toml"])
+
+
+def test_inference_gets_the_first_gpus_and_the_trainer_the_next(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert rl.assign_gpus(make_config(inference_gpus=1, trainer_gpus=2)) == ("4", "5,6")
+    assert rl.assign_gpus(make_config(inference_gpus=0, trainer_gpus=0)) == ("", "")
+    with pytest.raises(TomlError, match="need 5 GPUs, 4 are visible"):
+        rl.assign_gpus(make_config(inference_gpus=3, trainer_gpus=2))
+
+
+def test_the_server_is_told_what_follows_from_the_trainer():
+    command = rl.server_command(
+        make_config(trainer_args={"max_seq_len": 99, "lora_rank": 9}, inference_gpus=2),
+        "127.0.0.1",
+        7,
+    )
+    flags = " ".join(command[command.index("--model") :])
+    assert "--max-model-len 99" in flags and "--enable-lora --max-lora-rank 16" in flags
+    assert "--tensor-parallel-size 2" in flags and "--host 127.0.0.1 --port 7" in flags
+    for options in (
+        {"use_lora": False},
+        {"lora_modules_to_save": ["lm_head"]},
+        {"lora_sync": "merged"},
+    ):
+        assert "--enable-lora" not in rl.server_command(make_config(trainer_args=options), "h", 7)
+
+
+def test_several_trainer_gpus_are_launched_through_accelerate():
+    command = rl.trainer_command(make_config(trainer_gpus=4), resume="newest")
+    assert command[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "4"]
+    assert command[-1] == "--resume"
+    assert "accelerate.commands.launch" not in rl.trainer_command(make_config(trainer_gpus=1), None)
+
+
+def test_on_the_cpu_the_server_leaves_half_of_the_cores_to_the_trainer():
+    assert [server_cores([0, 1, 2, 3]), server_cores([4, 7, 9]), server_cores([5])] == [
+        "0,1",
+        "4",
+        "5",
+    ]
+    tensor_parallel = [server_cores(list(range(8)), 2), server_cores([0, 1], 2)]
+    assert tensor_parallel == ["0,1|2,3", "0|1"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/*.toml")), ids=lambda p: p.stem)
+def test_every_shipped_toml_is_valid(path, monkeypatch):
+    # The model is made or downloaded later.
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+    rl.check_trainer_options(load_run_config(path))
+
+
+def test_the_training_script_describes_a_valid_run(monkeypatch):
+    script = load_example("train")
+    seen, calls = {}, []
+
+    class Recorder:
+        def __init__(self, **options):
+            seen.update(options)
+
+        def evaluate(self):
+            calls.append("evaluate")
+
+        def train(self):
+            calls.append("train")
+
+    monkeypatch.setattr(script, "RLTrainer", Recorder)
+    script.main()
+    assert calls == ["evaluate", "train", "evaluate"]
+    assert seen["args"].groups_per_batch == 8 and len(seen["env"].get_eval_dataset()) == 256
+
+
+def run(module, *args, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", module, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def test_commands_end_with_status_1_and_one_line(write_toml):
+    bad = write_toml('[env]\nid = "e"\n[trainer.args]\nbatchsize = 3\n')
+    for module, name in (("verifiers_rl.cli.rl", "vf-rl"), ("verifiers_rl.cli.train", "vf-train")):
+        done = run(module, "@", bad)
+        assert done.returncode == 1
+        assert done.stderr.strip().splitlines()[-1].startswith(f"{name}: error: ")
+        assert "did you mean 'batch_size'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_one_clear_error(write_toml):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        toml = write_toml(
+            '[env]\nid = "e"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
+            f"[trainer.args]\nvllm_server_port = {port}\n"
+        )
+        done = run("verifiers_rl.cli.rl", "@", toml)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    assert "vllm_server_port" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_server_is_one_clear_error(write_toml, tmp_path):
+    (tmp_path / "tiny_env.py").write_text(
+        "import verifiers as vf\nfrom datasets import Dataset\n"
+        "def load_environment():\n"
+        "    data = Dataset.from_dict({'question': ['a'], 'answer': ['a']})\n"
+        "    rubric = vf.Rubric(funcs=[lambda completion: 1.0])\n"
+        "    return vf.SingleTurnEnv(dataset=data, rubric=rubric)\n"
+    )
+    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
+    toml = write_toml(
+        '[env]\nid = "tiny_env"\n[trainer]\ngpus = 0\n'
+        "[trainer.args]\nvllm_server_port = 1\nvllm_server_timeout = 1\n"
+    )
+    done = run("verifiers_rl.cli.train", "@", toml)
+    assert done.returncode == 1
+    assert "no server at http://127.0.0.1:1 after 1 s (vllm_server_timeout)" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,544 @@
+"""Weights from a trainer's model to the real vLLM server, checked by the logprobs it returns."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import running_server
+from tests.helpers import ROOT, load_example
+from verifiers_rl.inference.client import (
+    TOKEN_VARIABLE,
+    InferenceClient,
+    InferenceServerError,
+    ServerLostError,
+)
+from verifiers_rl.weight_sync import WeightSync
+
+pytestmark = pytest.mark.e2e
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SMALL_BLOCKS = ("--block-size", "32")
+PROMPT = [int(i) for i in torch.randint(256, (70,), generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of an untied and a tied model with random weights."""
+    warm_start = load_example("warm_start")
+    tokenizer = warm_start.make_tokenizer()
+    folders = {}
+    for tied in (False, True):
+        torch.manual_seed(0)
+        folders[tied] = tmp_path_factory.mktemp("model")
+        warm_start.make_model(tokenizer, tie_word_embeddings=tied).save_pretrained(folders[tied])
+        tokenizer.save_pretrained(folders[tied])
+    return folders
+
+
+BOTH = {"params": [False, True], "ids": ["untied", "tied"]}
+
+
+@pytest.fixture(scope="module", **BOTH)
+def full_server(request, models, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with running_server(models[request.param], log, *SMALL_BLOCKS) as server:
+        yield models[request.param], server
+
+
+@pytest.fixture(scope="module", **BOTH)
+def lora_server(request, models, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = (*SMALL_BLOCKS, "--enable-lora", "--max-lora-rank", "16")
+    with running_server(models[request.param], log, *flags) as server:
+        yield models[request.param], server
+
+
+@pytest.fixture
+def connect():
+    made = []
+
+    def make(server, **options):
+        client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
+        options = {"timeout_s": 60, "bucket_bytes": 1_000_000, **options}
+        made.append(WeightSync(client, **options))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
+        sync.client.close()
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def perturb(model, seed):
+    """A step of training, as far as the server can tell."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def completion(server, model_name, **options):
+    body = {"model": model_name, "prompt": PROMPT, "temperature": 1.0, **options}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]
+
+
+def largest_difference(model, server, model_name):
+    """Server's logprobs of the prompt's tokens, and of one sampled token, against the trainer's."""
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    # Twice: the second request finds the prompt in the prefix cache.
+    for _ in range(2):
+        sampled = completion(server, model_name, max_tokens=1, logprobs=0, return_token_ids=True)
+        (token_id,), (logprob,) = sampled["token_ids"], sampled["logprobs"]["token_logprobs"]
+        difference = abs(logprob - expected[-1, token_id].item())
+    given = completion(server, model_name, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+    for t in range(1, len(PROMPT)):
+        logprob = given[t][str(PROMPT[t])]["logprob"]
+        difference = max(difference, abs(logprob - expected[t - 1, PROMPT[t]].item()))
+    return difference
+
+
+def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect):
+    folder, server = full_server
+    model, sync = load(folder), connect(server)
+    # No policy yet: the server claims no version.
+    before = LongRequest(server, sync.model_name, max_tokens=1)
+    before.join(60)
+    assert before.reply.status_code == 200 and "x-policy-versions" not in before.reply.headers
+    for version in range(10):
+        perturb(model, seed=version)
+        metrics = sync.push(model, version)
+        assert largest_difference(model, server, sync.model_name) < 1e-4, version
+        assert sync.client.status()["policy_version"] == version
+    # All bytes, a tied head once: the embedding is shared.
+    assert metrics["sync_bytes"] == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
+    folder, server = lora_server
+    model = get_peft_model(load(folder), LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
+    sync = connect(server)
+    for version in range(10):
+        perturb(model, seed=version)
+        metrics = sync.push(model, version)
+        assert sync.model_name == "policy"
+        assert largest_difference(model, server, "policy") < 1e-4, version
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert metrics["sync_bytes"] == 4 * trainable
+
+
+@pytest.mark.parametrize("with_whole_modules", [False, True])
+def test_merged_weights_arrive_exactly(full_server, connect, with_whole_modules):
+    folder, server = full_server
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_rslora": True}
+    if with_whole_modules:
+        tied = load(folder).config.tie_word_embeddings
+        # peft unties a head that it trains a copy of
+        options["modules_to_save"] = ["norm" if tied else "lm_head"]
+    lora_sync = "adapter" if with_whole_modules else "merged"  # vLLM takes no whole modules
+    model = get_peft_model(load(folder), LoraConfig(**options))
+    sync = connect(server, lora_sync=lora_sync)
+    for version in range(2):
+        perturb(model, seed=version)
+        sync.push(model, version)
+        assert largest_difference(model, server, sync.model_name) < 1e-4, version
+
+
+def test_weights_arrive_in_both_halves_of_a_bfloat16_server(models, connect, tmp_path):
+    flags = (*SMALL_BLOCKS, "--tensor-parallel-size", "2")
+    log = tmp_path / "server.log"
+    with running_server(models[False], log, *flags, dtype="bfloat16") as server:
+        sync = connect(server)
+        assert sync.client.status()["world_size"] == 2
+        for version in range(3):
+            old, new = load(models[False]), load(models[False])
+            perturb(new, seed=version)
+            metrics = sync.push(new, version)
+            # bfloat16 has 8 bits: the rounding of its kernels, and far from the other weights.
+            assert largest_difference(new, server, sync.model_name) < 0.05
+            assert largest_difference(old, server, sync.model_name) > 0.5
+        assert metrics["sync_bytes"] == 2 * sum(p.numel() for p in new.parameters())
+
+
+def memory_of(server):
+    """Resident bytes of the server's processes, MB."""
+    total = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(path.name)) == server.process.pid:
+                total += int((path / "statm").read_text().split()[1])
+        except (OSError, ValueError):
+            pass  # it ended meanwhile
+    return total * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def own_memory():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def policy(folder, kind):
+    """The trainer's model: all weights, or with a fresh adapter."""
+    lora = LoraConfig(r=8, target_modules=TARGETS)
+    return load(folder) if kind == "full" else get_peft_model(load(folder), lora)
+
+
+def test_a_hundred_full_updates_leave_memory_as_it_is(full_server, connect):
+    check_a_hundred_updates("full", *full_server, connect)
+
+
+def test_a_hundred_adapter_updates_leave_memory_as_it_is(lora_server, connect):
+    check_a_hundred_updates("adapter", *lora_server, connect)
+
+
+def check_a_hundred_updates(kind, folder, server, connect):
+    model, sync = policy(folder, kind), connect(server)
+    for version in range(20):
+        sync.push(model, version)
+    assert largest_difference(model, server, sync.model_name) < 1e-4
+    before = memory_of(server), own_memory()
+    for version in range(20, 120):
+        perturb(model, seed=version)
+        sync.push(model, version)
+    assert largest_difference(model, server, sync.model_name) < 1e-4
+    growth = memory_of(server) - before[0], own_memory() - before[1]
+    pushed_mb = 100 * sync._plan.num_bytes / 1e6  # about 340 in full, 30 as an adapter
+    assert max(growth) < min(pushed_mb, 60), growth
+
+
+# --- While requests are running -----------------------------------------------------------------
+
+
+class LongRequest(threading.Thread):
+    """A completion of 80 tokens, which takes long enough for a push in its middle."""
+
+    def __init__(self, server, model_name, **options):
+        super().__init__()
+        self.body = {
+            "model": model_name,
+            "prompt": PROMPT[:40],
+            "max_tokens": 80,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            **options,
+        }
+        self.url = f"{server.url}/v1/completions"
+        self.start()
+
+    def run(self):
+        self.reply = httpx.post(self.url, json=self.body, timeout=60, trust_env=False)
+
+    def result(self):
+        self.join(60)
+        choice = self.reply.json()["choices"][0]
+        spans = [span.split(":") for span in self.reply.headers["x-policy-versions"].split(",")]
+        return (
+            choice["token_ids"],
+            choice["logprobs"]["token_logprobs"],
+            [(int(start), int(version)) for start, version in spans],
+        )
+
+
+def logprobs_under(model, token_ids):
+    """Logprobs of the completion's tokens after PROMPT[:40]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT[:40] + token_ids])).logits[0]
+    logprobs = logits.log_softmax(-1)[39:-1]
+    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_tokens_on_both_sides_of_a_full_push_carry_their_version(full_server, connect, in_flight):
+    check_tokens_on_both_sides("full", *full_server, connect, in_flight)
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(lora_server, connect, in_flight):
+    check_tokens_on_both_sides("adapter", *lora_server, connect, in_flight)
+
+
+def check_tokens_on_both_sides(kind, folder, server, connect, in_flight):
+    models = [policy(folder, kind) for _ in range(2)]
+    for seed, model in enumerate(models):
+        perturb(model, seed)
+    sync = connect(server)
+    for attempt in range(20):  # until the push falls into the middle of the request
+        sync.push(models[0], 0)
+        long = LongRequest(server, sync.model_name)
+        time.sleep(0.02 + 0.02 * attempt)
+        sync.push(models[1], 1, in_flight=in_flight)
+        token_ids, logprobs, spans = long.result()
+        if len(spans) == 2:
+            break
+    assert len(token_ids) == 80 and [version for _, version in spans] == [0, 1]
+    split = spans[1][0]
+    assert 0 < split < 80
+    old, new = (logprobs_under(model, token_ids) for model in models)
+    difference = [abs(a - b) for a, b in zip(logprobs, old[:split] + new[split:], strict=True)]
+    assert max(difference[:split]) < 1e-4
+    if in_flight == "recompute":
+        assert max(difference[split:]) < 1e-4
+    else:
+        # New weights over the keys and values of the old ones: neither policy's logprobs.
+        assert max(difference[split:]) > 1e-3
+    # What the push left in the prefix cache serves nobody after it.
+    assert largest_difference(models[1], server, sync.model_name) < 1e-4
+
+
+def test_requests_for_several_completions_claim_no_version(full_server, connect):
+    folder, server = full_server
+    models = [load(folder) for _ in range(2)]
+    perturb(models[1], 1)
+    sync = connect(server)
+    sync.push(models[0], 0)
+    several = [LongRequest(server, sync.model_name, n=2) for _ in range(2)]
+    single = LongRequest(server, sync.model_name, max_tokens=1)
+    single.join(60)
+    assert single.reply.headers["x-policy-versions"] == "0:0"
+    sync.push(models[1], 1)
+    for request in several:
+        request.join(60)
+        choices = request.reply.json()["choices"]
+        assert [len(choice["token_ids"]) for choice in choices] == [80, 80]
+        assert request.reply.headers.get("x-policy-versions", "0:0") == "0:0"
+
+
+def test_a_prefix_cached_in_flight_serves_no_later_version(full_server, connect):
+    folder, server = full_server
+    model, sync = load(folder), connect(server)
+    sync.push(model, 0)
+    completion(server, sync.model_name, max_tokens=1)  # PROMPT is cached under version 0
+    # Long requests hold blocks of the cache, which therefore cannot be emptied.
+    running = [LongRequest(server, sync.model_name) for _ in range(4)]
+    time.sleep(0.05)
+    for version in (1, 2):
+        perturb(model, seed=version)
+        sync.push(model, version, in_flight="keep")
+        assert largest_difference(model, server, sync.model_name) < 1e-4, version
+    for request in running:
+        request.join(60)
+
+
+# --- Trainers come and go -----------------------------------------------------------------------
+
+
+def test_a_later_trainer_attaches_to_the_same_server(lora_server, connect):
+    folder, server = lora_server
+    for seed in (1, 2):
+        model = get_peft_model(load(folder), LoraConfig(r=seed, target_modules=["q_proj"]))
+        perturb(model, seed)
+        sync = connect(server)
+        sync.push(model, 0)
+        assert largest_difference(model, server, "policy") < 1e-4
+        sync.close()
+
+
+KILLED_IN_A_PUSH = """
+import os, signal, sys
+from tests.test_e2e_sync import perturb, policy
+from verifiers_rl.inference.client import InferenceClient
+from verifiers_rl.weight_sync import WeightSync
+
+model = policy(sys.argv[1], sys.argv[3])
+sync = WeightSync(InferenceClient("127.0.0.1", int(sys.argv[2])), bucket_bytes=50_000)
+sync.push(model, 0)
+perturb(model, 9)
+send, sent = sync._transport.send, []
+
+def send_two(buffer):
+    if len(sent) == 2:
+        print("killed in the middle", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sent.append(buffer)
+    send(buffer)
+
+sync._transport.send = send_two
+sync.push(model, 1)
+"""
+
+
+def test_a_trainer_killed_in_a_full_push_leaves_a_server_for_the_next_one(full_server, connect):
+    check_a_killed_trainer("full", *full_server, connect)
+
+
+def test_a_trainer_killed_in_an_adapter_push_leaves_a_server_too(lora_server, connect):
+    check_a_killed_trainer("adapter", *lora_server, connect)
+
+
+def check_a_killed_trainer(kind, folder, server, connect):
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port), kind],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert killed.returncode == -signal.SIGKILL and "in the middle" in killed.stdout, killed.stderr
+    model = policy(folder, kind)
+    perturb(model, seed=5)
+    sync = connect(server)
+    start = time.monotonic()
+    sync.push(model, 0)
+    assert time.monotonic() - start < 30
+    assert largest_difference(model, server, sync.model_name) < 1e-4
+    assert sync.client.status()["policy_version"] == 0
+    sync.check_server()
+
+
+def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, monkeypatch):
+    folder, server = lora_server
+    lora = LoraConfig(r=8, target_modules=TARGETS, bias="all")
+    model, sync = get_peft_model(load(folder), lora), connect(server)
+    with pytest.raises(ValueError, match="set lora_sync='merged'"):
+        sync.push(model, 0)
+    monkeypatch.setattr("verifiers_rl.weight_sync.check_adapter", lambda *_: None)
+    start = time.monotonic()
+    with pytest.raises(InferenceServerError, match="Adapter bias is not supported"):
+        sync.push(model, 0)
+    assert time.monotonic() - start < 10  # not at the deadline of our part, 60 s
+    # The server is none the worse for it.
+    model = policy(folder, "adapter")
+    perturb(model, seed=1)
+    sync.push(model, 1)
+    assert largest_difference(model, server, "policy") < 1e-4
+
+
+def test_two_trainers_do_not_overwrite_each_other_in_silence(full_server, connect):
+    folder, server = full_server
+    first, second = connect(server), connect(server)
+    model = load(folder)
+    first.push(model, 0)
+    second.push(model, 0)
+    with pytest.raises(InferenceServerError, match="another trainer has connected"):
+        first.check_server()
+    second.check_server()
+    with pytest.raises(InferenceServerError, match=r"400.*another trainer has connected") as caught:
+        first.push(model, 1)
+    assert not isinstance(caught.value, ServerLostError)  # which the trainer would connect anew for
+
+
+def refused_within_seconds(sync, model, message):
+    start = time.monotonic()
+    with pytest.raises(InferenceServerError, match=message):
+        sync.push(model, 0)
+    assert time.monotonic() - start < 10  # not at the deadline of the meeting, 60 s
+
+
+def test_a_server_for_full_weights_refuses_an_adapter(full_server, connect):
+    folder, server = full_server
+    adapter = get_peft_model(load(folder), LoraConfig(r=8, target_modules=["q_proj"]))
+    refused_within_seconds(connect(server), adapter, "--enable-lora --max-lora-rank 8")
+
+
+def test_a_server_for_adapters_refuses_full_weights_and_larger_ranks(lora_server, connect):
+    folder, server = lora_server
+    refused_within_seconds(connect(server), load(folder), "without --enable-lora")
+    large = get_peft_model(load(folder), LoraConfig(r=32, target_modules=["q_proj"]))
+    refused_within_seconds(connect(server), large, "--max-lora-rank 32")
+
+
+def test_another_model_is_refused_with_both_sizes(full_server, connect):
+    folder, server = full_server
+    config = load(folder).config
+    config.hidden_size = 64
+    with pytest.raises(
+        InferenceServerError, match=r"another model.*hidden_size 64 here, 128 there"
+    ):
+        connect(server).client.check_model(config)
+
+
+def test_control_routes_need_the_token(full_server, connect, monkeypatch):
+    _, server = full_server
+    for token in ("wrong", ""):
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        with pytest.raises(InferenceServerError, match="401: wrong or missing token"):
+            connect(server).client.status()
+    assert httpx.post(f"{server.url}/weight_sync/receive", json={}).status_code == 401
+    # vLLM's own control routes are not there at all.
+    for route in ("collective_rpc", "update_weights", "pause", "sleep"):
+        assert httpx.post(f"{server.url}/{route}", json={}).status_code == 404
+
+
+def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
+    _, server = full_server
+    headers = {"Authorization": f"Bearer {token}"}
+    reply = httpx.post(f"{server.url}/weight_sync/nothing", json={}, headers=headers)
+    assert reply.status_code == 404
+    reply = httpx.post(f"{server.url}/weight_sync/receive", content=b"{", headers=headers)
+    assert reply.status_code == 400 and "not JSON" in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": 5}, "plan=5: must be of type dict"),
+        ({"port": "1"}, "port='1': must be of type int"),
+        ({"plan": {"kind": "full"}}, "not a transfer plan"),
+        ({"backend": "mpi"}, "backend='mpi': must be nccl, ipc or gloo"),
+    ],
+)
+def test_a_malformed_connection_is_refused(full_server, token, change, message):
+    _, server = full_server
+    body = {"host": "127.0.0.1", "port": 1, "world_size": 2, "backend": "gloo", "timeout_s": 5}
+    body |= {"plan": {}} | change
+    headers = {"Authorization": f"Bearer {token}"}
+    reply = httpx.post(f"{server.url}/weight_sync/connect", json=body, headers=headers)
+    assert reply.status_code == 400 and message in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s._replace(shape=(10**6, 10**6)), r"has shape \[1000000, 1000000\]"),
+        (None, "has no tensor 'model.embed_tokens.wait'"),
+    ],
+)
+def test_oversized_and_misnamed_tensors_are_refused(full_server, connect, edit, message):
+    folder, server = full_server
+    sync = connect(server)
+    sources, _ = sync._sources(load(folder))
+    name = "model.embed_tokens.weight"
+    source = sources.pop(name)
+    sources = {name: edit(source)} | sources if edit else {name[:-6] + "wait": source} | sources
+    sync._sources = lambda model: (sources, {})
+    refused_within_seconds(sync, load(folder), message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"connection": None}, "connection=None: must be of type str"),
+        ({"policy_version": "1"}, "policy_version='1': must be of type int"),
+        ({"in_flight": "drop"}, "in_flight='drop': must be recompute or keep"),
+    ],
+)
+def test_a_malformed_push_is_refused(full_server, connect, token, change, message):
+    folder, server = full_server
+    sync = connect(server)
+    sync.push(load(folder), 0)
+    body = {"connection": sync._connection, "policy_version": 1, "in_flight": "keep"}
+    headers = {"Authorization": f"Bearer {token}"}
+    reply = httpx.post(
+        f"{server.url}/weight_sync/receive",
+        json=body | {"timeout_s": 5} | change,
+        headers=headers,
+    )
+    assert reply.status_code == 400 and message in reply.json()["error"]
+    assert sync.client.status()["policy_version"] == 0

@@ -1,0 +1,388 @@
+"""Training against the real vLLM server: it learns, and what breaks ends in seconds."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import verifiers as vf
+from datasets import Dataset
+
+from tests.conftest import free_port, running_server
+from tests.helpers import EXAMPLE, ROOT, load_example
+from verifiers_rl import RLConfig, RLTrainer
+from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.orchestrator import RolloutError
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def server(warm_start, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with running_server(warm_start, log, "--enable-lora", "--max-lora-rank", "16") as server:
+        yield server
+
+
+@pytest.fixture
+def make_trainer(warm_start, server, tmp_path):
+    def make(env, **options):
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "batch_size": 64,
+            "rollouts_per_example": 16,
+            "micro_batch_size": 64,
+            "max_seq_len": 64,
+            "max_tokens": 16,
+            "temperature": 1.0,
+            "learning_rate": 1e-3,
+            "max_steps": 3,
+            "save_strategy": "no",
+            "vllm_server_port": server.port,
+            "num_rollouts_to_print": 0,
+        }
+        return RLTrainer(str(warm_start), env, RLConfig(**{**defaults, **options}))
+
+    return make
+
+
+def history(trainer, name):
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_trainer):
+    env = load_example("reverse_text").load_environment(instruction="")
+    trainer = make_trainer(env, max_steps=40, eval_examples=128)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_reward"] > before["eval_reward"] + 0.05
+    assert after["eval_exact_match"] > before["eval_exact_match"] + 0.1
+    # The first batch was sampled by the very weights it is trained on.
+    assert history(trainer, "staleness")[:3] == [0.0, 1.0, 1.0]
+    assert history(trainer, "importance_ratio")[0] == pytest.approx(1.0, abs=1e-4)
+    assert history(trainer, "mismatch_kl")[0] < 1e-6
+    assert history(trainer, "error_share") == [0.0] * 40
+
+
+def test_synchronous_batches_have_ratio_one_at_any_temperature(make_trainer):
+    env = load_example("reverse_text").load_environment(instruction="")
+    trainer = make_trainer(env, max_off_policy_steps=0, temperature=0.6, max_tokens=None)
+    trainer.train()
+    assert history(trainer, "importance_ratio") == pytest.approx([1.0] * 3, abs=1e-4)
+    assert history(trainer, "importance_ratio_max") == pytest.approx([1.0] * 3, abs=1e-3)
+    assert history(trainer, "staleness") == [0.0] * 3
+
+
+def test_sampling_options_change_what_the_server_samples(make_trainer, caplog):
+    env = load_example("reverse_text").load_environment(instruction="")
+
+    def completions(**options):
+        trainer = make_trainer(env, max_steps=1, **options)
+        trainer.train()
+        return trainer, [rollout.completion for rollout in trainer.batch.rollouts]
+
+    # The likeliest token only: the rollouts of a group are all alike.
+    _, greedy = completions(top_k=1)
+    assert all(len(set(greedy[i : i + 16])) == 1 for i in range(0, 64, 16))
+    assert "top_k: the server samples from another distribution" in caplog.text
+    _, free = completions()
+    assert all(len(set(free[i : i + 16])) > 1 for i in range(0, 64, 16))
+    trainer, cut = completions(max_tokens=2)
+    assert all(len(text) <= 2 for text in cut)
+    assert history(trainer, "truncated_share")[0] > 0.9
+
+
+class FragileEnv(vf.SingleTurnEnv):
+    """Raises in the rollouts that `breaks(count)` names, in code of its own."""
+
+    def __init__(self, breaks, **options):
+        super().__init__(**options)
+        self.breaks = breaks
+        self.count = 0
+
+    async def setup_state(self, state):
+        self.count += 1
+        if self.breaks(self.count):
+            raise RuntimeError("the sandbox is not there")
+        return state
+
+
+def make_fragile(breaks):
+    dataset = Dataset.from_dict({"question": ["abc", "defg"], "answer": ["cba", "gfed"]})
+    rubric = vf.Rubric(funcs=[lambda completion, answer: float(len(completion[-1]["content"]))])
+    return FragileEnv(breaks, dataset=dataset, rubric=rubric)
+
+
+def test_an_error_in_one_rollout_costs_only_that_rollout(make_trainer):
+    trainer = make_trainer(make_fragile(lambda count: count == 5), max_steps=2)
+    trainer.train()
+    assert history(trainer, "error_share") == [1 / 64, 0.0]
+    assert trainer.state.global_step == 2
+
+
+def test_an_error_in_every_rollout_ends_training_with_its_cause(make_trainer):
+    trainer = make_trainer(make_fragile(lambda count: True))
+    start = time.monotonic()
+    with pytest.raises(
+        RolloutError, match=r"all 64 rollouts failed.*the sandbox is not there"
+    ) as caught:
+        trainer.train()
+    assert time.monotonic() - start < 20
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
+    port = free_port()
+    flags = ("--enable-lora", "--max-lora-rank", "16")
+    env = load_example("reverse_text").load_environment(instruction="")
+    options = {
+        "output_dir": str(tmp_path / "run"),
+        "use_cpu": True,
+        "batch_size": 32,
+        "rollouts_per_example": 8,
+        "micro_batch_size": 32,
+        "max_seq_len": 64,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "learning_rate": 1e-3,
+        "max_steps": 6,
+        "save_steps": 100,
+        "vllm_server_port": port,
+        "vllm_server_timeout": 15.0,
+        "num_rollouts_to_print": 0,
+    }
+
+    def make():
+        return RLTrainer(str(warm_start), env, RLConfig(**options))
+
+    with running_server(warm_start, tmp_path / "first.log", *flags, port=port) as server:
+        trainer = make()
+        receive_weights, killed = trainer.weight_sync.client.receive_weights, []
+
+        def kill_first(body, timeout_s):
+            # Our part of the push waits for the server's already.
+            if body["policy_version"] == 3 and not killed:
+                os.kill(server.process.pid, signal.SIGKILL)
+                killed.append(time.monotonic())
+            return receive_weights(body, timeout_s)
+
+        trainer.weight_sync.client.receive_weights = kill_first
+        with pytest.raises(InferenceServerError, match=r"after 15 s \(vllm_server_timeout\)"):
+            trainer.train()
+        assert time.monotonic() - killed[0] < 45
+        # vLLM's engine and workers go with its API server, though nobody told them.
+        deadline = time.monotonic() + 20
+        while group_of(server.process.pid):
+            assert time.monotonic() < deadline, group_of(server.process.pid)
+            time.sleep(0.2)
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+    options["vllm_server_timeout"] = 60.0
+    with running_server(warm_start, tmp_path / "second.log", *flags, port=port):
+        trainer = make()
+        trainer.train(resume_from_checkpoint=True)
+    assert history(trainer, "reward")[3:] and trainer.state.global_step == 6
+    assert history(trainer, "policy_version") == [0, 0, 1, 3, 3, 4]
+    # The first batch after the restart was sampled by the very weights it is trained on.
+    assert history(trainer, "importance_ratio")[3] == pytest.approx(1.0, abs=1e-4)
+    assert history(trainer, "mismatch_kl")[3] < 1e-6
+
+
+def group_of(leader):
+    """Processes of this group that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, group = (path / "stat").read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:
+            continue  # it ended meanwhile
+        if int(group) == leader and state != "Z":
+            found.append((int(path.name), (path / "cmdline").read_text().replace("\0", " ")))
+    return found
+
+
+def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path):
+    # A copy of the examples whose model is the fixture's.
+    shutil.copytree(
+        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("outputs")
+    )
+    outputs = tmp_path / "examples" / "reverse_text" / "outputs"
+    outputs.mkdir()
+    shutil.copytree(warm_start, outputs / "warm_start")
+    script = str(tmp_path / "examples" / "custom_loss.py")
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "25", "--port", str(server.port)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = map(float, re.findall(r"held-out reward ([\d.]+) -> ([\d.]+)", done.stdout)[0])
+    assert after > before + 0.05
+    logged = (outputs / "custom_loss" / "metrics.jsonl").read_text()
+    assert '"abs_loss"' in logged and '"clipped_share"' not in logged
+
+
+# --- vf-rl --------------------------------------------------------------------------------------
+
+
+def write_run(folder, warm_start, **options):
+    """The example's TOML with another model, port, folder and length."""
+    text = (EXAMPLE / "rl.toml").read_text()
+    shutil.copy(EXAMPLE / "reverse_text.py", folder)
+    options = {"max_steps": 4, "output_dir": f'"{folder}/run"', "logging_steps": 1, **options}
+    options |= {
+        "vllm_server_port": free_port(),
+        "batch_size": 64,
+        "eval_examples": 64,
+        "eval_steps": 2,
+    }
+    text = text.replace('"./outputs/warm_start"', json.dumps(str(warm_start)))
+    for name, value in options.items():
+        text, found = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+        text += "" if found else f"{name} = {value}\n"
+    (folder / "rl.toml").write_text(text)
+    return folder / "rl.toml"
+
+
+def processes_of(folder):
+    """Ids and command lines of the running processes that this test's vf-rl has started."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"VF_RL_TEST={folder}" in (path / "environ").read_text(errors="replace"):
+                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            pass  # it ended meanwhile, or is not ours
+    return found
+
+
+def server_pids(folder):
+    command = "-m verifiers_rl.inference.server"
+    return [pid for pid, line in processes_of(folder).items() if command in line]
+
+
+def test_vf_rl_trains_all_weights_in_a_terminal_and_ends_clean(warm_start, tmp_path):
+    toml = write_run(tmp_path, warm_start, use_lora="false", learning_rate=3e-4)
+    environment = {**os.environ, "VF_RL_TEST": str(tmp_path)}
+    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "[inference] " in done.stdout and "[trainer] " in done.stdout
+    assert "completion" in done.stdout and "advantage" in done.stdout  # the table of rollouts
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "curves.png").is_file()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert processes_of(tmp_path) == {}
+
+
+def test_a_killed_vf_rl_leaves_no_process_behind(warm_start, tmp_path):
+    toml = write_run(tmp_path, warm_start)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "VF_RL_TEST": str(tmp_path)},
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while len(processes_of(tmp_path)) < 3:  # vf-rl, the server, vLLM's engine
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while processes_of(tmp_path):
+        assert time.monotonic() < deadline, processes_of(tmp_path)
+        time.sleep(0.2)
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_in_a_terminal_vf_rl_shows_two_panes_and_restarts_a_killed_server(warm_start, tmp_path):
+    import pty
+
+    toml = write_run(
+        tmp_path, warm_start, max_steps=12, eval_on_start="false", eval_strategy='"no"'
+    )
+    session = f"vf-rl-test-{os.getpid()}"
+    environment = {
+        **os.environ,
+        "VF_RL_TEST": str(tmp_path),
+        "TERM": "xterm",
+        "TMUX_TMPDIR": str(tmp_path),
+    }
+    environment.pop("TMUX", None)
+    leader, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "-s", session],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def tmux(*words):
+        return subprocess.run(
+            ["tmux", *words], env=environment, capture_output=True, text=True, timeout=10
+        ).stdout
+
+    def pane():
+        return tmux("capture-pane", "-p", "-S", "-1000", "-t", f"{session}:.1")
+
+    def num_steps():
+        return metrics.read_text().count('"reward"') if metrics.is_file() else 0
+
+    def wait_for(condition, seconds, what):
+        deadline = time.monotonic() + seconds
+        os.set_blocking(leader, False)
+        while not condition():
+            try:
+                os.read(leader, 65536)  # a terminal that nobody reads would stop them
+            except OSError:
+                pass  # nothing written just now
+            assert time.monotonic() < deadline, f"{what} did not happen; the pane shows {pane()}"
+            time.sleep(0.2)
+
+    try:
+        wait_for(lambda: num_steps() > 2, 200, "training")
+        assert len(tmux("list-panes", "-t", session).splitlines()) == 2
+        (target,) = server_pids(tmp_path)
+        os.kill(target, signal.SIGKILL)
+        wait_for(lambda: "starting it again in" in pane(), 30, "the restart")
+        wait_for(lambda: process.poll() is not None, 300, "the end")  # with 0 the session closes
+        assert process.returncode == 0
+        assert server_pids(tmp_path) == []
+    finally:
+        tmux("kill-server")
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        os.close(leader)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [row for row in rows if "reward" in row]
+    # Every step once, and what was sampled again was sampled by the newest weights.
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    versions = [row["policy_version"] for row in rows]
+    assert versions == sorted(versions) and max(row["staleness"] for row in rows) == 1
+    # 0: the first, and after the restart unless its batch had come before the server died.
+    assert [row["staleness"] for row in rows].count(0) in (1, 2)
+    log = (tmp_path / "run" / "inference.log").read_text()
+    assert log.count("Application startup complete") == 2
+    deadline = time.monotonic() + 20
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)  # the kernel ends what the tmux server held
+    assert processes_of(tmp_path) == {}

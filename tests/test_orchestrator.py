@@ -1,0 +1,277 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tests.helpers import make_samples
+from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.orchestrator import Orchestrator, RolloutError, example_index
+from verifiers_rl.types import Rollout
+
+
+class StubRunner:
+    """A GroupRunner whose rollouts take as long, score as much and fail as told."""
+
+    def __init__(self, num_examples=10, outcome=None, delay_s=0.0):
+        self.size = num_examples
+        self.outcome = outcome or (lambda index, i: float(i))
+        self.delay_s = delay_s
+        self.seen = []
+        self.threads = set()
+        self.cancelled = 0
+        self.in_flight = self.most_in_flight = 0
+        self.closed = False
+
+    def num_examples(self, split):
+        return self.size if split == "train" else 4
+
+    async def open(self): ...
+
+    async def close(self):
+        self.closed = True
+
+    async def run_group(
+        self, split, index, num_rollouts, model, sampling_args, policy_version, slots
+    ):
+        self.seen.append((split, index, num_rollouts, model, policy_version))
+        self.threads.add(threading.current_thread().name)
+
+        async def one(i):
+            async with slots:
+                self.in_flight += 1
+                self.most_in_flight = max(self.most_in_flight, self.in_flight)
+                try:
+                    await asyncio.sleep(self.delay_s)
+                except asyncio.CancelledError:
+                    self.cancelled += 1
+                    raise
+                finally:
+                    self.in_flight -= 1
+            rollout = Rollout(
+                index, "prompt", "completion", num_turns=1, samples=make_samples(1, seed=i)
+            )
+            result = self.outcome(index, i)
+            if isinstance(result, Exception):
+                rollout.error, rollout.samples = result, []
+            elif isinstance(result, BaseException):
+                raise result
+            elif isinstance(result, str):
+                rollout.reward, rollout.is_truncated = float(result), True
+            else:
+                rollout.reward = result
+            return rollout
+
+        return await asyncio.gather(*(one(i) for i in range(num_rollouts)))
+
+
+@pytest.fixture
+def make_orchestrator():
+    made = []
+
+    def make(runner, check_server=lambda: None, **options):
+        options = {"batch_size": 8, "rollouts_per_example": 4, "sampling_args": {}, **options}
+        orchestrator = Orchestrator(runner, check_server, **options)
+        orchestrator.start()
+        made.append(orchestrator)
+        return orchestrator
+
+    yield make
+    for orchestrator in made:
+        orchestrator.stop()
+    assert not [t for t in threading.enumerate() if t.name == "orchestrator"]
+
+
+def test_a_batch_holds_groups_with_centered_advantages(make_orchestrator):
+    orchestrator = make_orchestrator(StubRunner())
+    orchestrator.submit(0, "policy", policy_version=7)
+    batch = orchestrator.get()
+    assert (batch.step, batch.policy_version, len(batch.rollouts), len(batch.samples)) == (
+        0,
+        7,
+        8,
+        8,
+    )
+    assert [r.advantage for r in batch.rollouts] == [-1.5, -0.5, 0.5, 1.5] * 2
+    for rollout in batch.rollouts:
+        for sample in rollout.samples:
+            assert {a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if m} == {
+                rollout.advantage
+            }
+    assert batch.metrics["reward"] == 1.5
+
+
+def test_rollouts_run_on_the_thread_while_the_trainer_goes_on(make_orchestrator):
+    runner = StubRunner(delay_s=0.3)
+    orchestrator = make_orchestrator(runner)
+    start = time.monotonic()
+    orchestrator.submit(0, "policy", 0)
+    assert time.monotonic() - start < 0.2
+    assert orchestrator.is_pending
+    orchestrator.get()
+    assert runner.threads == {"orchestrator"}
+    assert not orchestrator.is_pending
+
+
+def test_only_one_batch_can_be_pending(make_orchestrator):
+    orchestrator = make_orchestrator(StubRunner())
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(AssertionError, match="pending"):
+        orchestrator.submit(1, "policy", 0)
+
+
+def test_each_epoch_has_each_example_once_in_its_own_order():
+    epochs = [[example_index(e * 10 + i, 10, True, seed=3) for i in range(10)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != [example_index(i, 10, True, seed=4) for i in range(10)]
+    assert [example_index(i, 10, False, seed=3) for i in range(12)] == [*range(10), 0, 1]
+
+
+def test_resume_sees_the_same_examples(make_orchestrator):
+    def examples(steps):
+        runner = StubRunner()
+        orchestrator = make_orchestrator(runner, seed=5)
+        for step in steps:
+            orchestrator.submit(step, "policy", step)
+            orchestrator.get()
+        return [index for _, index, *_ in runner.seen]
+
+    assert examples(range(6))[8:] == examples(range(4, 6))
+
+
+def test_max_concurrent_bounds_the_rollouts_in_flight(make_orchestrator):
+    runner = StubRunner(delay_s=0.02)
+    orchestrator = make_orchestrator(runner, max_concurrent=3)
+    orchestrator.submit(0, "policy", 0)
+    orchestrator.get()
+    assert runner.most_in_flight == 3
+
+
+def test_an_errored_rollout_leaves_batch_and_baseline(make_orchestrator, caplog):
+    runner = StubRunner(outcome=lambda index, i: ValueError("broken tool") if i == 3 else float(i))
+    orchestrator = make_orchestrator(runner)
+    orchestrator.submit(0, "policy", 0)
+    batch = orchestrator.get()
+    assert [r.advantage for r in batch.rollouts] == [-1.0, 0.0, 1.0] * 2
+    assert batch.metrics["error_share"] == 0.25
+    assert "2 of 8 rollouts failed and are left out: ValueError: broken tool" in caplog.text
+
+
+def test_when_all_rollouts_fail_the_first_error_is_chained(make_orchestrator):
+    runner = StubRunner(outcome=lambda index, i: ValueError("broken tool"))
+    orchestrator = make_orchestrator(runner)
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(
+        RolloutError, match="all 8 rollouts failed; most often: ValueError: broken tool"
+    ) as caught:
+        orchestrator.get()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def lost():
+    raise ServerLostError("no answer from the inference server")
+
+
+def test_a_dead_server_is_told_from_a_failing_environment(make_orchestrator):
+    runner = StubRunner(outcome=lambda index, i: ConnectionError("refused") if index else 1.0)
+    orchestrator = make_orchestrator(runner, check_server=lost)
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(ServerLostError, match="no answer"):
+        orchestrator.get()
+
+
+def test_a_batch_of_a_server_that_lost_the_policy_meanwhile_is_not_taken(make_orchestrator):
+    orchestrator = make_orchestrator(StubRunner(), check_server=lost)
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(ServerLostError):
+        orchestrator.get()
+    # It may come back: the step under way is not interrupted, and the batch can be asked for again.
+    orchestrator.raise_if_failed()
+    orchestrator.discard()
+    assert not orchestrator.is_pending
+    orchestrator.check_server = lambda: None
+    orchestrator.submit(0, "policy", 0)
+    assert orchestrator.get().step == 0
+
+
+def test_a_batch_can_be_given_up_while_it_is_generated(make_orchestrator):
+    runner = StubRunner(delay_s=60)
+    orchestrator = make_orchestrator(runner)
+    orchestrator.submit(0, "policy", 0)
+    while runner.in_flight < 8:
+        time.sleep(0.01)
+    orchestrator.discard()
+    deadline = time.monotonic() + 5
+    while runner.in_flight:
+        assert time.monotonic() < deadline, "the rollouts go on"
+        time.sleep(0.01)
+
+
+def test_rollout_error_reaches_trainer_within_a_second_with_its_traceback(make_orchestrator):
+    def outcome(index, i):
+        raise RuntimeError("a bug in the runner")
+
+    orchestrator = make_orchestrator(StubRunner(outcome=outcome))
+    start = time.monotonic()
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(RuntimeError, match="a bug in the runner") as caught:
+        while time.monotonic() - start < 1.0:
+            orchestrator.raise_if_failed()
+    assert "outcome" in [entry.name for entry in caught.traceback]
+
+
+def test_stop_cancels_what_is_pending_and_joins_the_thread(make_orchestrator):
+    runner = StubRunner(delay_s=60)
+    orchestrator = make_orchestrator(runner)
+    orchestrator.submit(0, "policy", 0)
+    while runner.in_flight < 8:
+        time.sleep(0.01)
+    start = time.monotonic()
+    orchestrator.stop()
+    assert time.monotonic() - start < 5
+    assert runner.cancelled == 8 and runner.closed
+
+
+def test_a_batch_that_takes_too_long_is_an_error(make_orchestrator):
+    # Deadline: 60 - 59.6 s.
+    orchestrator = make_orchestrator(StubRunner(delay_s=60), rollout_timeout_s=-29.8)
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(TimeoutError, match=r"8 rollouts did not end within .*generation_timeout"):
+        orchestrator.get()
+
+
+def test_zero_truncated_completions_changes_reward_and_baseline(make_orchestrator):
+    def advantages(**options):
+        runner = StubRunner(outcome=lambda index, i: "4.0" if i == 3 else 1.0)
+        orchestrator = make_orchestrator(runner, **options)
+        orchestrator.submit(0, "policy", 0)
+        return [r.advantage for r in orchestrator.get().rollouts][:4]
+
+    assert advantages() == [-0.75, -0.75, -0.75, 2.25]
+    assert advantages(zero_truncated_completions=True) == [0.25, 0.25, 0.25, -0.75]
+
+
+def test_mask_truncated_completions_leaves_them_in_the_baseline_only(make_orchestrator):
+    def batch(**options):
+        runner = StubRunner(outcome=lambda index, i: "4.0" if i == 3 else 1.0)
+        orchestrator = make_orchestrator(runner, **options)
+        orchestrator.submit(0, "policy", 0)
+        return orchestrator.get()
+
+    plain, masked = batch(), batch(mask_truncated_completions=True)
+    assert [r.advantage for r in plain.rollouts] == [r.advantage for r in masked.rollouts]
+    assert all(s.num_loss_tokens for s in plain.samples)
+    assert [bool(s.num_loss_tokens) for s in masked.samples] == [True, True, True, False] * 2
+
+
+def test_evaluation_means_count_errors_as_zero(make_orchestrator):
+    runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 1.0)
+    orchestrator = make_orchestrator(runner)
+    metrics = orchestrator.evaluate(100, "policy", 3)
+    assert (
+        metrics["reward"] == 0.75
+        and metrics["error_share"] == 0.25
+        and metrics["num_rollouts"] == 4
+    )
+    assert {call[0] for call in runner.seen} == {"eval"}

@@ -1,0 +1,537 @@
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.helpers import ROOT, make_tiny_model
+from verifiers_rl import weight_sync
+from verifiers_rl.config import RLConfig
+from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference.expected import check_plan, expected_shapes
+from verifiers_rl.weight_sync import (
+    Source,
+    TensorSpec,
+    TransferPlan,
+    WeightSync,
+    adapter_sources,
+    bucket_num_bytes,
+    bucket_views,
+    check_adapter,
+    choose_backend,
+    full_sources,
+    make_transport,
+    merged_sources,
+    receive_buckets,
+    send_buckets,
+    source_of,
+)
+
+CPU = torch.device("cpu")
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def with_trained_adapter(model, **options):
+    model = get_peft_model(
+        model, LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **options})
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def spec_of(name, tensor):
+    return TensorSpec(name, str(tensor.dtype)[6:], tuple(tensor.shape))
+
+
+def test_buckets_hold_all_tensors_in_order_and_stay_below_the_bound():
+    specs = [TensorSpec(str(i), "float32", (n,)) for i, n in enumerate([10, 10, 10, 100, 1])]
+    plan = TransferPlan("full", specs, bucket_bytes=80, adapter={})
+    buckets = list(plan.buckets())
+    assert [spec.name for bucket in buckets for spec in bucket] == ["0", "1", "2", "3", "4"]
+    assert [len(bucket) for bucket in buckets] == [2, 1, 1, 1]  # 400 bytes go alone
+    assert plan.num_bytes == 4 * 131
+
+
+def test_packing_keeps_values_of_mixed_dtypes_and_odd_sizes_and_casts_to_the_plan():
+    torch.manual_seed(0)
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.arange(3, dtype=torch.int64),
+        "d": torch.randn(()),
+    }
+    bucket = [spec_of(name, t) for name, t in tensors.items()]
+    bucket.append(TensorSpec("a", "bfloat16", (3, 5)))
+    buffer = torch.empty(bucket_num_bytes(bucket), dtype=torch.uint8)
+    for name, view in bucket_views(bucket, buffer):
+        view.copy_(tensors[name])
+    views = [view for _, view in bucket_views(bucket, buffer)]
+    assert all(torch.equal(v, t) for v, t in zip(views, tensors.values(), strict=False))
+    assert torch.equal(views[-1], tensors["a"].bfloat16())
+
+
+def test_a_plan_survives_json():
+    plan = TransferPlan("adapter", [TensorSpec("a", "float32", (2, 3))], 10, {"r": 1})
+    data = {
+        "kind": "adapter",
+        "tensors": [["a", "float32", [2, 3]]],
+        "bucket_bytes": 10,
+        "adapter": {"r": 1},
+    }
+    assert TransferPlan.from_json(data) == plan
+    with pytest.raises(ValueError, match="unknown tensor dtype 'nn'"):
+        TransferPlan.from_json({**data, "tensors": [["a", "nn", [2]]]}).num_bytes  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "files"}, "plan kind 'files'"),
+        ({"bucket_bytes": 2**40}, "bucket_bytes 1099511627776: 1 to 1073741824"),
+        ({"bucket_bytes": "1"}, "bucket_bytes '1'"),
+        ({"adapter": {"r": "8"}}, "adapter rank '8'"),
+        ({"tensors": [["a", "float32", [-1]]]}, r"shape \[-1\] of tensor 'a'"),
+        ({"tensors": [["a", "float32"]]}, "not a transfer plan: ValueError"),
+        ({"tensors": []}, "a plan without tensors"),
+        ({"tensors": 5}, "not a transfer plan: TypeError"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, message):
+    tensors = [["a", "float32", [1]]]
+    plan = {"kind": "adapter", "tensors": tensors, "bucket_bytes": 10, "adapter": {"r": 1}}
+    with pytest.raises(ValueError, match=message):
+        TransferPlan.from_json({**plan, **change})
+
+
+def listen():
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, listener.getsockname()[1]
+
+
+@pytest.fixture
+def ipc_on_the_cpu(monkeypatch):
+    """The protocol of CUDA IPC, with threads that share the buffer itself."""
+    shared = {}
+
+    def export(buffer):
+        shared["x"] = buffer
+        return "x"
+
+    monkeypatch.setattr(weight_sync, "export_cuda_buffer", export)
+    monkeypatch.setattr(weight_sync, "open_cuda_buffer", lambda handle, _: shared[handle.decode()])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
+    specs = [TensorSpec("a", "float32", (1000,)), TensorSpec("b", "float32", (3, 3))]
+    plan = TransferPlan("full", specs, bucket_bytes=4000, adapter={})
+    pushes = [{"a": torch.randn(1000), "b": torch.randn(3, 3)} for _ in range(3)]
+    listener, port = listen()
+    received = {}
+    options = (CPU, 30.0, 4096)
+
+    def worker(rank):
+        transport = make_transport(backend, "127.0.0.1", port, rank, 3, *options)
+        # Views of one bucket are read after the next has come.
+        received[rank] = [
+            {name: t for bucket in list(receive_buckets(plan, transport)) for name, t in bucket}
+            for _ in pushes
+        ]
+        transport.close()
+
+    threads = [threading.Thread(target=worker, args=(rank,)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    transport = make_transport(backend, "127.0.0.1", port, 0, 3, *options, listener)
+    for tensors in pushes:
+        send_buckets(plan, {name: source_of(t) for name, t in tensors.items()}, transport)
+    for thread in threads:
+        thread.join(30)
+    transport.close()
+    for rank in (1, 2):
+        for got, sent in zip(received[rank], pushes, strict=True):
+            assert got.keys() == sent.keys()
+            assert all(torch.equal(got[name], sent[name]) for name in sent)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, ipc_on_the_cpu):
+    listener, port = listen()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        make_transport(backend, "127.0.0.1", port, 0, 2, CPU, 1.0, 10, listener)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs an NVIDIA GPU")
+def test_another_process_maps_an_exported_gpu_buffer():
+    buffer = torch.arange(100, dtype=torch.uint8, device="cuda")
+    handle = weight_sync.export_cuda_buffer(buffer)
+    script = (
+        "import sys, torch; from verifiers_rl.weight_sync import open_cuda_buffer; "
+        "b = open_cuda_buffer(sys.argv[1].encode(), torch.device('cuda', 0)); b.add_(1); "
+        "torch.cuda.synchronize()"
+    )
+    subprocess.run([sys.executable, "-c", script, handle], check=True, timeout=120)
+    assert torch.equal(buffer.cpu(), torch.arange(1, 101, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own", "workers", "chosen"),
+    [
+        ("auto", None, [None], "gloo"),
+        ("auto", "gpu-0", ["gpu-0"], "ipc"),
+        ("auto", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
+        ("auto", "gpu-0", ["gpu-0", "gpu-1"], "gloo"),  # neither all shared nor all distinct
+        ("auto", "gpu-0", [None], "gloo"),
+        ("gloo", "gpu-0", ["gpu-1"], "gloo"),
+        ("nccl", "gpu-0", ["gpu-1"], "nccl"),
+        ("nccl", "gpu-0", ["gpu-0"], None),
+        ("nccl", None, [None], None),
+        ("ipc", "gpu-0", ["gpu-1"], None),
+    ],
+)
+def test_the_backend_is_one_that_works_between_these_gpus(wanted, own, workers, chosen):
+    if chosen is None:
+        with pytest.raises(InferenceServerError, match=f"weight_sync_backend='{wanted}'.*'auto'"):
+            choose_backend(wanted, own, workers)
+    else:
+        assert choose_backend(wanted, own, workers) == chosen
+
+
+class StubClient:
+    """A server that answers a push as it is told to, and whose worker is a thread."""
+
+    host, base_url, served_model_name = "127.0.0.1", "http://127.0.0.1:1", "base"
+
+    def __init__(self, on_receive):
+        self.on_receive = on_receive
+        self.connection = "1"
+
+    def status(self):
+        return {
+            "connection": self.connection,
+            "world_size": 1,
+            "gpus": [None],
+            "dtype": "float32",
+            "lora_dtype": None,
+        }
+
+    def connect_weight_sync(self, request, timeout_s):
+        self.transport = make_transport(
+            request["backend"], request["host"], request["port"], 1, 2, CPU, timeout_s, 0
+        )
+        return {"connection": "1"}
+
+    def receive_weights(self, body, timeout_s):
+        self.on_receive(self)
+
+
+def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on():
+    def die(client):
+        raise ServerLostError("no answer from the inference server")
+
+    sync = WeightSync(StubClient(die), timeout_s=30)
+    start = time.monotonic()
+    with pytest.raises(ServerLostError, match="no answer"):
+        sync.push(make_tiny_model(), 0)
+    sync.close()
+    assert time.monotonic() - start < 10  # not the 30 s for which the broadcast waits
+    assert sync.policy_version is None
+
+
+def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why():
+    def receive(client):
+        with pytest.raises(RuntimeError):
+            client.transport.receive(10**6)
+        raise InferenceServerError("500: RuntimeError: connection closed")
+
+    sync = WeightSync(StubClient(receive), timeout_s=30)
+    model = make_tiny_model()
+    sync.connect(model)
+
+    def out_of_memory():
+        raise MemoryError("out of memory while merging")
+
+    sources = {name: Source((1,), torch.float32, out_of_memory) for name in full_sources(model)}
+    sync._sources = lambda model: (sources, {})
+    start = time.monotonic()
+    with pytest.raises(MemoryError, match="while merging"):
+        sync.push(model, 0)
+    assert time.monotonic() - start < 10
+
+
+def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took():
+    sync = WeightSync(StubClient(lambda client: client.transport.receive(0)), timeout_s=30)
+    sync._connection = "1"
+    sync.check_server()
+    sync.client.connection = None
+    with pytest.raises(ServerLostError, match="started anew"):
+        sync.check_server()
+    sync.client.connection = "2"
+    with pytest.raises(InferenceServerError, match=r"another trainer.*vllm_server_port") as caught:
+        sync.check_server()
+    assert not isinstance(caught.value, ServerLostError)
+
+
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"use_rslora": True}, True),
+        ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"k_proj": 3}}, False),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, False),
+        # Of an untied model only: peft unties a head that it trains a copy of.
+        ({"modules_to_save": ["lm_head"]}, False),
+    ],
+)
+def test_merged_weights_equal_those_peft_merges_and_leave_the_trainer_alone(options, tied):
+    model = with_trained_adapter(make_tiny_model(tie_word_embeddings=tied), **options)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    merged = {name: source.make().clone() for name, source in merged_sources(model).items()}
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    expected = dict(model.merge_and_unload().named_parameters())
+    assert merged.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(merged[name], expected[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_tied_head_travels_once():
+    assert "lm_head.weight" not in full_sources(make_tiny_model(tie_word_embeddings=True))
+    assert "lm_head.weight" in full_sources(make_tiny_model(tie_word_embeddings=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "lora_sync", "message"),
+    [
+        ({"use_dora": True}, "merged", "no DoRA"),
+        ({"rank_pattern": {"q_proj": 2}}, "adapter", "rank_pattern.*set lora_sync='merged'"),
+        ({"bias": "all"}, "adapter", "bias='all'.*set lora_sync='merged'"),
+        ({"rank_pattern": {"q_proj": 2}}, "merged", None),
+        ({}, "adapter", None),
+    ],
+)
+def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync, message):
+    config = LoraConfig(r=4, target_modules=TARGETS, **options)
+    if message is None:
+        check_adapter(config, lora_sync)
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_adapter(config, lora_sync)
+
+
+def test_lora_sync_decides_what_travels():
+    model = with_trained_adapter(make_tiny_model())
+    adapter, config = WeightSync(StubClient(None), lora_sync="adapter")._sources(model)
+    assert config["r"] == 4 and all("lora_" in name for name in adapter)
+    merged, config = WeightSync(StubClient(None), lora_sync="merged")._sources(model)
+    assert config == {} and merged.keys() == full_sources(make_tiny_model()).keys()
+
+
+# --- What a server takes ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    config = make_tiny_model().config
+    config.architectures = ["Qwen3ForCausalLM"]
+    return expected_shapes(config)
+
+
+def plan_of(sources, kind="full", **adapter):
+    specs = [TensorSpec(name, "float32", source.shape) for name, source in sources.items()]
+    return TransferPlan(kind, specs, 2**20, adapter)
+
+
+def test_the_plans_of_a_trainer_are_what_its_server_expects(shapes):
+    model = make_tiny_model()
+    check_plan(plan_of(full_sources(model)), shapes, "float32")
+    model = with_trained_adapter(model)
+    check_plan(plan_of(merged_sources(model)), shapes, "float32")
+    adapter, config = adapter_sources(model)
+    check_plan(plan_of(adapter, "adapter", **config), shapes, "float32")
+
+
+def edited(change, kind="full"):
+    model = make_tiny_model()
+    adapter = {}
+    if kind == "full":
+        sources = full_sources(model)
+    else:
+        sources, adapter = adapter_sources(with_trained_adapter(model))
+    plan = plan_of(sources, kind, **adapter)
+    change(plan.tensors)
+    return plan
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("full", lambda t: t.append(t[0]), "'model.embed_tokens.weight' comes twice"),
+        ("full", lambda t: t.append(TensorSpec("x", "float32", (1,))), "has no tensor 'x'"),
+        ("full", lambda t: t.pop(), r"no weights for \['lm_head.weight'\]"),
+        (
+            "full",
+            lambda t: t.__setitem__(0, t[0]._replace(shape=(10**9, 10**9))),
+            r"'model.embed_tokens.weight' has shape \[1000000000, 1000000000\].*\[261, 32\]",
+        ),
+        ("full", lambda t: t.__setitem__(0, t[0]._replace(dtype="float64")), "'float64', not"),
+        ("adapter", lambda t: t.pop(0), rf"no weights for \['base_model.model.{Q}.lora_A"),
+        (
+            "adapter",
+            lambda t: t.append(TensorSpec("base_model.model.x.lora_A.weight", "float32", (4, 4))),
+            "'base_model.model.x.lora_A.weight' belongs to no linear layer",
+        ),
+        ("adapter", lambda t: t.__setitem__(0, t[0]._replace(shape=(5, 32))), "served model's has"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(
+    shapes, kind, change, message
+):
+    with pytest.raises(ValueError, match=message):
+        check_plan(edited(change, kind), shapes, "float32")
+
+
+def test_an_unknown_architecture_is_named():
+    config = make_tiny_model().config
+    config.architectures = ["NoSuchModel"]
+    with pytest.raises(ValueError, match="no architecture 'NoSuchModel'"):
+        expected_shapes(config)
+
+
+# --- Models split over ranks --------------------------------------------------------------------
+
+SPLIT = """
+import os, sys, weakref, torch, torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from tests.helpers import make_tiny_model
+from tests.test_weight_sync import plan_of, with_trained_adapter
+from verifiers_rl import weight_sync
+from verifiers_rl.weight_sync import full_sources, merged_sources, send_buckets, take_part
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+kind, lora = sys.argv[1], sys.argv[2] == "merged"
+model = make_tiny_model()
+if lora:
+    model = with_trained_adapter(model)
+sources_of = merged_sources if lora else full_sources
+expected = {name: source.make().clone() for name, source in sources_of(model).items()}
+live, peak = 0, 0
+original = weight_sync.whole
+
+def counted(tensor):
+    global live, peak
+    full = original(tensor)
+    if full is not tensor:
+        size = full.numel() * full.element_size()
+        live += size
+        peak = max(peak, live)
+        weakref.finalize(full, freed, size)
+    return full
+
+def freed(size):
+    global live
+    live -= size
+
+weight_sync.whole = counted
+if kind == "fsdp2":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model.get_base_model() if lora else model).model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+else:
+    import deepspeed
+    model = deepspeed.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
+    })[0].module
+
+class Recorder:
+    def __init__(self):
+        self.got = {}
+    def buffer(self, num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    def send(self, buffer):
+        bucket = next(buckets)
+        self.got |= {n: v.clone() for n, v in weight_sync.bucket_views(bucket, buffer)}
+
+sources = sources_of(model)
+if rank == 0:
+    plan, recorder = plan_of(sources), Recorder()
+    buckets = plan.buckets()
+    send_buckets(plan, sources, recorder)
+    assert recorder.got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(recorder.got[name], expected[name], rtol=1e-6, atol=1e-7)
+    largest = max(t.numel() * 4 for t in expected.values())
+    total = sum(t.numel() * 4 for t in expected.values())
+    assert 0 < peak <= 1.5 * largest < total / 2, (peak, largest, total)
+    print("gathered", total, "peak", peak)
+else:
+    take_part(sources)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("what", ["full", "merged"])
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_a_split_model_is_gathered_one_tensor_at_a_time(kind, what, tmp_path):
+    if kind == "zero3":
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    script = tmp_path / "split.py"
+    script.write_text(SPLIT)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "--standalone", str(script), kind, what],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "gathered" in done.stdout
+
+
+def test_an_adapter_of_a_model_of_06b_parameters_is_below_5_percent_of_its_bytes():
+    # Qwen3-0.6B's sizes; on the meta device nothing is allocated.
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+        num_parameters = sum(math.prod(s.shape) for s in full_sources(model).values())
+        args = RLConfig(use_cpu=True)
+        lora = LoraConfig(r=args.lora_rank, target_modules=args.lora_target_modules)
+        adapter, _ = adapter_sources(get_peft_model(model, lora))
+    assert 590e6 < num_parameters < 600e6
+    # Both travel in the server's dtype.
+    share = sum(math.prod(s.shape) for s in adapter.values()) / num_parameters
+    assert 0.015 < share < 0.02, share

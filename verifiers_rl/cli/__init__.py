@@ -1,0 +1,1 @@
+"""The commands `vf-rl` and `vf-train`; `vf-vllm` is in `inference/server.py`."""

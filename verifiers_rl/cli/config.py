@@ -1,0 +1,167 @@
+"""The one TOML that `vf-rl` and `vf-train` read.
+
+model = "Qwen/Qwen3-0.6B"        # a name on the hub or a folder;
+                                 # ./ and ../ are relative to this file
+
+[env]
+id = "reverse_text"              # installed, or a module beside this file
+[env.args]                       # keyword arguments of its load_environment
+
+[inference]
+gpus = 1                         # 0: CPU
+[inference.args]                 # flags of vf-vllm, so of vLLM:
+                                 # max_model_len = 2048 is --max-model-len 2048
+
+[trainer]
+gpus = 1                         # 0: CPU
+[trainer.args]                   # fields of RLConfig
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verifiers_rl.cli.errors import model_error
+
+
+class TomlError(ValueError):
+    """The TOML cannot be used; the message names the file, the key and the fix."""
+
+
+@dataclass
+class RunConfig:
+    """A checked TOML. `model` is resolved; `folder` is the TOML's own."""
+
+    path: Path
+    model: str
+    env_id: str
+    env_args: dict[str, Any] = field(default_factory=dict)
+    inference_gpus: int = 1
+    inference_args: dict[str, Any] = field(default_factory=dict)
+    trainer_gpus: int = 1
+    trainer_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+
+def load_run_config(path: Path) -> RunConfig:
+    """Read and check the TOML, down to the names of trainer options; nothing heavy is imported.
+
+    Raises:
+        TomlError: with one line that says what to change.
+    """
+    path = path.expanduser().absolute()
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise TomlError(f"{path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise TomlError(f"{path}: {error}") from error
+
+    def table(parent: dict[str, Any], name: str) -> dict[str, Any]:
+        value = parent.get(name.split(".")[-1], {})
+        if not isinstance(value, dict):
+            raise TomlError(f"{path}: [{name}] must be a table, not {value!r}")
+        return value
+
+    check_keys(data, ("model", "env", "inference", "trainer"), f"{path}: the top level")
+    env, inference, trainer = (table(data, name) for name in ("env", "inference", "trainer"))
+    check_keys(env, ("id", "args"), f"{path}: [env]")
+    check_keys(inference, ("gpus", "args"), f"{path}: [inference]")
+    check_keys(trainer, ("gpus", "args"), f"{path}: [trainer]")
+    for key, value in (("model", data.get("model")), ("env.id", env.get("id"))):
+        if not isinstance(value, str) or not value:
+            raise TomlError(f"{path}: {key} is missing; set it to a string")
+    gpus = {}
+    for name, section in (("inference", inference), ("trainer", trainer)):
+        gpus[name] = section.get("gpus", 1)
+        if not isinstance(gpus[name], int) or isinstance(gpus[name], bool) or gpus[name] < 0:
+            raise TomlError(f"{path}: {name}.gpus={gpus[name]!r} must be an integer >= 0 (0: CPU)")
+    model = data["model"]
+    if model.startswith(("./", "../")):
+        model = str((path.parent / model).resolve())
+    if problem := model_error(model):
+        raise TomlError(f"{path}: {problem}")
+    config = RunConfig(
+        path=path,
+        model=model,
+        env_id=env["id"],
+        env_args=table(env, "env.args"),
+        inference_gpus=gpus["inference"],
+        inference_args=table(inference, "inference.args"),
+        trainer_gpus=gpus["trainer"],
+        trainer_args=table(trainer, "trainer.args"),
+    )
+    elsewhere = {
+        "model": "model at the top level",
+        "host": "vllm_server_host in [trainer.args]",
+        "port": "vllm_server_port in [trainer.args]",
+    }
+    for name in elsewhere.keys() & config.inference_args.keys():
+        raise TomlError(f"{path}: [inference.args] has {name!r}; set {elsewhere[name]} instead")
+    return config
+
+
+def check_keys(table: dict[str, Any], known: Iterable[str], where: str) -> None:
+    """Raise TomlError for the first key that is not known, with the nearest known one."""
+    known = list(known)
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise TomlError(f"{where} has an unknown key {key!r}; {hint}")
+
+
+def check_trainer_args(config: RunConfig) -> None:
+    """Raise TomlError for a key of [trainer.args] that is no field of RLConfig.
+    Imports transformers.
+    """
+    from dataclasses import fields
+
+    from verifiers_rl.config import RLConfig
+
+    check_keys(
+        config.trainer_args, [f.name for f in fields(RLConfig)], f"{config.path}: [trainer.args]"
+    )
+
+
+def server_flags(args: dict[str, Any]) -> list[str]:
+    """Keys and values of [inference.args] as command line flags:
+    true is --key, false is --no-key.
+    """
+    flags: list[str] = []
+    for key, value in args.items():
+        flag = "--" + key.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags.append("--no-" + flag[2:])
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def toml_argument(argv: list[str]) -> tuple[Path, list[str]]:
+    """The file after `@` (or attached to it, or right after --check), and the other arguments.
+
+    Raises:
+        TomlError: no `@ FILE`.
+    """
+    for i, word in enumerate(argv):
+        if word == "--check" and argv[i + 1 :] and not argv[i + 1].startswith(("@", "-")):
+            return Path(argv[i + 1]), argv[: i + 1] + argv[i + 2 :]
+        if word == "@" and i + 1 < len(argv):
+            return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
+        if word.startswith("@") and len(word) > 1:
+            return Path(word[1:]), argv[:i] + argv[i + 1 :]
+    raise TomlError("no configuration: give one as `@ config.toml`")

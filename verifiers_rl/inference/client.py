@@ -1,0 +1,167 @@
+"""All HTTP from the trainer to the inference server's control routes.
+
+Rollouts go through `environments.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
+
+
+class InferenceServerError(RuntimeError):
+    """The server is away, is another one than expected, or refused; the message says what to do."""
+
+
+class ServerLostError(InferenceServerError):
+    """The server does not answer, or is a new process that lost the weights; it may come back."""
+
+
+def token_file(port: int) -> Path:
+    """Where `vf-vllm` leaves its token for trainers of the same user on the same machine."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "verifiers_rl" / f"token-{port}"
+
+
+def save_token(port: int, token: str) -> Path:
+    """Write the token readable by this user only."""
+    path = token_file(port)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token)
+    return path
+
+
+def find_token(port: int) -> str:
+    """The token from the environment, else from the file that a `vf-vllm` on this machine left;
+    "" without either.
+    """
+    if TOKEN_VARIABLE in os.environ:
+        return os.environ[TOKEN_VARIABLE]
+    path = token_file(port)
+    return path.read_text() if path.is_file() else ""
+
+
+class InferenceClient:
+    """Control of one `vf-vllm` server. Methods may be called from any thread.
+
+    Args:
+        host, port: of the server.
+        timeout_s: how long `wait_until_ready` waits for it.
+    """
+
+    def __init__(self, host: str, port: int, timeout_s: float = 300.0) -> None:
+        self.host = host
+        self.port = port
+        self.timeout_s = timeout_s
+        bracketed = f"[{host}]" if ":" in host else host
+        self.base_url = f"http://{bracketed}:{port}"
+        self._served_model_name: str | None = None
+        # trust_env=False: a proxy set for the internet must not swallow requests to our own server.
+        # No connection is kept: calls are seconds apart, and none is left open at the end.
+        self._http = httpx.Client(
+            base_url=self.base_url,
+            trust_env=False,
+            timeout=30.0,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    @property
+    def served_model_name(self) -> str:
+        if self._served_model_name is None:
+            self._served_model_name = self.status()["served_model_name"]
+        return self._served_model_name
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Wait until the server answers; returns its status.
+
+        Raises:
+            InferenceServerError: it did not within `timeout_s` seconds, or it is not `vf-vllm`, or
+                the token is wrong.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return self.status()
+            except ServerLostError as error:
+                if time.monotonic() >= deadline:
+                    raise InferenceServerError(
+                        f"no server at {self.base_url} after {self.timeout_s:g} s "
+                        "(vllm_server_timeout). Start one with "
+                        f"`vf-vllm --model ... --port {self.port}`, "
+                        "or set vllm_server_host and vllm_server_port"
+                    ) from error
+            # Nothing to await: the server is another process that may not exist yet.
+            time.sleep(0.25)
+
+    def status(self) -> dict[str, Any]:
+        """GET /weight_sync/status: see `server.WeightSyncRoutes.status`."""
+        return self._call("GET", "/weight_sync/status")
+
+    def check_model(self, config: Any) -> None:
+        """Raise InferenceServerError unless the server's model has the sizes
+        of this Hugging Face config.
+        """
+        status, text = self.status(), config.get_text_config()
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers")
+        different = [
+            f"{name} {getattr(text, name)} here, {status[name]} there"
+            for name in sizes
+            if getattr(text, name) != status[name]
+        ]
+        if different:
+            raise InferenceServerError(
+                f"the server at {self.base_url} serves another model, {status['model']!r}: "
+                f"{'; '.join(different)}. Start it with the trainer's model"
+            )
+
+    def connect_weight_sync(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """POST /weight_sync/connect; the workers meet the trainer meanwhile."""
+        # Later than the server's own deadline, whose error says more than ours.
+        return self._call("POST", "/weight_sync/connect", request, timeout_s + 30.0)
+
+    def receive_weights(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """POST /weight_sync/receive; the trainer sends meanwhile."""
+        return self._call("POST", "/weight_sync/receive", body, timeout_s + 30.0)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(
+        self, method: str, path: str, body: Any = None, timeout_s: float = 30.0
+    ) -> dict[str, Any]:
+        token = find_token(self.port)
+        try:
+            reply = self._http.request(
+                method,
+                path,
+                json=body,
+                timeout=timeout_s,
+                headers={"Authorization": f"Bearer {token}"} if token else {},
+            )
+        except httpx.TransportError as error:
+            raise ServerLostError(
+                f"no answer from the inference server: {method} {self.base_url}{path}: "
+                f"{error or type(error).__name__}"
+            ) from error
+        if reply.status_code == 404:
+            raise InferenceServerError(
+                f"the server at {self.base_url} has no {path}: it is not vf-vllm. "
+                "Start the server with `vf-vllm`"
+            )
+        is_json = reply.headers.get("content-type", "").startswith("application/json")
+        if reply.status_code != 200:
+            reason = reply.json().get("error", reply.text) if is_json else reply.text
+            # 409: it knows of no connection; 503: its engine is dead.
+            is_lost = reply.status_code in (409, 503)
+            raise (ServerLostError if is_lost else InferenceServerError)(
+                f"{method} {self.base_url}{path}: {reply.status_code}: {reason}"
+            )
+        return reply.json()

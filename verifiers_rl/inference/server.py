@@ -1,0 +1,423 @@
+"""`vf-vllm`: vLLM's own OpenAI server with weight sync switched on.
+
+All of vLLM's flags pass through. Added: logprobs as sampled (`processed_logprobs`), a worker
+extension that receives weights, and three control routes that need the run's token. It listens on
+127.0.0.1 unless told otherwise.
+
+    POST /weight_sync/connect   meet the trainer's transport
+    POST /weight_sync/receive   take one push, then drop cached prefixes
+                                and count the policy version
+    GET  /weight_sync/status    policy version, world size, dtype, model
+
+Every reply to a generation request for one completion says which policy sampled its tokens, in a
+header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
+18th. A streamed reply knows the versions up to its first token only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from typing import Any
+
+from verifiers_rl.inference.client import TOKEN_VARIABLE, save_token
+from verifiers_rl.inference.expected import check_plan, expected_shapes
+from verifiers_rl.weight_sync import ADAPTER_NAME, TransferPlan, needs_lora_flag
+
+logger = logging.getLogger("verifiers_rl.vf-vllm")
+
+WORKER_EXTENSION = "verifiers_rl.inference.worker.WeightSyncWorker"
+ROUTES = "verifiers_rl.inference.server.WeightSyncRoutes"
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
+VERSIONS_HEADER = "x-policy-versions"
+SETTLE_DEADLINE_S = 10.0
+
+
+class InFlight:
+    """Which policy sampled which tokens of the requests that are being answered.
+
+    `spans[request id]` lists (first token, policy version). At a swap each request's tokens so far
+    keep their version, and those from there on get the new one.
+    """
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[tuple[int, int]]] = {}
+
+    def swap(self, num_tokens: dict[str, int], policy_version: int) -> None:
+        for request_id, spans in self.spans.items():
+            start = num_tokens.get(request_id, 0)
+            if spans[-1][0] == start:
+                spans.pop()  # it has sampled nothing under that version
+            spans.append((start, policy_version))
+
+
+def format_spans(spans: list[tuple[int, int]]) -> str:
+    return ",".join(f"{start}:{version}" for start, version in spans)
+
+
+class WeightSyncRoutes:
+    """ASGI middleware that answers /weight_sync/* and passes everything else to vLLM.
+
+    A middleware is the one extension point of vLLM's HTTP server that has kept its form over many
+    versions.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.token = os.environ[TOKEN_VARIABLE]
+        self.policy_version: int | None = None
+        self.connection: str | None = None
+        self.gpus: list[str | None] | None = None
+        self.shapes: dict[str, tuple[int, ...]] | None = None
+        self.in_flight = InFlight()
+        self.is_salted = False
+        self.lock = asyncio.Lock()  # one update at a time
+        self.open = asyncio.Event()  # cleared while an update counts the tokens in flight
+        self.open.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/weight_sync/"):
+            from starlette.requests import Request
+            from starlette.responses import JSONResponse
+
+            request = Request(scope, receive)
+            status, reply = await self.answer(request)
+            await JSONResponse(reply, status)(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] in GENERATION_PATHS:
+            await self.generate(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def generate(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
+        await self.open.wait()
+        headers = dict(scope["headers"])
+        if b"x-request-id" not in headers:  # vLLM makes its own id of it
+            headers[b"x-request-id"] = secrets.token_hex(16).encode()
+        request_id = headers[b"x-request-id"].decode(errors="replace")
+        if self.is_salted:
+            receive = await with_cache_salt(receive, headers, f"policy-{self.policy_version}")
+        version = -1 if self.policy_version is None else self.policy_version  # -1: none was sent
+        self.in_flight.spans[request_id] = [(0, version)]
+
+        async def send_with_versions(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                spans = self.in_flight.spans.pop(request_id, None)
+                if spans is not None and spans[0][1] >= 0:
+                    header = (VERSIONS_HEADER.encode(), format_spans(spans).encode())
+                    message = {**message, "headers": [*message["headers"], header]}
+            await send(message)
+
+        try:
+            await self.app({**scope, "headers": list(headers.items())}, receive, send_with_versions)
+        finally:
+            self.in_flight.spans.pop(request_id, None)  # it was aborted
+
+    async def answer(self, request: Any) -> tuple[int, dict[str, Any]]:
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            return 401, {
+                "error": f"wrong or missing token: set {TOKEN_VARIABLE} "
+                "to the one this server was started with"
+            }
+        route = (request.method, request.url.path)
+        engine = request.app.state.engine_client
+        try:
+            if route == ("GET", "/weight_sync/status"):
+                return await self.status(engine, request.app.state)
+            if route == ("POST", "/weight_sync/connect"):
+                async with self.lock:
+                    return await self.connect(engine, request.app.state, await request.json())
+            if route == ("POST", "/weight_sync/receive"):
+                async with self.lock:
+                    return await self.receive(engine, await request.json())
+        except json.JSONDecodeError as error:
+            return 400, {"error": f"the body is not JSON: {error}"}
+        except BadRequest as error:
+            return 400, {"error": str(error)}
+        except Exception as error:  # the trainer must see what went wrong in here, whatever it was
+            logger.exception("%s %s failed", *route)
+            return 500, {"error": f"{type(error).__name__}: {error}"}
+        return 404, {"error": f"no such route: {route[0]} {route[1]}"}
+
+    async def status(self, engine: Any, state: Any) -> tuple[int, dict[str, Any]]:
+        if engine.errored:
+            return 503, {"error": "vLLM's engine is dead; see the server's log"}
+        config = engine.vllm_config
+        text = config.model_config.hf_config.get_text_config()
+        lora = config.lora_config
+        if self.gpus is None:
+            self.gpus = await engine.collective_rpc("weight_sync_gpu", timeout=30.0)
+        return 200, {
+            "policy_version": self.policy_version,
+            "connection": self.connection,
+            "world_size": config.parallel_config.world_size_across_dp,
+            "device": config.device_config.device_type,
+            "gpus": self.gpus,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "lora_dtype": str(lora.lora_dtype).removeprefix("torch.") if lora else None,
+            "max_lora_rank": lora.max_lora_rank if lora else 0,
+            "max_model_len": config.model_config.max_model_len,
+            "model": config.model_config.model,
+            "served_model_name": state.openai_serving_models.model_name(),
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "num_hidden_layers": text.num_hidden_layers,
+        }
+
+    async def connect(
+        self, engine: Any, state: Any, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        from vllm.lora.request import LoRARequest
+
+        from verifiers_rl.inference.worker import ADAPTER_ID
+
+        require(body, host=str, port=int, world_size=int, backend=str, timeout_s=float, plan=dict)
+        if body["backend"] not in ("nccl", "ipc", "gloo"):
+            raise BadRequest(f"backend={body['backend']!r}: must be nccl, ipc or gloo")
+        try:
+            plan = TransferPlan.from_json(body["plan"])
+        except ValueError as error:
+            raise BadRequest(error) from error
+        config, lora = engine.vllm_config, engine.vllm_config.lora_config
+        if plan.kind == "adapter" and (lora is None or lora.max_lora_rank < plan.adapter["r"]):
+            raise BadRequest(needs_lora_flag(plan.adapter["r"]))
+        if plan.kind == "full" and lora is not None:
+            raise BadRequest("the trainer sends full weights; start vf-vllm without --enable-lora")
+        if self.shapes is None:
+            model_config = config.model_config
+            self.shapes = await asyncio.to_thread(expected_shapes, model_config.hf_config)
+        dtype = lora.lora_dtype if plan.kind == "adapter" else config.model_config.dtype
+        try:
+            check_plan(plan, self.shapes, str(dtype).removeprefix("torch."))
+        except ValueError as error:
+            raise BadRequest(error) from error
+        self.connection = self.policy_version = None  # of a trainer before this one
+        await engine.collective_rpc("weight_sync_connect", timeout=body["timeout_s"], args=(body,))
+        self.connection = secrets.token_hex(8)
+        if plan.kind == "adapter":
+            # The name by which requests reach the adapter.
+            # The path is never read: the tensors come from memory.
+            state.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
+                lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
+            )
+        return 200, {"connection": self.connection}
+
+    async def receive(self, engine: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        require(body, connection=str, policy_version=int, in_flight=str, timeout_s=float)
+        if self.connection is None:
+            return 409, {"error": "no trainer is connected: POST /weight_sync/connect first"}
+        if body["connection"] != self.connection:
+            raise BadRequest("another trainer has connected; give each run a server of its own")
+        if body["in_flight"] not in ("recompute", "keep"):
+            raise BadRequest(f"in_flight={body['in_flight']!r}: must be recompute or keep")
+        # Requests may be running. They are frozen over the swap and go on under the new weights.
+        running = bool(self.in_flight.spans) or engine.output_processor.has_unfinished_requests()
+        recompute = body["in_flight"] == "recompute"
+        self.open.clear()
+        try:
+            if running:
+                pausing = engine.pause_generation(mode="keep", clear_cache=False)
+                await asyncio.wait_for(pausing, body["timeout_s"])
+                num_tokens = await self.settle(engine)
+            self.policy_version = None  # half of them, until the load is done
+            await engine.collective_rpc("weight_sync_receive", timeout=body["timeout_s"])
+            # Cached keys and values are those of the old weights. `recompute` drops all, those of
+            # the running requests too. `keep` cannot while a request holds some: from then on
+            # each request gets a cache salt of its version, so that it finds no older one's.
+            dropped = await engine.reset_prefix_cache(reset_running_requests=running and recompute)
+            if not dropped and recompute:
+                raise RuntimeError(
+                    "vLLM could not reset its prefix cache; old policy's entries would be reused"
+                )
+            self.is_salted = self.is_salted or not dropped
+            self.policy_version = body["policy_version"]
+            if running:
+                self.in_flight.swap(num_tokens, self.policy_version)
+        finally:
+            if running:
+                await engine.resume_generation()
+            self.open.set()
+        return 200, {"policy_version": self.policy_version}
+
+    async def settle(self, engine: Any) -> dict[str, int]:
+        """Tokens sampled so far by each request in flight, while generation is paused.
+
+        A request that vLLM's output processor does not know is on its way in or on its way out:
+        waited for, so that its tokens are counted on the right side of the swap.
+        """
+        deadline = time.monotonic() + SETTLE_DEADLINE_S
+        while True:
+            num_tokens: dict[str, int] = {}
+            for state in list(engine.output_processor.request_states.values()):
+                for request_id in list(self.in_flight.spans):
+                    if request_id not in state.external_req_id:
+                        continue
+                    if request_id in num_tokens:  # several completions: one header fits them not
+                        del self.in_flight.spans[request_id]
+                    num_tokens[request_id] = state.detokenizer.num_output_tokens()
+            missing = self.in_flight.spans.keys() - num_tokens.keys()
+            if not missing or time.monotonic() > deadline:
+                for request_id in missing:
+                    logger.warning("request %s is neither running nor answered", request_id)
+                    del self.in_flight.spans[request_id]  # its reply claims no version
+                return num_tokens
+            await asyncio.sleep(0.005)  # vLLM has no event for either
+
+
+class BadRequest(Exception):
+    """A control request that cannot be served; the message says what to change."""
+
+
+def require(body: Any, **kinds: type) -> None:
+    """Raise BadRequest unless the body is an object with these fields of these types."""
+    for name, kind in kinds.items():
+        value = body.get(name) if isinstance(body, dict) else None
+        if not isinstance(value, (int, float) if kind is float else kind) or value is True:
+            raise BadRequest(f"{name}={value!r}: must be of type {kind.__name__}")
+
+
+async def with_cache_salt(receive: Any, headers: dict[bytes, bytes], salt: str) -> Any:
+    """The request's body with `cache_salt` set, unless it has one or is not a JSON object."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            break  # the client went away; vLLM sees that below
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        fields = None  # vLLM answers what is wrong with it
+    if isinstance(fields, dict) and fields.get("cache_salt") is None:
+        body = json.dumps(fields | {"cache_salt": salt}).encode()
+        headers[b"content-length"] = str(len(body)).encode()
+    sent = False
+
+    async def replay() -> Any:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def die_with_parent(parent: int) -> None:
+    """On Linux, get SIGTERM when the process that started us dies, however it dies.
+
+    By prctl(PR_SET_PDEATHSIG); where `parent` is gone already, ends this process at once.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("the process that started this one is gone")
+
+
+def server_cores(cores: list[int], num_workers: int = 1) -> str:
+    """The first half of these cores, shared out to vLLM's workers, in the form of
+    VLLM_CPU_OMP_THREADS_BIND: "0,1|2,3" for two workers.
+
+    The trainer has the rest. vLLM pins its threads, and a trainer with a thread on a pinned core
+    waits for it in every parallel region: with both on all of 2 cores its steps took four times as
+    long.
+    """
+    share = max(len(cores) // 2 // num_workers, 1)
+    cores = sorted(cores) * num_workers  # where there are more workers than cores
+    chunks = [cores[i * share : (i + 1) * share] for i in range(num_workers)]
+    return "|".join(",".join(map(str, chunk)) for chunk in chunks)
+
+
+def port_error(host: str, port: int) -> str | None:
+    """Why this address cannot be listened on, or None."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return (
+                f"cannot listen on {host}:{port}: {error.strerror}; "
+                "stop what uses it or choose another --port"
+            )
+    return None
+
+
+def main() -> None:
+    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+        die_with_parent(int(parent))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        import uvloop
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"vf-vllm: {error}. Install vLLM: "
+            "pip install 'verifiers-rl[vllm]' (GPU) or 'verifiers-rl[cpu]'"
+        )
+    from verifiers_rl.inference.vllm_versions import server_parts
+
+    parts = server_parts()
+    parser = parts.make_arg_parser(FlexibleArgumentParser(prog="vf-vllm", description=__doc__))
+    parser.set_defaults(
+        host="127.0.0.1",
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=WORKER_EXTENSION,
+        disable_uvicorn_access_log=True,  # a line for each rollout hides everything else
+    )
+    args = parser.parse_args()
+    if not any(a == "--model" or a.startswith("--model=") for a in sys.argv[1:]):
+        parser.error("--model is required: a folder or a name on the hub")
+    if args.logprobs_mode != "processed_logprobs":
+        parser.error(
+            f"--logprobs-mode {args.logprobs_mode}: training needs processed_logprobs, "
+            "the ones tokens were sampled with"
+        )
+    from verifiers_rl.cli.errors import model_error
+
+    problem = model_error(args.model) or port_error(args.host, args.port)
+    if problem:
+        sys.exit(f"vf-vllm: {problem}")
+    if args.host not in ("127.0.0.1", "localhost", "::1"):
+        print(
+            f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server",
+            file=sys.stderr,
+        )
+    parts.validate_parsed_serve_args(args)
+    import torch
+
+    if not torch.cuda.is_available():
+        if hasattr(os, "sched_getaffinity"):
+            num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
+            cores = server_cores(list(os.sched_getaffinity(0)), num_workers)
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+        # In GiB; vLLM would take a large share of the memory.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if TOKEN_VARIABLE not in os.environ:
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        path = save_token(args.port, os.environ[TOKEN_VARIABLE])
+        print(
+            f"vf-vllm: control token in {path}; a trainer on this machine finds it there",
+            file=sys.stderr,
+        )
+    os.environ["VERIFIERS_RL_SERVER_PID"] = str(os.getpid())  # read by its workers
+    args.middleware = [*args.middleware, ROUTES]
+    cli_env_setup()
+    uvloop.run(parts.run_server(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What differs between vLLM 0.26 and 0.29. The rest of `inference/` uses what all of them have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class ServerParts(NamedTuple):
+    """The parts of vLLM's OpenAI server that `vf-vllm` puts together."""
+
+    make_arg_parser: Any
+    validate_parsed_serve_args: Any
+    run_server: Any
+
+
+def server_parts() -> ServerParts:
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import run_server
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ModuleNotFoundError:  # 0.26, 0.27
+        from vllm.entrypoints.openai.api_server import run_server
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    return ServerParts(make_arg_parser, validate_parsed_serve_args, run_server)
+
+
+def adapter_name_mapper(model: Any) -> Any:
+    """Of a vLLM model, what renames an adapter's tensors; None if nothing does.
+
+    Renames only: vLLM stacks q, k and v inside its adapter manager.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    # 0.26 and 0.27 know it by the other name.
+    rename = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+    return rename()

@@ -1,0 +1,164 @@
+"""What runs inside vLLM's worker processes: receive weights and put them into the running model.
+
+vLLM mixes `WeightSyncWorker` into its own worker class (`--worker-extension-cls`); the methods are
+reached by the engine's collective RPC, which only `server.WeightSyncRoutes` calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+
+from verifiers_rl.inference.vllm_versions import adapter_name_mapper
+from verifiers_rl.weight_sync import (
+    TransferPlan,
+    Transport,
+    bucket_num_bytes,
+    gpu_uuid,
+    make_transport,
+    receive_buckets,
+)
+
+ADAPTER_ID = 1
+
+
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    """vLLM warns at each reload that the rotary embedding got no weights;
+    it has none, only a table.
+    """
+    return not record.getMessage().startswith("RotaryEmbedding: Failed to load weights")
+
+
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_reading)
+
+
+def die_with_server() -> None:
+    """When the API server dies, however it does, end this worker and vLLM's engine above it.
+
+    vLLM's engine process lives on when its API server is killed, and holds the GPU's memory. Only
+    Linux tells a process of the death of one that is not its child.
+    """
+    server = int(os.environ.get("VERIFIERS_RL_SERVER_PID", 0))
+    ancestors = [os.getppid()]
+    try:
+        ancestors.append(
+            int(Path(f"/proc/{ancestors[0]}/stat").read_text().rsplit(")")[-1].split()[1])
+        )
+        death = os.pidfd_open(server) if server in ancestors else None
+    except (OSError, AttributeError):
+        death = None  # no /proc, or gone already
+    if death is None:
+        return
+
+    def wait() -> None:
+        select.select([death], [], [])
+        if os.getppid() == ancestors[0] != server:
+            os.kill(ancestors[0], signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="die-with-server", daemon=True).start()
+
+
+die_with_server()  # vLLM imports this module once in each worker process
+
+
+class WeightSyncWorker:
+    """Mixed into vLLM's worker;
+    `self` has its `model_runner`, `vllm_config`, `device` and `rank`.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+    rank: int
+
+    def weight_sync_gpu(self) -> str | None:
+        """uuid of this worker's GPU, None on a CPU."""
+        return gpu_uuid(self.device)
+
+    def weight_sync_connect(self, request: dict[str, Any]) -> None:
+        """Meet the trainer and remember what it will send."""
+        previous: Transport | None = getattr(self, "_weight_sync_transport", None)
+        if previous is not None:  # a trainer before this one
+            previous.close()
+        self._weight_sync_plan = plan = TransferPlan.from_json(request["plan"])
+        parallel = self.vllm_config.parallel_config
+        self._weight_sync_transport = make_transport(
+            request["backend"],
+            request["host"],
+            request["port"],
+            1 + parallel.data_parallel_rank * parallel.world_size + self.rank,
+            request["world_size"],
+            self.device,
+            request["timeout_s"],
+            max(bucket_num_bytes(bucket) for bucket in plan.buckets()),
+        )
+
+    def weight_sync_receive(self) -> int:
+        """Receive one push and load it. Returns the bytes of its tensors."""
+        plan = self._weight_sync_plan
+        with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
+            if plan.kind == "adapter":
+                self._load_adapter(plan)
+            else:
+                self._load_full(plan)
+        return plan.num_bytes
+
+    def _load_full(self, plan: TransferPlan) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        model = self.model_runner.get_model()
+        initialize_layerwise_reload(model)
+        try:
+            for tensors in receive_buckets(plan, self._weight_sync_transport):
+                model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+        finally:
+            # After half a push too: else vLLM takes its tensors for part of the next one.
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+        if self.device.type == "cpu":
+            # The CPU kernels keep a packed copy of the LM head. The reload renews it for an LM head
+            # with weights of its own, but not for one tied to the embedding, which would go on with
+            # the old logits.
+            for name, module in model.named_modules(remove_duplicate=False):
+                quant_method = getattr(module, "quant_method", None)
+                is_head = name.rpartition(".")[2] == "lm_head"
+                if is_head and isinstance(quant_method, UnquantizedEmbeddingMethod):
+                    quant_method.process_weights_after_loading(module)
+
+    def _load_adapter(self, plan: TransferPlan) -> None:
+        from vllm.lora.peft_helper import PEFTHelper
+
+        worker_manager = self.model_runner.lora_manager
+        manager = worker_manager._adapter_manager
+        config = PEFTHelper.from_dict(plan.adapter)
+        config.validate_legal(worker_manager.lora_config)
+        tensors = {
+            name: tensor
+            for bucket in receive_buckets(plan, self._weight_sync_transport)
+            for name, tensor in bucket
+        }
+        adapter = worker_manager._lora_model_cls.from_lora_tensors(
+            ADAPTER_ID,
+            tensors,
+            config,
+            device="cpu",
+            dtype=worker_manager.lora_config.lora_dtype,
+            model_vocab_size=worker_manager.vocab_size,
+            weights_mapper=adapter_name_mapper(manager.model),
+            skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+        )
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)

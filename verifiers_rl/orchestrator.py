@@ -1,0 +1,350 @@
+"""The thread that generates the next batch while the trainer works on this one.
+
+    trainer (main thread)                 orchestrator (daemon thread, its own event loop)
+    submit(step, version)  ──────────────►  run its groups against the server, all at once
+    ... optimizer step on the batch before ...
+    get()  ◄──────────────────────────────  Batch: advantages set, errors left out
+
+One batch is pending at most. Weights change only between `get` and the next `submit`, so all tokens
+of a batch come from one policy version. Which examples a step uses follows from its number and the
+seed alone: a resumed run goes on with the examples that come next, without any saved cursor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from verifiers_rl.advantages import center_on_group_mean
+from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.types import Batch, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutError(RuntimeError):
+    """No batch could be generated; the message says what failed first and what to do."""
+
+
+class GroupRunner(Protocol):
+    """What the orchestrator needs of an environment; `environments.ClassicEnvironment` is one."""
+
+    def num_examples(self, split: Literal["train", "eval"]) -> int: ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def run_group(
+        self,
+        split: Literal["train", "eval"],
+        index: int,
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: asyncio.Semaphore,
+    ) -> list[Rollout]: ...
+
+
+def example_index(position: int, num_examples: int, shuffle: bool, seed: int) -> int:
+    """The example at this position of an endless run:
+    every epoch has each once, in an order of its own.
+    """
+    epoch, offset = divmod(position, num_examples)
+    if not shuffle:
+        return offset
+    return int(np.random.default_rng((seed, epoch)).permutation(num_examples)[offset])
+
+
+class Orchestrator:
+    """Generates batches in the background.
+
+    Args:
+        env: runs one group of rollouts.
+        check_server: raises ServerLostError when the server is gone or has lost the policy. Called
+            when rollouts fail, to tell a dead server from a failing environment, and at the end of
+            each batch, which a server that started anew would have sampled from the wrong weights.
+        batch_size: rollouts of a batch.
+        rollouts_per_example: rollouts of a group.
+        sampling_args: what a rollout request carries.
+        max_concurrent: rollouts in flight at a time.
+        rollout_timeout_s: deadline of one rollout; a batch may take it once for each wave of
+            `max_concurrent`.
+        shuffle, seed: order of the examples.
+        mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
+    """
+
+    def __init__(
+        self,
+        env: GroupRunner,
+        check_server: Callable[[], None],
+        *,
+        batch_size: int,
+        rollouts_per_example: int,
+        sampling_args: dict[str, Any],
+        max_concurrent: int = 512,
+        rollout_timeout_s: float = 600.0,
+        shuffle: bool = True,
+        seed: int = 42,
+        mask_truncated_completions: bool = False,
+        zero_truncated_completions: bool = False,
+    ) -> None:
+        self.env = env
+        self.check_server = check_server
+        self.batch_size = batch_size
+        self.rollouts_per_example = rollouts_per_example
+        self.sampling_args = sampling_args
+        self.max_concurrent = max_concurrent
+        self.rollout_timeout_s = rollout_timeout_s
+        self.shuffle = shuffle
+        self.seed = seed
+        self.mask_truncated_completions = mask_truncated_completions
+        self.zero_truncated_completions = zero_truncated_completions
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._slots: asyncio.Semaphore
+        self._pending: Future[Batch] | None = None
+
+    # --- Called by the trainer --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread and open the environment's client."""
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(self.max_concurrent)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="orchestrator", daemon=True
+        )
+        self._thread.start()
+        self._run(self.env.open()).result(timeout=60.0)
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def submit(self, step: int, model: str, policy_version: int) -> None:
+        """Begin to generate the batch of this step; `model` is what requests ask the server for."""
+        assert self._pending is None, "one batch is pending already"
+        self._pending = self._run(self._generate(step, model, policy_version))
+
+    def raise_if_failed(self) -> None:
+        """Raise the pending batch's error if it has one; returns at once.
+        A lost server may come back: that is left to `get`.
+        """
+        if self._pending is not None and self._pending.done():
+            error = self._pending.exception()
+            if error is not None and not isinstance(error, ServerLostError):
+                raise error
+
+    def discard(self) -> None:
+        """Give the pending batch up, if one is pending."""
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+
+    def wait(self) -> None:
+        """Wait until the pending batch is there, if one is pending, without taking it."""
+        if self._pending is not None:
+            self._result(self._pending, self.batch_size)
+
+    def get(self) -> Batch:
+        """Wait for the pending batch and take it.
+
+        Raises:
+            RolloutError: every rollout failed; the cause is chained.
+            ServerLostError: the server is gone, or has lost the policy.
+            TimeoutError: it took longer than its deadline.
+        """
+        assert self._pending is not None, "no batch was submitted"
+        self.wait()
+        batch, self._pending = self._pending.result(), None
+        return batch
+
+    def evaluate(self, num_examples: int, model: str, policy_version: int) -> dict[str, float]:
+        """Means over one rollout each of the first `num_examples` of the eval split.
+        Errors count as reward 0.
+        """
+        evaluation = self._run(self._evaluate(num_examples, model, policy_version))
+        return self._result(evaluation, num_examples)
+
+    def stop(self) -> None:
+        """Cancel what is pending, close the environment's client and join the thread."""
+        if self._loop is None or self._thread is None:
+            return
+        self._run(self._shut_down()).result(timeout=30.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=30.0)
+        if self._thread.is_alive():
+            raise RuntimeError(
+                "the orchestrator thread did not stop: an environment blocks its event loop"
+            )
+        self._loop.close()
+        self._loop = self._thread = self._pending = None
+
+    # --- On the thread ----------------------------------------------------------------------------
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        assert self._loop is not None, "call start() first"
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _result(self, future: Future[Any], num_rollouts: int) -> Any:
+        """Wait for it with a deadline.
+
+        Rollout and scoring have each the rollout's deadline, once for each wave of max_concurrent;
+        this one, a minute later, is for what neither saw.
+        """
+        waves = -(-num_rollouts // self.max_concurrent)
+        deadline_s = 2 * waves * self.rollout_timeout_s + 60.0
+        try:
+            return future.result(timeout=deadline_s)
+        except TimeoutError:
+            if future.done():
+                raise  # an error of the rollouts' own
+            raise TimeoutError(
+                f"{num_rollouts} rollouts did not end within {deadline_s:g} s, twice "
+                f"generation_timeout ({self.rollout_timeout_s:g} s) and a minute: does the "
+                "environment block its event loop?"
+            ) from None
+
+    async def _shut_down(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.env.close()
+
+    async def _generate(self, step: int, model: str, policy_version: int) -> Batch:
+        num_groups = self.batch_size // self.rollouts_per_example
+        size = self.env.num_examples("train")
+        positions = range(step * num_groups, (step + 1) * num_groups)
+        indices = [example_index(position, size, self.shuffle, self.seed) for position in positions]
+        start = asyncio.get_running_loop().time()
+        groups = await self._run_groups(
+            "train", indices, self.rollouts_per_example, model, policy_version
+        )
+        for group in groups:
+            self._set_advantages(group)
+        rollouts = [rollout for group in groups for rollout in group if rollout.error is None]
+        metrics = batch_metrics(groups)
+        metrics["generation_s"] = asyncio.get_running_loop().time() - start
+        samples = [sample for rollout in rollouts for sample in rollout.samples]
+        return Batch(step, policy_version, samples, rollouts, metrics)
+
+    async def _run_groups(
+        self,
+        split: Literal["train", "eval"],
+        indices: list[int],
+        num_rollouts: int,
+        model: str,
+        policy_version: int,
+    ) -> list[list[Rollout]]:
+        """All groups at once; raises when the server is lost or all rollouts failed."""
+
+        async def one(index: int) -> list[Rollout]:
+            group = await self.env.run_group(
+                split, index, num_rollouts, model, self.sampling_args, policy_version, self._slots
+            )
+            if any(rollout.error is not None for rollout in group):
+                await asyncio.to_thread(self.check_server)
+            return group
+
+        tasks = [asyncio.create_task(one(index)) for index in indices]
+        try:
+            groups = await asyncio.gather(*tasks)
+            await asyncio.to_thread(self.check_server)
+        finally:
+            for task in tasks:  # gather leaves the others running when one raises
+                task.cancel()
+        errors = [
+            rollout.error for group in groups for rollout in group if rollout.error is not None
+        ]
+        kinds = Counter(describe_error(error) for error in errors)
+        total = sum(len(group) for group in groups)
+        if len(errors) == total:
+            raise RolloutError(
+                f"all {total} rollouts failed; most often: {kinds.most_common(1)[0][0]}. "
+                "The first one's traceback is above"
+            ) from errors[0]
+        for kind, count in kinds.most_common():
+            logger.warning("%d of %d rollouts failed and are left out: %s", count, total, kind)
+        return groups
+
+    def _set_advantages(self, group: list[Rollout]) -> None:
+        survivors = [rollout for rollout in group if rollout.error is None]
+        if not survivors:
+            return
+        for rollout in survivors:
+            if rollout.is_truncated and self.zero_truncated_completions:
+                rollout.reward = 0.0
+        advantages = center_on_group_mean(
+            torch.tensor([r.reward for r in survivors], dtype=torch.float64)
+        )
+        for rollout, advantage in zip(survivors, advantages.tolist(), strict=True):
+            rollout.advantage = advantage
+            for sample in rollout.samples:
+                if rollout.is_truncated and self.mask_truncated_completions:
+                    sample.loss_mask = [False] * len(sample.loss_mask)
+                sample.set_advantage(advantage)
+
+    async def _evaluate(
+        self, num_examples: int, model: str, policy_version: int
+    ) -> dict[str, float]:
+        indices = list(range(min(num_examples, self.env.num_examples("eval"))))
+        if not indices:
+            raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
+        groups = await self._run_groups("eval", indices, 1, model, policy_version)
+        rollouts = [group[0] for group in groups]
+        survivors = [rollout for rollout in rollouts if rollout.error is None]
+        names = {name for rollout in survivors for name in rollout.metrics}
+        metrics = {
+            name: sum(r.metrics.get(name, 0.0) for r in survivors) / len(rollouts)
+            for name in sorted(names)
+        }
+        metrics["reward"] = sum(r.reward for r in survivors) / len(rollouts)
+        metrics["error_share"] = 1 - len(survivors) / len(rollouts)
+        metrics["truncated_share"] = sum(r.is_truncated for r in survivors) / len(rollouts)
+        metrics["num_rollouts"] = float(len(rollouts))
+        return metrics
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the exception and what caused it."""
+    parts = []
+    link: BaseException | None = error
+    while link is not None:
+        parts.append(f"{type(link).__name__}: {link}".removesuffix(": ").splitlines()[0])
+        link = link.__cause__
+    return " <- ".join(parts)
+
+
+def batch_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
+    """Means over the surviving rollouts of a batch; docs/metrics.md defines each."""
+    rollouts = [rollout for group in groups for rollout in group if rollout.error is None]
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
+    num_all = sum(len(group) for group in groups)
+    uniform = [len({r.reward for r in group if r.error is None}) <= 1 for group in groups]
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "completion_tokens": float(tokens.mean()),
+        "num_turns": float(np.mean([rollout.num_turns for rollout in rollouts])),
+        "num_samples": float(sum(len(rollout.samples) for rollout in rollouts)),
+        "truncated_share": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        "error_share": 1 - len(rollouts) / num_all,
+        "uniform_group_share": float(np.mean(uniform)),
+    }
+    for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
+        if name not in metrics:
+            metrics[f"env/{name}"] = float(
+                np.mean([rollout.metrics.get(name, 0.0) for rollout in rollouts])
+            )
+    return metrics

@@ -1,0 +1,136 @@
+"""What passes between the parts: Rollout -> Sample -> Batch -> Microbatch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class Sample:
+    """One token sequence to train on. All lists have one length, T.
+
+    Attributes:
+        token_ids: prompt, sampled and environment tokens in order, exactly as the server saw them.
+        loss_mask: True where the loss is taken. The first token can carry no loss: nothing predicts
+            it.
+        inference_logprobs: natural-log probability under the sampling policy; 0 where not sampled,
+            NaN where a token is trained that no policy sampled (`mask_env_responses=False`).
+        policy_versions: version of the policy that sampled the token; -1 where not sampled.
+        advantages: advantage of each token; 0 where `loss_mask` is False.
+    """
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    inference_logprobs: list[float]
+    policy_versions: list[int]
+    advantages: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.advantages:
+            self.advantages = [0.0] * len(self.token_ids)
+        lengths = {
+            name: len(getattr(self, name))
+            for name in (
+                "token_ids",
+                "loss_mask",
+                "inference_logprobs",
+                "policy_versions",
+                "advantages",
+            )
+        }
+        if len(set(lengths.values())) != 1 or not self.token_ids:
+            raise ValueError(f"Sample: all lists must have one length >= 1, got {lengths}")
+        if self.loss_mask[0]:
+            raise ValueError(
+                "Sample: loss_mask[0] must be False, no token comes before the first one"
+            )
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    def set_advantage(self, advantage: float) -> None:
+        """Give every loss token the same advantage."""
+        self.advantages = [advantage if masked_in else 0.0 for masked_in in self.loss_mask]
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One scored interaction with an environment.
+
+    Attributes:
+        example_id: position of the example in its dataset split.
+        prompt: what was asked, as text, for people.
+        completion: what was answered, as text, for people.
+        reward: the environment's score; NaN when `error` is set.
+        metrics: the environment's other scores by name.
+        samples: its token sequences; several when a turn did not extend the tokens before it.
+        num_turns: model calls.
+        is_truncated: a turn was cut by a length limit.
+        generation_s: seconds from the first request to the last reply.
+        error: why it failed; such a rollout enters neither the baseline nor the batch.
+        advantage: set once its group is complete.
+    """
+
+    example_id: int
+    prompt: str
+    completion: str = ""
+    reward: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    num_turns: int = 0
+    is_truncated: bool = False
+    generation_s: float = 0.0
+    error: BaseException | None = None
+    advantage: float = 0.0
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(version >= 0 for sample in self.samples for version in sample.policy_versions)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one optimizer step trains on.
+
+    Attributes:
+        step: the optimizer step it was generated for, from 0.
+        policy_version: version of the weights that sampled it.
+        samples: token sequences of all surviving rollouts.
+        rollouts: for tables and logs; present on rank 0 only.
+        metrics: means over the batch, already reduced; present on rank 0 only.
+    """
+
+    step: int
+    policy_version: int
+    samples: list[Sample]
+    rollouts: list[Rollout] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(sample.num_loss_tokens for sample in self.samples)
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One forward pass: samples padded on the right to one length. B rows, T columns.
+
+    Attributes:
+        input_ids: (B, T) int64.
+        attention_mask: (B, T) int64, 0 on padding.
+        loss_mask: (B, T) bool.
+        inference_logprobs: (B, T) float32.
+        advantages: (B, T) float32.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    inference_logprobs: Tensor
+    advantages: Tensor

@@ -1,0 +1,768 @@
+"""Weights from the trainer to the inference server's memory, without files.
+
+    trainer rank 0                                  vLLM worker 1..W
+    connect()  ── HTTP: where to meet, what will come ──►  weight_sync_connect
+               ◄═══════ process group, W + 1 ranks ═══════►
+    push()     ── HTTP: receive version n ──────────────►  weight_sync_receive
+               ═══════ buckets of packed tensors ════════►  load into the running model
+               ◄─ HTTP: version n loaded, cache reset ────
+
+The transport is NCCL between GPUs, CUDA IPC where both sides share one, gloo elsewhere. Tensors
+travel packed in buckets of a bounded size, and each is gathered, merged and cast when its bucket is
+packed: neither the number of messages nor the extra memory grows with the model. With LoRA only the
+adapter travels, or the merged weights.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+
+if TYPE_CHECKING:
+    from verifiers_rl.inference.client import InferenceClient
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["nccl", "ipc", "gloo"]
+ADAPTER_NAME = "policy"
+MAX_BUCKET_BYTES = 2**30
+_ALIGNMENT = 16  # bytes; every dtype can be viewed at such an offset
+
+
+class TensorSpec(NamedTuple):
+    """Name, dtype as torch spells it without `torch.`, and shape of one tensor on the wire."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * torch_dtype(self.dtype).itemsize
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name; ValueError for anything that is not one."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown tensor dtype {name!r}")
+    return dtype
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """What every push will carry; both sides derive the same buckets from it.
+
+    Attributes:
+        kind: "full" weights under the checkpoint's names, or a LoRA "adapter" under PEFT's names.
+        tensors: in the order in which they travel.
+        bucket_bytes: upper bound of one message, except for a single larger tensor.
+        adapter: rank, alpha and so on, as PEFT's config spells them; empty for full weights.
+    """
+
+    kind: Literal["full", "adapter"]
+    tensors: Sequence[TensorSpec]
+    bucket_bytes: int
+    adapter: dict[str, Any]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TransferPlan:
+        """Raises ValueError for anything that is not a plan."""
+        try:
+            tensors = [TensorSpec(str(n), str(d), tuple(shape)) for n, d, shape in data["tensors"]]
+            plan = cls(data["kind"], tensors, data["bucket_bytes"], dict(data["adapter"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a transfer plan: {type(error).__name__}: {error}") from error
+        if plan.kind not in ("full", "adapter"):
+            raise ValueError(f"plan kind {plan.kind!r}: must be full or adapter")
+        if not tensors:
+            raise ValueError("a plan without tensors")
+        if plan.kind == "adapter" and type(plan.adapter.get("r")) is not int:
+            raise ValueError(f"adapter rank {plan.adapter.get('r')!r}: must be an integer")
+        if type(plan.bucket_bytes) is not int or not 0 < plan.bucket_bytes <= MAX_BUCKET_BYTES:
+            raise ValueError(f"bucket_bytes {plan.bucket_bytes!r}: 1 to {MAX_BUCKET_BYTES}")
+        for name, _, shape in tensors:
+            if not all(type(size) is int and size >= 0 for size in shape):
+                raise ValueError(f"shape {list(shape)!r} of tensor {name!r}: not sizes")
+        return plan
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    def buckets(self) -> Iterator[list[TensorSpec]]:
+        bucket: list[TensorSpec] = []
+        size = 0
+        for spec in self.tensors:
+            if bucket and size + spec.num_bytes > self.bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(spec)
+            size += spec.num_bytes
+        if bucket:
+            yield bucket
+
+
+def _offsets(bucket: Sequence[TensorSpec]) -> list[int]:
+    """Byte offset of each tensor in the bucket's buffer, and its total length last."""
+    offsets = [0]
+    for spec in bucket:
+        offsets.append(offsets[-1] + -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def bucket_num_bytes(bucket: Sequence[TensorSpec]) -> int:
+    return _offsets(bucket)[-1]
+
+
+def bucket_views(bucket: Sequence[TensorSpec], buffer: Tensor) -> list[tuple[str, Tensor]]:
+    """Names and views into a uint8 buffer (total bytes,), in the dtypes and shapes of the plan."""
+    return [
+        (
+            spec.name,
+            buffer[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape),
+        )
+        for spec, (start, _) in zip(bucket, pairwise(_offsets(bucket)), strict=True)
+    ]
+
+
+class Transport(Protocol):
+    """Moves rank 0's buffers to all workers."""
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Rank 0: a uint8 buffer (num_bytes,) to fill."""
+        ...
+
+    def send(self, buffer: Tensor) -> None:
+        """Rank 0: returns when the buffer may be filled again."""
+        ...
+
+    def receive(self, num_bytes: int) -> Tensor:
+        """Worker: the next buffer, which is the worker's own."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_transport(
+    backend: Backend,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout_s: float,
+    bucket_bytes: int,
+    listener: socket.socket | None = None,
+) -> Transport:
+    """Meet the others: rank 0 is the trainer and listens at host:port, on `listener`.
+
+    Args:
+        device: of this process's model.
+        timeout_s: deadline of the meeting and of every message.
+        bucket_bytes: of the largest buffer.
+
+    Raises:
+        torch.distributed.DistError, RuntimeError: the others did not come, or went away.
+    """
+    if backend == "ipc":
+        store = _store(host, port, rank, world_size, timeout_s, listener)
+        return SharedBuffer(store, rank, world_size, device, bucket_bytes)
+    return Communicator(host, port, rank, world_size, backend, device, timeout_s, listener)
+
+
+def _store(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    listener: socket.socket | None,
+) -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+
+
+class Communicator:
+    """gloo or NCCL: a process group between the trainer (rank 0) and the server's workers, apart
+    from the default one. Arguments as of `make_transport`; with nccl each rank has its own GPU.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        backend: Literal["gloo", "nccl"],
+        device: torch.device,
+        timeout_s: float,
+        listener: socket.socket | None = None,
+    ) -> None:
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=timeout_s)
+        self.device = device if backend == "nccl" else torch.device("cpu")
+        self._group: Any  # torch's stubs give the two groups no common base with broadcast()
+        store = _store(host, port, rank, world_size, timeout_s, listener)
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        else:
+            # Without a device of our own gloo looks up the host's name,
+            # which many machines cannot resolve.
+            gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack _Options
+            gloo_options = gloo._Options()
+            gloo_options._timeout = timeout
+            gloo_options._threads = 2
+            gloo_options._devices = [gloo.create_device(hostname=_own_address(host))]
+            self._group = gloo(store, rank, world_size, gloo_options)
+        self._store = store
+        # Meet now, not at the first push.
+        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def send(self, buffer: Tensor) -> None:
+        self._broadcast(buffer)
+
+    def receive(self, num_bytes: int) -> Tensor:
+        buffer = self.buffer(num_bytes)
+        self._broadcast(buffer)
+        return buffer
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([buffer], options).wait()
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+
+    def close(self) -> None:
+        """Waits for a broadcast that is under way, up to its deadline."""
+        self._group.abort()
+        del self._group, self._store
+
+
+class SharedBuffer:
+    """CUDA IPC: one buffer in the memory of the GPU that trainer and workers share.
+
+    NCCL refuses two ranks on one GPU. Here rank 0 allocates one buffer of the largest bucket, the
+    workers map it into their own address space, and a TCP store says when it is filled and when
+    all have read it. The handle travels as base64 in the store, unpickled by nobody.
+
+    Args:
+        store: a `torch.distributed.Store` with the deadline of every wait.
+        rank, world_size: this process (0: the trainer), and all of them.
+        device: this process's name for the GPU.
+        num_bytes: of the largest bucket.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, device: torch.device, num_bytes: int
+    ) -> None:
+        self._num_workers = world_size - 1
+        self._store = store
+        self._device = device
+        self._round = 0
+        if rank == 0:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            store.set("handle", export_cuda_buffer(self._memory))
+            self._await_workers("open")
+        else:
+            self._memory = open_cuda_buffer(store.get("handle"), device)
+            self._report("open")
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return self._memory[:num_bytes]
+
+    def send(self, buffer: Tensor) -> None:
+        self._round += 1
+        self._synchronize()
+        self._store.set(f"filled/{self._round}", "")
+        self._await_workers(f"read/{self._round}")
+        self._store.delete_key(f"filled/{self._round}")
+
+    def receive(self, num_bytes: int) -> Tensor:
+        self._round += 1
+        self._store.wait([f"filled/{self._round}"])
+        own = self._memory[:num_bytes].clone()  # loading may keep views beyond the next bucket
+        self._synchronize()
+        self._report(f"read/{self._round}")
+        return own
+
+    def close(self) -> None:
+        del self._memory, self._store
+
+    def _report(self, event: str) -> None:
+        if self._store.add(f"{event}/count", 1) == self._num_workers:
+            self._store.set(f"{event}/all", "")
+
+    def _await_workers(self, event: str) -> None:
+        self._store.wait([f"{event}/all"])
+        self._store.delete_key(f"{event}/all")
+        self._store.delete_key(f"{event}/count")
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def export_cuda_buffer(buffer: Tensor) -> str:
+    """A handle by which another process maps this GPU buffer (cudaIpcMemHandle); plain text."""
+    _, *fields = buffer.untyped_storage()._share_cuda_()
+    return ",".join(
+        base64.b64encode(f).decode() if isinstance(f, bytes) else str(int(f)) for f in fields
+    )
+
+
+def open_cuda_buffer(handle: bytes, device: torch.device) -> Tensor:
+    """The uint8 buffer behind a handle of `export_cuda_buffer`, mapped into this process."""
+    memory, size, offset, counter, counter_offset, event, must_wait = handle.decode().split(",")
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index or 0,
+        base64.b64decode(memory),
+        int(size),
+        int(offset),
+        base64.b64decode(counter),
+        int(counter_offset),
+        base64.b64decode(event),
+        bool(int(must_wait)),
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _own_address(peer: str) -> str:
+    """The address of this machine that `peer` can reach, without sending anything."""
+    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Which physical GPU this is, however this process numbers it; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def choose_backend(
+    wanted: Literal["auto", "nccl", "ipc", "gloo"], own: str | None, workers: Sequence[str | None]
+) -> Backend:
+    """The transport between this GPU and the workers' (uuids, None for a CPU).
+
+    Raises:
+        InferenceServerError: the wanted one cannot work between them.
+    """
+    on_gpus = own is not None and all(worker is not None for worker in workers)
+    shared = on_gpus and all(worker == own for worker in workers)
+    distinct = on_gpus and len({own, *workers}) == 1 + len(workers)
+    if wanted == "auto":
+        return "ipc" if shared else "nccl" if distinct else "gloo"
+    if wanted == "nccl" and not distinct:
+        raise InferenceServerError(
+            "weight_sync_backend='nccl' needs a GPU of its own for the trainer and for each of the "
+            "server's workers, which is not so here; use 'auto'"
+        )
+    if wanted == "ipc" and not shared:
+        raise InferenceServerError(
+            "weight_sync_backend='ipc' needs trainer and server on the same single GPU, which is "
+            "not so here; use 'auto'"
+        )
+    return wanted
+
+
+def needs_lora_flag(rank: int) -> str:
+    return (
+        f"the trainer sends a LoRA adapter of rank {rank}; "
+        f"start vf-vllm with --enable-lora --max-lora-rank {rank} (or more)"
+    )
+
+
+class Source(NamedTuple):
+    """A tensor to send: shape and dtype, and what makes it when its bucket is packed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that FSDP2 or DeepSpeed ZeRO-3 has split over ranks; others as they are.
+
+    A collective for a split tensor: every rank calls it, in the same order.
+    """
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor
+
+
+def source_of(tensor: Any) -> Source:
+    # ZeRO-3 leaves an empty tensor behind and keeps the shape beside it.
+    return Source(
+        tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype, partial(whole, tensor)
+    )
+
+
+def check_adapter(config: Any, lora_sync: str) -> None:
+    """Raise ValueError for a PEFT config that the server could not reproduce."""
+    from peft import LoraConfig
+
+    if not isinstance(config, LoraConfig) or config.use_dora or getattr(config, "lora_bias", False):
+        raise ValueError(
+            f"peft_config={type(config).__name__}: only plain LoRA can be sent to vLLM (no DoRA, "
+            "no lora_bias)"
+        )
+    for name in ("rank_pattern", "alpha_pattern"):
+        if getattr(config, name, None) and lora_sync == "adapter":
+            raise ValueError(
+                f"peft_config.{name}={getattr(config, name)!r}: vLLM has one rank and alpha for an "
+                "adapter; set lora_sync='merged'"
+            )
+    if config.bias != "none" and lora_sync == "adapter":
+        raise ValueError(
+            f"peft_config.bias={config.bias!r}: vLLM takes no biases in an adapter; "
+            "set lora_sync='merged'"
+        )
+
+
+def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
+    """Tensors of a PEFT model's LoRA adapter by PEFT's names, and its config as plain values."""
+    from peft import get_peft_model_state_dict
+
+    config = model.peft_config["default"].to_dict()
+    plain = {key: config[key] for key in ("r", "lora_alpha", "use_rslora", "bias")}
+    plain["target_modules"] = sorted(config["target_modules"])
+    tensors = get_peft_model_state_dict(model)
+    return {name: source_of(tensor) for name, tensor in tensors.items()}, plain
+
+
+def merged_sources(model: Any) -> dict[str, Source]:
+    """Weights of a PEFT model with its adapter merged in, under the base model's names.
+
+    Computed beside the trainer's own tensors, which are not touched, so nothing drifts: W + scale *
+    B A in float32 for wrapped layers, the trained copy for `modules_to_save`.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    base = model.get_base_model()
+    wrapped: dict[str, Source] = {}
+    inside = (".base_layer.", ".lora_", ".original_module.", ".modules_to_save.")
+    for prefix, module in base.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module.get_base_layer()
+            weight = source_of(layer.weight)
+            wrapped[f"{prefix}.weight"] = weight._replace(make=partial(_merged_weight, module))
+            if getattr(layer, "bias", None) is not None:
+                wrapped[f"{prefix}.bias"] = source_of(layer.bias)
+        elif isinstance(module, ModulesToSaveWrapper):
+            trained = module.modules_to_save["default"]
+            wrapped |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
+    plain = {
+        name: source_of(parameter)
+        for name, parameter in base.named_parameters()
+        if not any(part in name for part in inside)
+    }
+    return wrapped | plain
+
+
+@torch.no_grad()
+def _merged_weight(module: Any) -> Tensor:
+    weight = whole(module.get_base_layer().weight).float()
+    scale = module.scaling["default"]
+    if "default" in module.lora_embedding_A:
+        a = whole(module.lora_embedding_A["default"]).float()  # (r, vocabulary)
+        b = whole(module.lora_embedding_B["default"]).float()  # (embedding, r)
+        return weight + scale * (b @ a).T
+    a = whole(module.lora_A["default"].weight).float()  # (r, in)
+    b = whole(module.lora_B["default"].weight).float()  # (out, r)
+    return torch.addmm(weight, b, a, alpha=scale)
+
+
+def full_sources(model: nn.Module) -> dict[str, Source]:
+    """All parameters under the checkpoint's names; a tied LM head once, as the input embedding."""
+    return {name: source_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def send_buckets(plan: TransferPlan, sources: dict[str, Source], transport: Transport) -> None:
+    """Rank 0's end: make, cast and send one bucket after the other."""
+    with torch.no_grad():
+        for bucket in plan.buckets():
+            buffer = transport.buffer(bucket_num_bytes(bucket))
+            for name, view in bucket_views(bucket, buffer):
+                view.copy_(sources[name].make())
+            transport.send(buffer)
+
+
+def take_part(sources: dict[str, Source]) -> None:
+    """The other ranks' end of `send_buckets`, of a model that is split over ranks."""
+    with torch.no_grad():
+        for source in sources.values():
+            source.make()
+
+
+def receive_buckets(plan: TransferPlan, transport: Transport) -> Iterable[list[tuple[str, Tensor]]]:
+    """The workers' end: the named tensors of each bucket in turn."""
+    for bucket in plan.buckets():
+        yield bucket_views(bucket, transport.receive(bucket_num_bytes(bucket)))
+
+
+class WeightSync:
+    """The trainer's end. Used from rank 0 only.
+
+    Args:
+        client: HTTP to the server.
+        backend: "nccl", "ipc", "gloo", or "auto" for what the GPUs on both sides allow.
+        lora_sync: of a PEFT model, send the "adapter" or the "merged" weights.
+        timeout_s: deadline of the meeting and of one push.
+        bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
+            fresh memory for each (benchmarks/README.md).
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        backend: Literal["auto", "nccl", "ipc", "gloo"] = "auto",
+        lora_sync: Literal["adapter", "merged"] = "adapter",
+        timeout_s: float = 300.0,
+        bucket_bytes: int = 16 * 2**20,
+    ) -> None:
+        self.client = client
+        self.backend = backend
+        self.lora_sync = lora_sync
+        self.timeout_s = timeout_s
+        self.bucket_bytes = bucket_bytes
+        self.policy_version: int | None = None
+        self._plan: TransferPlan | None = None
+        self._transport: Transport | None = None
+        self._connection: str | None = None  # the server's name for this trainer's last connect()
+
+    @property
+    def model_name(self) -> str:
+        """What rollout requests put into `model=` to reach the synced policy."""
+        if self._plan is not None and self._plan.kind == "adapter":
+            return ADAPTER_NAME
+        return self.client.served_model_name
+
+    def connect(self, model: nn.Module) -> None:
+        """Meet the server's workers and tell them what will come.
+
+        Raises:
+            InferenceServerError: the server cannot take these weights; says why and what to change.
+        """
+        status = self.client.status()
+        sources, adapter = self._sources(model)
+        if adapter and status["lora_dtype"] is None:
+            raise InferenceServerError(needs_lora_flag(adapter["r"]))
+        dtype = status["lora_dtype"] if adapter else status["dtype"]
+        specs = [
+            TensorSpec(name, dtype if s.dtype.is_floating_point else str(s.dtype)[6:], s.shape)
+            for name, s in sources.items()
+        ]
+        self._plan = TransferPlan(
+            "adapter" if adapter else "full", specs, self.bucket_bytes, adapter
+        )
+        device = next(model.parameters()).device
+        backend = choose_backend(self.backend, gpu_uuid(device), status["gpus"])
+        address = _own_address(self.client.host)
+        # Bound to one address and a free port: two runs never collide, and loopback stays loopback.
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=128)
+        port = listener.getsockname()[1]
+        world_size = 1 + status["world_size"]
+        request = {
+            "host": address,
+            "port": port,
+            "world_size": world_size,
+            "backend": backend,
+            "timeout_s": self.timeout_s,
+            "plan": asdict(self._plan),
+        }
+        largest = max(bucket_num_bytes(bucket) for bucket in self._plan.buckets())
+        reply, self._transport = self._together(
+            lambda: self.client.connect_weight_sync(request, self.timeout_s),
+            lambda: make_transport(
+                backend, address, port, 0, world_size, device, self.timeout_s, largest, listener
+            ),
+        )
+        self._connection = reply["connection"]
+        logger.info(
+            "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
+            self._plan.kind,
+            len(specs),
+            self._plan.num_bytes / 1e6,
+            backend,
+            status["world_size"],
+        )
+
+    def push(
+        self,
+        model: nn.Module,
+        policy_version: int,
+        in_flight: Literal["recompute", "keep"] = "recompute",
+    ) -> dict[str, float]:
+        """Replace the server's policy by this model's weights; returns once the server has them.
+
+        Args:
+            in_flight: requests that are being answered are frozen over the swap and go on under the
+                new weights; their keys and values so far are computed again, or kept as they are.
+
+        Returns:
+            `sync_s` seconds and `sync_bytes` bytes of tensors sent.
+
+        Raises:
+            ServerLostError: no answer; the next push connects anew.
+            InferenceServerError: the server refused or could not load them.
+        """
+        start = time.monotonic()
+        if self._transport is None:
+            self.connect(model)
+        assert self._transport is not None and self._plan is not None
+        transport, plan = self._transport, self._plan
+        sources, _ = self._sources(model)
+        body = {
+            "connection": self._connection,
+            "policy_version": policy_version,
+            "in_flight": in_flight,
+            "timeout_s": self.timeout_s,
+        }
+
+        try:
+            self._together(
+                lambda: self.client.receive_weights(body, self.timeout_s),
+                lambda: send_buckets(plan, sources, transport),
+                give_up=transport.close,
+            )
+        except Exception:
+            self.forget_server()
+            raise
+        self.policy_version = policy_version
+        return {"sync_s": time.monotonic() - start, "sync_bytes": float(plan.num_bytes)}
+
+    def check_server(self) -> None:
+        """Return if the server still has the weights of the last push.
+
+        Raises:
+            ServerLostError: it is gone, or has started anew and lost them.
+            InferenceServerError: another trainer has taken it over.
+        """
+        status = self.client.status()
+        if status["connection"] is None:
+            raise ServerLostError(f"the inference server at {self.client.base_url} started anew")
+        if status["connection"] != self._connection:
+            raise InferenceServerError(
+                f"another trainer has connected to the server at {self.client.base_url}; "
+                "give each run a server of its own (vllm_server_port)"
+            )
+
+    def wait_for_server(self) -> None:
+        """Wait for a lost server to come back; the next push connects anew.
+
+        Raises:
+            InferenceServerError: it did not within the client's timeout.
+        """
+        self.forget_server()
+        self.client.wait_until_ready()
+
+    def forget_server(self) -> None:
+        """Let go of the transport without waiting for a push that may be half under way; its thread
+        holds the last reference, up to its deadline. The next push connects anew.
+        """
+        self._transport = self.policy_version = None
+
+    def close(self) -> None:
+        """Leave the transport; the next push connects again."""
+        if self._transport is not None:
+            self._transport.close()
+        self.forget_server()
+
+    def _sources(self, model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
+        """What travels, and the adapter's config where it is an adapter."""
+        if not hasattr(model, "peft_config"):
+            return full_sources(model), {}
+        config = model.peft_config["default"]
+        check_adapter(config, self.lora_sync)
+        if self.lora_sync == "merged" or config.modules_to_save:
+            # vLLM takes no fully trained modules inside an adapter.
+            return merged_sources(model), {}
+        return adapter_sources(model)
+
+    def _together(
+        self,
+        call: Callable[[], Any],
+        work: Callable[[], Any],
+        give_up: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, Any]:
+        """The server's part of a collective, by HTTP, and ours, in a thread.
+
+        When the server refuses, nobody will meet us in the collective. So its answer is waited for
+        here, and our part is left behind in a daemon thread that ends at its own deadline. When our
+        part fails, `give_up` frees the server's from waiting for the rest.
+
+        Returns:
+            The server's reply, and what our part returned.
+        """
+        result: list[Any] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except Exception as error:
+                errors.append(error)  # raised below, in the caller's thread
+                give_up()
+
+        thread = threading.Thread(target=run, name="weight-sync", daemon=True)
+        thread.start()
+        try:
+            reply = call()
+        except Exception as error:
+            if errors and not isinstance(error, ServerLostError):
+                raise errors[0] from error  # ours came first, and the server's follows from it
+            raise
+        thread.join(self.timeout_s)
+        if errors:
+            raise errors[0]
+        if not result:
+            raise TimeoutError(
+                f"the weight sync did not end within {self.timeout_s:g} s (vllm_server_timeout)"
+            )
+        return reply, result[0]
