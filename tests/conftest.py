@@ -97,3 +97,15 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--clean-steps", "220", "--noisy-steps", "40"]
     subprocess.run(command, check=True, capture_output=True, timeout=500)
     return folder
+
+
+def processes_of(folder):
+    """Ids and command lines of the running processes that this test's vf-rl has started."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"VF_RL_TEST={folder}" in (path / "environ").read_text(errors="replace"):
+                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            pass  # it ended meanwhile, or is not ours
+    return found

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import free_port, processes_of
 from tests.helpers import ROOT, load_example, make_tiny_model
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import (
@@ -202,13 +203,26 @@ def run(module, *args, **environment):
     )
 
 
-def test_commands_end_with_status_1_and_one_line(write_toml):
-    bad = write_toml('[env]\nid = "e"\n[trainer.args]\nbatchsize = 3\n')
-    for module, name in (("verifiers_rl.cli.rl", "vf-rl"), ("verifiers_rl.cli.train", "vf-train")):
-        done = run(module, "@", bad)
-        assert done.returncode == 1
-        assert done.stderr.strip().splitlines()[-1].startswith(f"{name}: error: ")
-        assert "did you mean 'batch_size'" in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize("command", ["rl", "train"])
+@pytest.mark.parametrize(
+    ("text", "model", "message"),
+    [
+        ('[env]\nid = "e"\n[trainer.args]\nbatchsize = 3\n', None, "did you mean 'batch_size'"),
+        ("[env]\n", None, "env.id is missing"),
+        ('[env]\nid = "e"\n', "./nowhere", "no such folder"),
+        (
+            '[env]\nid = "e"\n[trainer]\ngpus = 0\n[trainer.args]\nbatch_size = 100\n',
+            None,
+            "batch_size=100 is not a multiple of rollouts_per_example=16",
+        ),
+    ],
+)
+def test_a_wrong_toml_ends_either_command_with_status_1(write_toml, command, text, model, message):
+    toml = write_toml(text, **({"model": f'model = "{model}"\n'} if model else {}))
+    done = run(f"verifiers_rl.cli.{command}", "@", toml)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith(f"vf-{command}: error: ")
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_port_in_use_is_one_clear_error(write_toml):
@@ -226,20 +240,39 @@ def test_a_port_in_use_is_one_clear_error(write_toml):
     assert "vllm_server_port" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_no_server_is_one_clear_error(write_toml, tmp_path):
-    (tmp_path / "tiny_env.py").write_text(
-        "import verifiers as vf\nfrom datasets import Dataset\n"
-        "def load_environment():\n"
-        "    data = Dataset.from_dict({'question': ['a'], 'answer': ['a']})\n"
-        "    rubric = vf.Rubric(funcs=[lambda completion: 1.0])\n"
-        "    return vf.SingleTurnEnv(dataset=data, rubric=rubric)\n"
-    )
-    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
-    toml = write_toml(
-        '[env]\nid = "tiny_env"\n[trainer]\ngpus = 0\n'
-        "[trainer.args]\nvllm_server_port = 1\nvllm_server_timeout = 1\n"
-    )
+@pytest.fixture
+def write_environment(tmp_path, write_toml):
+    """The environment `tiny_env` and a TOML that trains a tiny model on it."""
+
+    def write(questions, trainer_args):
+        (tmp_path / "tiny_env.py").write_text(
+            "import verifiers as vf\nfrom datasets import Dataset\n"
+            "def load_environment():\n"
+            f"    data = Dataset.from_dict({{'question': {questions}, 'answer': {questions}}})\n"
+            "    rubric = vf.Rubric(funcs=[lambda completion: 1.0])\n"
+            "    return vf.SingleTurnEnv(dataset=data, rubric=rubric)\n"
+        )
+        load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
+        return write_toml(
+            '[env]\nid = "tiny_env"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
+            f"[trainer.args]\n{trainer_args}"
+        )
+
+    return write
+
+
+def test_no_server_is_one_clear_error(write_environment):
+    toml = write_environment(["a"], "vllm_server_port = 1\nvllm_server_timeout = 1\n")
     done = run("verifiers_rl.cli.train", "@", toml)
     assert done.returncode == 1
     assert "no server at http://127.0.0.1:1 after 1 s (vllm_server_timeout)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(write_environment, tmp_path):
+    toml = write_environment([], f"vllm_server_port = {free_port()}\nmax_seq_len = 32\n")
+    done = run("verifiers_rl.cli.rl", "@", toml, "--no-tmux", VF_RL_TEST=str(tmp_path))
+    assert done.returncode == 1
+    said = [line for line in done.stdout.splitlines() if line.startswith("[trainer]")]
+    assert said[-1] == "[trainer] vf-train: error: the environment's training dataset is empty"
+    assert processes_of(tmp_path) == {}

@@ -304,20 +304,19 @@ def check_tokens_on_both_sides(kind, folder, server, connect, in_flight):
 
 def test_requests_for_several_completions_claim_no_version(full_server, connect):
     folder, server = full_server
-    models = [load(folder) for _ in range(2)]
-    perturb(models[1], 1)
+    model = load(folder)
     sync = connect(server)
-    sync.push(models[0], 0)
+    sync.push(model, 0)
     several = [LongRequest(server, sync.model_name, n=2) for _ in range(2)]
     single = LongRequest(server, sync.model_name, max_tokens=1)
     single.join(60)
     assert single.reply.headers["x-policy-versions"] == "0:0"
-    sync.push(models[1], 1)
+    sync.push(model, 1)  # not held up by requests that it keeps no count of
     for request in several:
         request.join(60)
         choices = request.reply.json()["choices"]
         assert [len(choice["token_ids"]) for choice in choices] == [80, 80]
-        assert request.reply.headers.get("x-policy-versions", "0:0") == "0:0"
+        assert "x-policy-versions" not in request.reply.headers
 
 
 def test_a_prefix_cached_in_flight_serves_no_later_version(full_server, connect):

@@ -14,7 +14,7 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 
-from tests.conftest import free_port, running_server
+from tests.conftest import free_port, processes_of, running_server
 from tests.helpers import EXAMPLE, ROOT, load_example
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.inference.client import InferenceServerError
@@ -139,6 +139,26 @@ def test_an_error_in_every_rollout_ends_training_with_its_cause(make_trainer):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_it_ends_vf_train_with_status_1(server, warm_start, tmp_path):
+    (tmp_path / "fragile.py").write_text(
+        "from tests.test_e2e_train import make_fragile\n"
+        "def load_environment():\n    return make_fragile(lambda count: True)\n"
+    )
+    toml = tmp_path / "config.toml"
+    toml.write_text(
+        f'model = "{warm_start}"\n[env]\nid = "fragile"\n[trainer]\ngpus = 0\n[trainer.args]\n'
+        f"output_dir = '{tmp_path}/run'\nvllm_server_port = {server.port}\nmax_seq_len = 64\n"
+        "batch_size = 32\n"
+    )
+    command = [sys.executable, "-m", "verifiers_rl.cli.train", "@", str(toml)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1
+    assert "in setup_state" in done.stderr  # where the environment failed
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vf-train: error: all 32 rollouts failed"), done.stderr
+    assert "the sandbox is not there" in last
+
+
 def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
     port = free_port()
     flags = ("--enable-lora", "--max-lora-rank", "16")
@@ -250,18 +270,6 @@ def write_run(folder, warm_start, **options):
         text += "" if found else f"{name} = {value}\n"
     (folder / "rl.toml").write_text(text)
     return folder / "rl.toml"
-
-
-def processes_of(folder):
-    """Ids and command lines of the running processes that this test's vf-rl has started."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"VF_RL_TEST={folder}" in (path / "environ").read_text(errors="replace"):
-                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            pass  # it ended meanwhile, or is not ours
-    return found
 
 
 def server_pids(folder):

@@ -102,11 +102,11 @@ def test_a_batch_holds_groups_with_centered_advantages(make_orchestrator):
 
 
 def test_rollouts_run_on_the_thread_while_the_trainer_goes_on(make_orchestrator):
-    runner = StubRunner(delay_s=0.3)
+    runner = StubRunner(delay_s=1.0)
     orchestrator = make_orchestrator(runner)
     start = time.monotonic()
     orchestrator.submit(0, "policy", 0)
-    assert time.monotonic() - start < 0.2
+    assert time.monotonic() - start < 0.8
     assert orchestrator.is_pending
     orchestrator.get()
     assert runner.threads == {"orchestrator"}

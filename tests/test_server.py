@@ -6,11 +6,12 @@ import json
 import pytest
 
 from verifiers_rl.inference.server import (
+    VERSIONS_HEADER,
     BadRequest,
     InFlight,
+    WeightSyncRoutes,
     format_spans,
     require,
-    with_cache_salt,
 )
 
 
@@ -24,39 +25,78 @@ def test_a_swap_splits_the_tokens_of_each_request_in_flight():
     assert format_spans(in_flight.spans["queued"]) == "0:5"
 
 
-def salted(body, chunks=1):
-    """What vLLM reads after `with_cache_salt`, and the length it is told."""
+def generation(body, chunks=1, policy_version=4, is_salted=False):
+    """A request through the middleware.
+
+    Returns:
+        What vLLM reads of it, and the versions that the reply's header claims.
+    """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     size = -(-len(data) // chunks)
-    parts = [data[i : i + size] for i in range(0, len(data), size)] or [b""]
+    parts = [data[i : i + size] for i in range(0, len(data), size)]
     messages = [
         {"type": "http.request", "body": part, "more_body": i < len(parts) - 1}
         for i, part in enumerate(parts)
     ]
     messages.append({"type": "http.disconnect"})
-    headers = {b"content-length": str(len(data)).encode()}
+    read, replied = [], []
 
     async def receive():
         return messages.pop(0)
 
-    async def run():
-        replay = await with_cache_salt(receive, headers, "policy-4")
-        return await replay(), await replay()
+    async def send(message):
+        replied.append(message)
 
-    first, second = asyncio.run(run())
-    assert second == {"type": "http.disconnect"}
-    assert not first["more_body"] and int(headers[b"content-length"]) == len(first["body"])
-    return first["body"]
+    async def vllm(scope, receive, send):
+        message = await receive()
+        assert await receive() == {"type": "http.disconnect"}
+        assert not message["more_body"]
+        length = dict(scope["headers"])[b"content-length"]
+        assert int(length) == len(message["body"])
+        read.append(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def run():
+        routes = WeightSyncRoutes(vllm)
+        routes.policy_version, routes.is_salted = policy_version, is_salted
+        headers = [(b"content-length", str(len(data)).encode())]
+        scope = {"type": "http", "path": "/v1/completions", "headers": headers}
+        await routes(scope, receive, send)
+        assert not routes.in_flight.spans
+
+    asyncio.run(run())
+    return read[0], dict(replied[0]["headers"]).get(VERSIONS_HEADER.encode())
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_request_gets_the_cache_salt_of_its_policy(chunks):
-    assert json.loads(salted({"prompt": "a"}, chunks)) == {"prompt": "a", "cache_salt": "policy-4"}
+    body, _ = generation({"prompt": "a"}, chunks, is_salted=True)
+    assert json.loads(body) == {"prompt": "a", "cache_salt": "policy-4"}
 
 
 def test_a_cache_salt_of_the_client_stays_and_what_is_no_object_is_passed_on():
-    assert json.loads(salted({"cache_salt": "mine"})) == {"cache_salt": "mine"}
-    assert salted(b"[1]") == b"[1]" and salted(b"{") == b"{"
+    body, _ = generation({"cache_salt": "mine"}, is_salted=True)
+    assert json.loads(body) == {"cache_salt": "mine"}
+    assert generation(b"[1]", is_salted=True)[0] == b"[1]"
+    assert generation(b"{", is_salted=True)[0] == b"{"
+
+
+@pytest.mark.parametrize(
+    ("body", "versions"),
+    [
+        ({"prompt": "a"}, b"0:4"),
+        ({"prompt": [1, 2], "n": 1}, b"0:4"),
+        ({"messages": [], "n": None}, b"0:4"),
+        ({"prompt": "a", "n": 2}, None),
+        ({"prompt": ["a", "b"]}, None),
+        ({"prompt": [[1], [2]]}, None),
+        ({"token_ids": [1], "sampling_params": {"n": 2}}, None),
+        ({"prompt": "a", "use_beam_search": True}, None),
+    ],
+)
+def test_a_reply_of_one_completion_claims_its_version_and_others_none(body, versions):
+    assert generation(body)[1] == versions
+    assert generation(body, policy_version=None)[1] is None
 
 
 @pytest.mark.parametrize(

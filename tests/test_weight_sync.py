@@ -14,7 +14,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.helpers import ROOT, make_tiny_model
 from verifiers_rl import weight_sync
 from verifiers_rl.config import RLConfig
-from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference.client import (
+    InferenceServerError,
+    RequestRefusedError,
+    ServerLostError,
+)
 from verifiers_rl.inference.expected import check_plan, expected_shapes
 from verifiers_rl.weight_sync import (
     Source,
@@ -272,6 +276,22 @@ def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why():
     with pytest.raises(MemoryError, match="while merging"):
         sync.push(model, 0)
     assert time.monotonic() - start < 10
+
+
+def test_a_refused_push_says_why_though_its_transport_was_closed_before():
+    def refuse(client):
+        client.transport.close()  # for another trainer
+        given_up.wait(10)
+        raise RequestRefusedError("400: another trainer has connected")
+
+    sync = WeightSync(StubClient(refuse), timeout_s=30)
+    model = make_tiny_model()
+    sync.connect(model)
+    given_up, close = threading.Event(), sync._transport.close
+    sync._transport.close = lambda: (close(), given_up.set())
+    with pytest.raises(RequestRefusedError, match="another trainer has connected"):
+        sync.push(model, 0)
+    assert given_up.is_set()  # our part had failed by then
 
 
 def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took():

@@ -31,7 +31,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference.client import (
+    InferenceServerError,
+    RequestRefusedError,
+    ServerLostError,
+)
 
 if TYPE_CHECKING:
     from verifiers_rl.inference.client import InferenceClient
@@ -755,7 +759,7 @@ class WeightSync:
         try:
             reply = call()
         except Exception as error:
-            if errors and not isinstance(error, ServerLostError):
+            if errors and not isinstance(error, (ServerLostError, RequestRefusedError)):
                 raise errors[0] from error  # ours came first, and the server's follows from it
             raise
         thread.join(self.timeout_s)

@@ -2,8 +2,8 @@
 
 The server gets the first GPUs and the trainer the next ones. In a terminal with tmux both run in a
 session of two panes, which lives on when the terminal goes away; elsewhere they are child processes
-with prefixed output. Either way one supervisor starts the server, waits for it, starts the trainer,
-starts the server again when it dies, and ends both; the exit status is the trainer's.
+with prefixed output. Either way one supervisor starts both, starts the server again when it dies,
+and ends both; the exit status is the trainer's.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ class Child:
 
 
 def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namespace) -> int:
-    """Start the server, wait for it, start the trainer; start the server again when it dies, which
-    the trainer waits for; end both when the trainer ends. Returns the trainer's exit status.
+    """Start server and trainer, which waits for the server while it loads; start the server again
+    when it dies; end both when the trainer ends. Returns the trainer's exit status.
     """
     host = config.trainer_args.get("vllm_server_host", "127.0.0.1")
     port = config.trainer_args.get("vllm_server_port", 8000)
@@ -264,16 +264,17 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
     try:
         print(f"vf-rl: starting the server on {host}:{port}, up to {timeout_s:g} s", flush=True)
         server = start_server()
-        wait_for_server(server, client, timeout_s, options.server_log)
         command = trainer_command(config, options.resume)
         inherit = options.server_log is not None
         trainer = Child("trainer", command, trainer_env, None, inherit)
-        num_deaths = 0
+        was_ready, num_deaths = False, 0
         while not ended_within(trainer, 0.5):
             if server.process.poll() is None:
-                if num_deaths and answers(client):
-                    num_deaths = 0
+                if (num_deaths or not was_ready) and answers(client):
+                    was_ready, num_deaths = True, 0
                 continue
+            if not was_ready:
+                raise ended_early(server, options.server_log)
             server.stop()  # vLLM's own children may outlive it
             num_deaths += 1
             ended = f"the server ended with status {server.process.returncode}"
@@ -319,6 +320,17 @@ def answers(client: InferenceClient) -> bool:
     return True
 
 
+def ended_early(server: Child, log: Path | None) -> InferenceServerError:
+    """What to raise when the server's first start failed; shows the end of its log."""
+    if log is not None:
+        lines = log.read_text(errors="replace").splitlines(keepends=True)
+        print("".join(lines[-30:]), file=sys.stderr)
+    return InferenceServerError(
+        f"the server ended with status {server.process.returncode} before it was ready; "
+        "see its output above"
+    )
+
+
 def wait_for_server(
     server: Child, client: InferenceClient, timeout_s: float, log: Path | None
 ) -> None:
@@ -334,18 +346,8 @@ def wait_for_server(
             return
         except InferenceServerError:
             pass  # not yet: its process tells whether to go on waiting
-        try:
-            status = server.process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            continue
-        if log is not None:
-            print(
-                "".join(log.read_text(errors="replace").splitlines(keepends=True)[-30:]),
-                file=sys.stderr,
-            )
-        raise InferenceServerError(
-            f"the server ended with status {status} before it was ready; see its output above"
-        )
+        if ended_within(server, 0.5):
+            raise ended_early(server, log)
     raise InferenceServerError(
         f"the server was not ready after {timeout_s:g} s; raise vllm_server_timeout"
     )

@@ -19,8 +19,16 @@ class InferenceServerError(RuntimeError):
     """The server is away, is another one than expected, or refused; the message says what to do."""
 
 
+class RequestRefusedError(InferenceServerError):
+    """The server found the request itself wrong (400) and began nothing."""
+
+
 class ServerLostError(InferenceServerError):
     """The server does not answer, or is a new process that lost the weights; it may come back."""
+
+
+# 409: it knows of no connection; 503: its engine is dead.
+ERROR_KINDS = {400: RequestRefusedError, 409: ServerLostError, 503: ServerLostError}
 
 
 def token_file(port: int) -> Path:
@@ -159,9 +167,6 @@ class InferenceClient:
         is_json = reply.headers.get("content-type", "").startswith("application/json")
         if reply.status_code != 200:
             reason = reply.json().get("error", reply.text) if is_json else reply.text
-            # 409: it knows of no connection; 503: its engine is dead.
-            is_lost = reply.status_code in (409, 503)
-            raise (ServerLostError if is_lost else InferenceServerError)(
-                f"{method} {self.base_url}{path}: {reply.status_code}: {reason}"
-            )
+            kind = ERROR_KINDS.get(reply.status_code, InferenceServerError)
+            raise kind(f"{method} {self.base_url}{path}: {reply.status_code}: {reason}")
         return reply.json()

@@ -101,21 +101,26 @@ class WeightSyncRoutes:
         if b"x-request-id" not in headers:  # vLLM makes its own id of it
             headers[b"x-request-id"] = secrets.token_hex(16).encode()
         request_id = headers[b"x-request-id"].decode(errors="replace")
-        if self.is_salted:
-            receive = await with_cache_salt(receive, headers, f"policy-{self.policy_version}")
-        version = -1 if self.policy_version is None else self.policy_version  # -1: none was sent
-        self.in_flight.spans[request_id] = [(0, version)]
+        body = await read_body(receive)
+        fields = json_object(body)
+        if self.is_salted and fields and fields.get("cache_salt") is None:
+            salt = f"policy-{self.policy_version}"
+            body = json.dumps(fields | {"cache_salt": salt}).encode()
+            headers[b"content-length"] = str(len(body)).encode()
+        if self.policy_version is not None and is_one_completion(fields):
+            self.in_flight.spans[request_id] = [(0, self.policy_version)]
 
         async def send_with_versions(message: Any) -> None:
             if message["type"] == "http.response.start":
                 spans = self.in_flight.spans.pop(request_id, None)
-                if spans is not None and spans[0][1] >= 0:
+                if spans is not None:
                     header = (VERSIONS_HEADER.encode(), format_spans(spans).encode())
                     message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
         try:
-            await self.app({**scope, "headers": list(headers.items())}, receive, send_with_versions)
+            scope = {**scope, "headers": list(headers.items())}
+            await self.app(scope, replay(body, receive), send_with_versions)
         finally:
             self.in_flight.spans.pop(request_id, None)  # it was aborted
 
@@ -256,12 +261,9 @@ class WeightSyncRoutes:
         while True:
             num_tokens: dict[str, int] = {}
             for state in list(engine.output_processor.request_states.values()):
-                for request_id in list(self.in_flight.spans):
-                    if request_id not in state.external_req_id:
-                        continue
-                    if request_id in num_tokens:  # several completions: one header fits them not
-                        del self.in_flight.spans[request_id]
-                    num_tokens[request_id] = state.detokenizer.num_output_tokens()
+                for request_id in self.in_flight.spans:
+                    if request_id in state.external_req_id:
+                        num_tokens[request_id] = state.detokenizer.num_output_tokens()
             missing = self.in_flight.spans.keys() - num_tokens.keys()
             if not missing or time.monotonic() > deadline:
                 for request_id in missing:
@@ -283,8 +285,7 @@ def require(body: Any, **kinds: type) -> None:
             raise BadRequest(f"{name}={value!r}: must be of type {kind.__name__}")
 
 
-async def with_cache_salt(receive: Any, headers: dict[bytes, bytes], salt: str) -> Any:
-    """The request's body with `cache_salt` set, unless it has one or is not a JSON object."""
+async def read_body(receive: Any) -> bytes:
     body, more = b"", True
     while more:
         message = await receive()
@@ -292,23 +293,39 @@ async def with_cache_salt(receive: Any, headers: dict[bytes, bytes], salt: str) 
             break  # the client went away; vLLM sees that below
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        fields = None  # vLLM answers what is wrong with it
-    if isinstance(fields, dict) and fields.get("cache_salt") is None:
-        body = json.dumps(fields | {"cache_salt": salt}).encode()
-        headers[b"content-length"] = str(len(body)).encode()
+    return body
+
+
+def replay(body: bytes, receive: Any) -> Any:
+    """An ASGI `receive` that gives this body, and then what `receive` gives."""
     sent = False
 
-    async def replay() -> Any:
+    async def receive_again() -> Any:
         nonlocal sent
         if sent:
             return await receive()
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return replay
+    return receive_again
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The body's fields; {} where it is no JSON object, of which vLLM says what is wrong."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def is_one_completion(fields: dict[str, Any]) -> bool:
+    """Whether the reply has one sequence of tokens, which one list of versions describes."""
+    sampling = fields.get("sampling_params")
+    wanted = {**fields, **sampling} if isinstance(sampling, dict) else fields
+    prompts = fields.get("prompt")
+    several = isinstance(prompts, list) and any(isinstance(p, (str, list)) for p in prompts)
+    return wanted.get("n") in (None, 1) and not several and not wanted.get("use_beam_search")
 
 
 def die_with_parent(parent: int) -> None:
