@@ -1,12 +1,34 @@
+import pytest
 import torch
 
-from verifiers_rl.advantages import center_on_group_mean
+from verifiers_rl.advantages import ADVANTAGES
 
 
-def test_advantages_are_rewards_minus_the_group_mean():
-    advantages = center_on_group_mean(torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64))
-    assert advantages.tolist() == [0.5, -0.5, 0.0, 0.0]
+def advantages(name, rewards):
+    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64)).tolist()
 
 
-def test_equal_rewards_give_no_advantage():
-    assert center_on_group_mean(torch.full((3,), 0.7)).tolist() == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize(
+    ("name", "rewards", "expected"),
+    [
+        ("mean", [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
+        # deviations 3, -1, -1, -1: variance 12 / 3, std 2
+        ("std", [4.0, 0.0, 0.0, 0.0], [1.5, -0.5, -0.5, -0.5]),
+        # the mean of the other three
+        ("leave_one_out", [1.0, 0.0, 0.5, 0.5], [2 / 3, -2 / 3, 0.0, 0.0]),
+        ("maxrl", [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),
+    ],
+)
+def test_advantages_equal_those_worked_out_by_hand(name, rewards, expected):
+    assert advantages(name, rewards) == pytest.approx(expected, rel=1e-5, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("rewards", [[0.7] * 3, [0.0] * 3, [1.0]])
+def test_equal_rewards_and_a_single_survivor_give_no_advantage(name, rewards):
+    assert advantages(name, rewards) == pytest.approx([0.0] * len(rewards), abs=1e-9)
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ValueError, match=r"needs rewards >= 0, got -0.5.*advantage='mean'"):
+        advantages("maxrl", [1.0, -0.5])

@@ -1,13 +1,14 @@
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import LlamaForCausalLM
 
-from tests.helpers import make_tiny_model
 from verifiers_rl.logprobs import (
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
     reason_against_chunking,
+    reason_against_sharing_rows,
     token_logprobs_and_entropy,
 )
 
@@ -68,26 +69,105 @@ def test_chunks_give_the_same_values_and_gradients(chunk_size):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_model_returns_hidden_states_only_while_asked_to():
-    model = make_tiny_model()
-    input_ids = torch.randint(200, (2, 5))
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def make_small(name, **options):
+    """A causal LM of this architecture, with logits large enough for a cap to matter."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL, **options)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(50)
+    return model
+
+
+ARCHITECTURES = {
+    "plain": lambda: make_small("Llama"),
+    "tied": lambda: make_small("Qwen3", head_dim=8, tie_word_embeddings=True),
+    "bias in the head": lambda: make_small("Phi"),
+    "soft cap": lambda: make_small("Gemma2", head_dim=8, final_logit_softcapping=3.0),
+    "divided": lambda: make_small("Granite", logits_scaling=8.0),
+    "multiplied": lambda: make_small("Cohere", logit_scale=0.0625),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_logits_of_many_architectures_come_from_hidden_states(name):
+    model = ARCHITECTURES[name]()
+    input_ids = torch.randint(64, (2, 5))
     logits = model(input_ids).logits
-    with hidden_states_in_place_of_logits(model.get_output_embeddings()) as head:
+    with hidden_states_in_place_of_logits(model) as to_logits:
         hidden = model(input_ids).logits
-        assert hidden.shape == (2, 5, model.config.hidden_size)
-        torch.testing.assert_close(head(hidden), logits)
+        assert hidden.shape == (2, 5, 16)
+    torch.testing.assert_close(to_logits(hidden), logits)
     torch.testing.assert_close(model(input_ids).logits, logits)
+    assert reason_against_chunking(model) is None
 
 
-def test_a_model_with_soft_capped_logits_is_not_chunked():
-    config = Gemma2Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=8,
+class Shifted(LlamaForCausalLM):
+    """Adds a constant to the logits of one token, behind the head."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1])
+        return outputs
+
+
+def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_found_out():
+    model = Shifted(make_small("Llama").config)
+    assert "not those of its head" in reason_against_chunking(model)
+    assert model.training  # as it was
+
+
+# Flash attention and flex need a GPU: flex's CPU kernel does not compile with torch 2.13.
+# Gemma 2 has sliding windows, and no SDPA, which cannot soft-cap attention scores.
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("plain", "sdpa"),
+        ("plain", "eager"),
+        ("soft cap", "eager"),
+    ],
+)
+def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
+    model = ARCHITECTURES[name]()
+    model.set_attn_implementation(attention)
+    assert reason_against_sharing_rows(model) is None
+    generator = torch.Generator().manual_seed(0)
+    lengths = [[5, 9, 2], [16], [1, 12]]
+    rows = [[torch.randint(64, (n,), generator=generator) for n in row] for row in lengths]
+    width = 16
+    input_ids = torch.zeros(3, width, dtype=torch.int64)
+    position_ids = torch.arange(width).repeat(3, 1)
+    for r, row in enumerate(rows):
+        start = 0
+        for sequence in row:
+            input_ids[r, start : start + len(sequence)] = sequence
+            position_ids[r, start:] = torch.arange(width - start)
+            start += len(sequence)
+    with torch.no_grad():
+        packed = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        for r, row in enumerate(rows):
+            start = 0
+            for sequence in row:
+                alone = model(input_ids=sequence[None]).logits[0]
+                here = packed[r, start : start + len(sequence)]
+                torch.testing.assert_close(here, alone, rtol=1e-4, atol=1e-4)
+                start += len(sequence)
+
+
+def test_models_whose_rows_cannot_be_shared_are_found_out():
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4
     )
-    reason = reason_against_chunking(Gemma2ForCausalLM(config))
-    assert reason is not None and "final_logit_softcapping" in reason
-    assert reason_against_chunking(make_tiny_model()) is None
+    assert reason_against_sharing_rows(transformers.MambaForCausalLM(config)) is not None
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
+    assert "no position_ids" in reason_against_sharing_rows(transformers.BloomForCausalLM(config))

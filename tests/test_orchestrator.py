@@ -3,8 +3,10 @@ import threading
 import time
 
 import pytest
+import torch
 
 from tests.helpers import make_samples
+from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import Orchestrator, RolloutError, example_index
 from verifiers_rl.types import Rollout
@@ -99,6 +101,17 @@ def test_a_batch_holds_groups_with_centered_advantages(make_orchestrator):
                 rollout.advantage
             }
     assert batch.metrics["reward"] == 1.5
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_advantages_are_those_asked_for(make_orchestrator, advantage):
+    orchestrator = make_orchestrator(StubRunner(), advantage=advantage)
+    orchestrator.submit(0, "policy", policy_version=0)
+    group = orchestrator.get().rollouts[:4]
+    expected = ADVANTAGES[advantage](torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64))
+    assert [rollout.advantage for rollout in group] == expected.tolist()
+    loss_advantages = [rollout.samples[0].advantages[-1] for rollout in group]
+    assert loss_advantages == expected.tolist()
 
 
 def test_rollouts_run_on_the_thread_while_the_trainer_goes_on(make_orchestrator):

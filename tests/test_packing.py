@@ -1,8 +1,10 @@
 import math
+import random
 
+import pytest
 import torch
 
-from verifiers_rl.packing import assign_microbatches, collate, flatten_samples, unflatten_samples
+from verifiers_rl.packing import collate, flatten_samples, plan_microbatches, unflatten_samples
 from verifiers_rl.types import Sample
 
 
@@ -13,38 +15,86 @@ def make_sample(length, advantage=0.5):
     return sample
 
 
-def test_every_sample_is_in_exactly_one_microbatch():
-    for num_ranks in (1, 2, 3):
-        ranks = assign_microbatches([5, 9, 2, 7, 7, 1, 3], micro_batch_size=2, num_ranks=num_ranks)
-        assert sorted(i for rank in ranks for microbatch in rank for i in microbatch) == list(
-            range(7)
-        )
-        assert all(len(microbatch) <= 2 for rank in ranks for microbatch in rank)
+def lognormal_lengths(count, seed=0):
+    rng = random.Random(seed)
+    return [min(max(int(rng.lognormvariate(5, 1)), 16), 1024) for _ in range(count)]
 
 
-def test_ranks_get_the_same_number_of_microbatches_even_when_there_is_too_little_work():
-    ranks = assign_microbatches([4, 4, 4], micro_batch_size=8, num_ranks=2)
-    assert [len(rank) for rank in ranks] == [1, 1]
-    assert sorted(len(rank[0]) for rank in ranks) == [0, 3]
+@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_sample_is_in_one_microbatch_within_the_budget(layout, num_ranks):
+    lengths = lognormal_lengths(150)
+    plan = plan_microbatches(lengths, 2048, num_ranks, layout)
+    assert sorted(i for rank in plan for rows in rank for row in rows for i in row) == list(
+        range(150)
+    )
+    assert len({len(rank) for rank in plan}) == 1
+    for rows in (rows for rank in plan for rows in rank):
+        widths = [sum(lengths[i] for i in row) for row in rows]
+        assert len(rows) * max(widths, default=0) <= 2048
+        if layout == "flat":
+            assert len(rows) <= 1
+        if layout == "padded":
+            assert all(len(row) == 1 for row in rows)
 
 
-def test_microbatches_hold_samples_of_similar_length():
-    (rank,) = assign_microbatches([1, 100, 2, 101], micro_batch_size=2, num_ranks=1)
-    assert [sorted(microbatch) for microbatch in rank] == [[1, 3], [0, 2]]
+def test_rows_share_what_padding_would_waste():
+    lengths = lognormal_lengths(300)
+
+    def positions(layout):
+        (plan,) = plan_microbatches(lengths, 4096, layout=layout)
+        return sum(len(rows) * max(sum(lengths[i] for i in row) for row in rows) for rows in plan)
+
+    assert positions("flat") == sum(lengths)
+    assert positions("rows") < 1.1 * sum(lengths)
+    assert positions("padded") > positions("rows")
 
 
-def test_collate_pads_on_the_right_without_loss():
-    microbatch = collate([make_sample(2), make_sample(4)], pad_token_id=9)
-    assert microbatch.input_ids.tolist() == [[0, 1, 9, 9], [0, 1, 2, 3]]
-    assert microbatch.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
-    assert microbatch.loss_mask.tolist() == [[False, True, False, False], [False, True, True, True]]
-    assert microbatch.advantages.tolist()[0] == [0.0, 0.5, 0.0, 0.0]
+def test_a_sample_beyond_the_budget_gets_a_microbatch_of_its_own():
+    for layout in ("rows", "flat", "padded"):
+        (plan,) = plan_microbatches([3, 50, 4], 10, layout=layout)
+        assert [[1]] in plan
+
+
+def test_ranks_share_the_work_evenly():
+    lengths = lognormal_lengths(400)
+    for layout in ("rows", "flat"):
+        loads = [
+            sum(lengths[i] for rows in rank for row in rows for i in row)
+            for rank in plan_microbatches(lengths, 4096, 4, layout)
+        ]
+        assert max(loads) < 1.15 * min(loads), layout
+
+
+def test_little_work_is_split_and_what_cannot_be_leaves_empty_microbatches():
+    plan = plan_microbatches([4, 4, 4, 4], 1000, num_ranks=2)
+    assert [len(rank) for rank in plan] == [1, 1]
+    assert sorted(sum(map(len, rank[0])) for rank in plan) == [2, 2]
+    assert sorted(plan_microbatches([4], 1000, num_ranks=2)) == [[[]], [[[0]]]]
+    assert plan_microbatches([], 1000, num_ranks=2) == [[[]], [[]]]
+
+
+def test_collate_lays_samples_out_in_rows():
+    samples = [make_sample(2), make_sample(4, 0.25), make_sample(1)]
+    microbatch = collate(samples, [[1], [0, 2]], weights=[1.0, 2.0, 3.0], pad_token_id=9)
+    assert microbatch.input_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 9]]
+    assert microbatch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert microbatch.sequence_ids.tolist() == [[0, 0, 0, 0], [1, 1, 2, -1]]
+    assert microbatch.loss_mask.tolist() == [[False, True, True, True], [False, True, False, False]]
+    assert microbatch.advantages.tolist() == [[0, 0.25, 0.25, 0.25], [0, 0.5, 0, 0]]
+    assert microbatch.loss_weights.tolist() == [[2, 2, 2, 2], [1, 1, 3, 0]]
+    assert microbatch.inference_logprobs.tolist()[1] == [-0.25, -0.25, -0.25, 0.0]
+
+
+def test_a_row_of_one_sample_reads_as_one_sequence_so_that_it_needs_no_mask():
+    microbatch = collate([make_sample(2), make_sample(4)], [[0], [1]], [1.0, 1.0], 9)
+    assert microbatch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_an_empty_microbatch_is_one_row_without_loss():
-    microbatch = collate([], pad_token_id=9)
-    assert microbatch.input_ids.shape == (1, 2)
-    assert microbatch.attention_mask.all() and not microbatch.loss_mask.any()
+    microbatch = collate([], [], [], pad_token_id=9)
+    assert microbatch.input_ids.tolist() == [[9, 9]]
+    assert not microbatch.loss_mask.any()
 
 
 def test_samples_survive_the_way_to_another_rank():

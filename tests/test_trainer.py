@@ -1,12 +1,15 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from tests.helpers import (
@@ -18,7 +21,9 @@ from tests.helpers import (
     make_tiny_llama,
     make_tiny_model,
 )
+from tests.reference import reference_loss, reference_policy
 from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo
+from verifiers_rl.config import ConfigError
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.metrics import RewardProgressCallback
@@ -32,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def make_trainer(tokenizer, tmp_path):
-    def make(model=None, source=None, loss_fn=cispo, trainer_options=None, **options):
+    def make(model=None, source=None, loss_fn=None, trainer_options=None, **options):
         defaults = {
             "output_dir": str(tmp_path / "run"),
             "use_cpu": True,
@@ -62,23 +67,6 @@ def make_trainer(tokenizer, tmp_path):
     return make
 
 
-def reference_loss(model, samples, temperature, eps_high):
-    """CISPO over whole sequences one by one, full logits, plain loops,
-    in the model's own (float64) precision.
-    """
-    total, num_tokens = 0.0, 0
-    for sample in samples:
-        ids = torch.tensor([sample.token_ids])
-        log_softmax = torch.log_softmax(model(ids).logits[0].double() / temperature, -1)
-        for t in range(1, len(sample.token_ids)):
-            if sample.loss_mask[t]:
-                logprob = log_softmax[t - 1, sample.token_ids[t]]
-                ratio = math.exp(min(logprob.item() - sample.inference_logprobs[t], 20))
-                total = total - min(ratio, 1 + eps_high) * sample.advantages[t] * logprob
-                num_tokens += 1
-    return total / num_tokens
-
-
 def batch_gradients(trainer, samples):
     """Loss and gradients of one batch through RLTrainer.training_step."""
 
@@ -96,31 +84,143 @@ def batch_gradients(trainer, samples):
     return loss.item(), grads
 
 
-@pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_loss_and_gradients_equal_a_float64_reference(make_trainer, make_model, temperature):
-    samples = make_samples(6, seed=1)
-    loss, grads = batch_gradients(
-        make_trainer(make_model(), temperature=temperature, cispo_eps_high=1.0), samples
+# Bounds that some of the samples' tokens cross and others do not.
+LOSS_OPTIONS = {
+    "cispo": {"eps_high": 0.1},
+    "ppo": {"eps_low": 0.3, "eps_high": 0.1},
+    "truncated_is": {"max_ratio": 1.1},
+    "icepop": {"min_ratio": 0.8, "max_ratio": 1.3},
+    "dppo": {"max_divergence": 0.0015},
+    "gspo": {"eps_low": 0.05, "eps_high": 0.05},
+    "reinforce": {},
+}
+
+
+def check_against_reference(trainer, make_model, samples, adapter=None, **options):
+    """Loss and gradients of a step against the float64 loops, to 1e-5 of the largest gradient."""
+    loss, grads = batch_gradients(trainer, samples)
+    reference, start = make_model().double(), make_model().double()
+    if adapter is not None:
+        reference = get_peft_model(reference, trainer.model.peft_config["default"]).double()
+        reference.load_state_dict(adapter)
+    args = trainer.args
+    expected = reference_loss(
+        reference,
+        samples,
+        args.temperature,
+        args.loss,
+        args.loss_args,
+        args.loss_normalization,
+        constant=args.batch_size * args.max_seq_len,
+        kl_beta=args.kl_beta,
+        start=start,
     )
-    reference = make_model().double()
-    expected = reference_loss(reference, samples, temperature, eps_high=1.0)
     expected.backward()
-    assert math.isclose(loss, expected.item(), rel_tol=1e-5)
-    for name, parameter in reference.named_parameters():
+    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    expected_grads = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    assert grads.keys() == expected_grads.keys()
+    largest = max(grad.abs().max().item() for grad in expected_grads.values())
+    assert largest > 0
+    for name, grad in expected_grads.items():
         torch.testing.assert_close(
-            grads[name].double(), parameter.grad, rtol=1e-4, atol=1e-6, msg=name
+            grads[name].double(), grad, rtol=1e-5, atol=1e-5 * largest, msg=name
         )
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 100])
-def test_the_gradient_does_not_depend_on_the_microbatch_split(make_trainer, micro_batch_size):
+def with_logprobs_near(model, samples, temperature, seed=0):
+    """The samples as if a slightly different policy had sampled them: ratios around 1."""
+    rng = random.Random(seed)
+    for sample in samples:
+        policy = reference_policy(model.double(), sample.token_ids, temperature)
+        for t in range(1, len(sample.token_ids)):
+            if sample.loss_mask[t]:
+                here = policy[t - 1, sample.token_ids[t]].item()
+                sample.inference_logprobs[t] = here + rng.uniform(-0.5, 0.5)
+    return samples
+
+
+@pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
+@pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
+@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, layout):
+    samples = with_logprobs_near(make_model(), make_samples(6, seed=1, longest=14), 0.7)
+    options = {"loss": loss, "loss_args": LOSS_OPTIONS[loss], "max_tokens_per_microbatch": 40}
+    trainer = make_trainer(make_model(), temperature=0.7, **options)
+    trainer._layout = layout
+    check_against_reference(trainer, make_model, samples)
+    share = trainer._window[0].get("clipped_share", trainer._window[0].get("masked_share"))
+    assert loss == "reinforce" or 0 < share < 1  # both sides of the bound were seen
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 7, 10_000])
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_the_step_equals_the_reference_under_every_option(
+    make_trainer, monkeypatch, use_lora, gradient_checkpointing, chunk_size, normalization
+):
+    from verifiers_rl import trainer as module
+
+    chunked = module.chunked_logprobs_and_entropy
+    monkeypatch.setattr(
+        module, "chunked_logprobs_and_entropy", partial(chunked, chunk_size=chunk_size)
+    )
+    samples = with_logprobs_near(make_tiny_model(), make_samples(5, seed=3, longest=14), 1.0)
+    trainer = make_trainer(
+        use_lora=use_lora,
+        lora_rank=4,
+        gradient_checkpointing=gradient_checkpointing,
+        loss_normalization=normalization,
+        kl_beta=0.1,
+        temperature=1.0,
+        max_tokens_per_microbatch=40,
+    )
+    adapter = None
+    if gradient_checkpointing:  # as train() switches it on
+        base = trainer._base_of(trainer.model)
+        base.activation_checkpointing_enable()
+        base.enable_input_require_grads()
+    if use_lora:
+        with torch.no_grad():  # a fresh adapter is the model that training started from
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        adapter = trainer.model.state_dict()
+    else:  # away from the frozen copy
+        with torch.no_grad():
+            trainer.model.lm_head.weight.mul_(1.2)
+
+    def make_model():
+        model = make_tiny_model()
+        if not use_lora and make_model.calls == 0:  # the policy is made first, its start second
+            model.lm_head.weight.data.mul_(1.2)
+        make_model.calls += 1
+        return model
+
+    make_model.calls = 0
+    trainer.args.loss_args = {"eps_high": 4.0}
+    check_against_reference(trainer, make_model, samples, adapter)
+    assert trainer._window[0]["reference_kl"] > 1e-4
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
+def test_the_gradient_does_not_depend_on_split_or_order(make_trainer, max_tokens):
     samples = make_samples(7, seed=2)
-    loss, grads = batch_gradients(make_trainer(micro_batch_size=micro_batch_size), samples)
-    expected_loss, expected = batch_gradients(make_trainer(micro_batch_size=7), samples)
-    assert math.isclose(loss, expected_loss, rel_tol=1e-5)
-    for name in expected:
-        torch.testing.assert_close(grads[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    for normalization in ("token", "sequence"):
+        options = {"loss_normalization": normalization}
+        trainer = make_trainer(max_tokens_per_microbatch=max_tokens, **options)
+        loss, grads = batch_gradients(trainer, samples[::-1])
+        expected_loss, expected = batch_gradients(
+            make_trainer(micro_batch_size=7, **options), samples
+        )
+        assert math.isclose(loss, expected_loss, rel_tol=1e-5)
+        for name in expected:
+            torch.testing.assert_close(grads[name], expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        num_tokens = [len(sample.token_ids) for sample in samples]
+        most = {1: 7, 10_000: 1}.get(max_tokens)
+        if most is not None:
+            assert trainer._window[0]["num_microbatches"] == most
+        assert trainer._window[0]["num_tokens"] == sum(num_tokens)
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
@@ -129,7 +229,7 @@ def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_l
         torch.manual_seed(0)
         trainer = make_trainer(gradient_checkpointing=checkpointing, use_lora=use_lora, max_steps=1)
         counted = []
-        layer = trainer._base_model.model.layers[0].input_layernorm
+        layer = trainer._base_of(trainer.model).model.layers[0].input_layernorm
         layer.register_forward_hook(lambda *_: counted.append(1))
         grads = {}
 
@@ -234,9 +334,15 @@ def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer):
         "clipped_share",
         "advantage_abs",
         "num_tokens",
+        "num_microbatches",
+        "padding_share",
+        "clamped_share",
+        "peak_memory_gb",
         "staleness",
         "wait_s",
+        "train_s",
         "step_s",
+        "tokens_per_s",
     }
     assert expected <= logged[0].keys()
     assert [row["staleness"] for row in logged] == [0.0, 1.0, 1.0]
@@ -270,12 +376,9 @@ def test_a_custom_loss_replaces_cispo(make_trainer):
     assert trainer._window[0]["my_metric"] == pytest.approx(7.0)
 
 
-def test_cispo_eps_high_reaches_the_loss(make_trainer):
-    samples = make_samples(4)
-    assert (
-        batch_gradients(make_trainer(cispo_eps_high=0.0), samples)[0]
-        != batch_gradients(make_trainer(cispo_eps_high=9.0), samples)[0]
-    )
+def test_a_loss_of_ones_own_and_a_named_one_exclude_each_other(make_trainer):
+    with pytest.raises(ConfigError, match="loss='ppo' and loss_fn are both given"):
+        make_trainer(loss_fn=cispo, loss="ppo")
 
 
 def test_resume_continues_with_the_same_weights_and_the_next_examples(make_trainer, tmp_path):
@@ -502,7 +605,7 @@ def test_lora_options_reach_the_adapter(make_trainer):
     assert trained and all(
         "q_proj.lora_" in name or "lm_head.modules_to_save" in name for name in trained
     )
-    layer = trainer._base_model.model.layers[0].self_attn.q_proj
+    layer = trainer._base_of(trainer.model).model.layers[0].self_attn.q_proj
     assert layer.scaling["default"] == 8 / math.sqrt(4)
 
 
@@ -524,7 +627,7 @@ def test_full_finetuning_keeps_float32_masters(
     folder = tmp_path / "model"
     make_tiny_model().save_pretrained(folder)
     trainer = make_trainer(str(folder), use_lora=use_lora, bf16=bf16)
-    assert trainer._base_model.model.norm.weight.dtype == expected
+    assert trainer._base_of(trainer.model).model.norm.weight.dtype == expected
     trained = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     assert trained == {torch.float32}
     trainer.train()
@@ -587,8 +690,9 @@ from verifiers_rl import RLConfig, RLTrainer
 folder, use_lora = sys.argv[1], sys.argv[2] == "lora"
 args = RLConfig(
     output_dir=folder, use_cpu=True, use_lora=use_lora, batch_size=12, rollouts_per_example=4,
-    micro_batch_size=3, max_seq_len=32, max_steps=3, learning_rate=2e-3, save_strategy="no",
-    disable_tqdm=True, num_rollouts_to_print=0, eval_strategy="steps", eval_steps=2,
+    max_tokens_per_microbatch=36, max_seq_len=32, max_steps=3, learning_rate=2e-3,
+    save_strategy="no", disable_tqdm=True, num_rollouts_to_print=0, eval_strategy="steps",
+    eval_steps=2,
 )
 torch.manual_seed(0)
 trainer = RLTrainer(

@@ -1,17 +1,59 @@
-"""Rewards of one group to advantages. Pure functions."""
+"""Rewards of one group to advantages. Pure functions.
+
+Each takes (rollouts,) float, the rewards of one group's surviving rollouts, and returns as many
+advantages of the same dtype; all are zero where the rewards are equal.
+"""
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 
 def center_on_group_mean(rewards: Tensor) -> Tensor:
-    """Advantage of each rollout over its group: A_i = r_i - mean(r).
+    """A_i = r_i - mean(r).
 
     No division by the standard deviation (Dr. GRPO, arXiv:2503.20783).
-
-    Args:
-        rewards: (rollouts,) float, the rewards of one group's surviving rollouts.
-
-    Returns:
-        (rollouts,) of the same dtype; zeros where all rewards are equal.
     """
     return rewards - rewards.mean()
+
+
+def scale_by_group_std(rewards: Tensor, eps: float = 1e-6) -> Tensor:
+    """A_i = (r_i - mean(r)) / (std(r) + eps), std with n - 1 (GRPO, arXiv:2402.03300).
+
+    Groups that nearly always or nearly never succeed weigh as much as all others.
+    """
+    centered = center_on_group_mean(rewards)
+    if len(rewards) < 2:
+        return centered
+    return centered / (rewards.std() + eps)
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """A_i = r_i - mean of the other rewards (RLOO, arXiv:2402.14740): an unbiased baseline."""
+    return center_on_group_mean(rewards) * len(rewards) / max(len(rewards) - 1, 1)
+
+
+def scale_by_group_mean(rewards: Tensor) -> Tensor:
+    """A_i = (r_i - mean(r)) / mean(r), zeros where mean(r) = 0 (MaxRL, arXiv:2602.02710).
+
+    Derived for rewards of 0 and 1, where it follows the gradient of log-likelihood more closely the
+    larger the group: hard examples weigh more.
+
+    Raises:
+        ValueError: a reward is negative.
+    """
+    if (rewards < 0).any():
+        raise ValueError(
+            f"advantage='maxrl' needs rewards >= 0, got {rewards.min().item():g}; "
+            "shift the rewards or set advantage='mean'"
+        )
+    mean = rewards.mean()
+    return center_on_group_mean(rewards) / mean if mean > 0 else rewards * 0
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": center_on_group_mean,
+    "std": scale_by_group_std,
+    "leave_one_out": leave_one_out,
+    "maxrl": scale_by_group_mean,
+}

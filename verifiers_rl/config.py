@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from verifiers_rl.losses import make_loss
+
 
 class ConfigError(ValueError):
     """An option has a value that cannot work;
@@ -16,8 +18,8 @@ class ConfigError(ValueError):
 
 
 def _option(default: Any, help: str) -> Any:
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: default.copy(), metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
@@ -132,7 +134,14 @@ class RLConfig(TrainingArguments):
     rollouts_per_example: int = _option(
         16, "Rollouts of one example; their mean reward is the baseline."
     )
-    micro_batch_size: int = _option(8, "Samples of one forward pass on one rank.")
+    micro_batch_size: int = _option(
+        8, "Longest samples that one forward pass on one rank holds, or more that are shorter."
+    )
+    max_tokens_per_microbatch: int | None = _option(
+        None,
+        "Tokens of one forward pass on one rank, padding included. "
+        "Default: micro_batch_size * max_seq_len.",
+    )
     max_seq_len: int = _option(
         2048,
         "Longest sequence in tokens, prompt included; longer ones are cut and count as truncated.",
@@ -179,7 +188,27 @@ class RLConfig(TrainingArguments):
         False, "Leave truncated rollouts out of the loss; they stay in the baseline."
     )
     zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
-    cispo_eps_high: float = _option(4.0, "CISPO caps the importance ratio at 1 + this.")
+    advantage: Literal["mean", "std", "leave_one_out", "maxrl"] = _option(
+        "mean",
+        "Rewards of a group to advantages: minus their mean; also divided by their std (GRPO); "
+        "minus the mean of the others (RLOO); divided by their mean (MaxRL).",
+    )
+    loss: str = _option(
+        "cispo", "cispo, ppo, truncated_is, icepop, dppo, gspo or reinforce; see losses.py."
+    )
+    loss_args: dict[str, float] = _option(
+        {}, "Arguments of the loss, such as {eps_high = 4.0} for cispo; see losses.py."
+    )
+    loss_normalization: Literal["token", "sequence", "constant"] = _option(
+        "token",
+        "Mean over the batch's loss tokens; or over samples of each one's mean; "
+        "or the sum divided by batch_size * max_seq_len.",
+    )
+    kl_beta: float = _option(
+        0.0,
+        "Weight of a penalty on KL(policy || policy at the start). Without LoRA it costs a copy of "
+        "the model.",
+    )
 
     # --- Server -----------------------------------------------------------------------------------
     vllm_server_host: str = _option("127.0.0.1", "Host of the vf-vllm server.")
@@ -261,7 +290,7 @@ class RLConfig(TrainingArguments):
                 _is_int(getattr(self, name)) and getattr(self, name) >= 1,
                 "must be an integer >= 1",
             )
-        for name in ("max_tokens", "max_prompt_len", "top_k"):
+        for name in ("max_tokens", "max_prompt_len", "top_k", "max_tokens_per_microbatch"):
             value = getattr(self, name)
             check(
                 name,
@@ -284,7 +313,7 @@ class RLConfig(TrainingArguments):
             "learning_rate",
             "max_grad_norm",
             "warmup_steps",
-            "cispo_eps_high",
+            "kl_beta",
             "num_rollouts_to_print",
         ):
             check(
@@ -314,8 +343,14 @@ class RLConfig(TrainingArguments):
         for name, choices in (
             ("weight_sync_backend", ("auto", "nccl", "ipc", "gloo")),
             ("lora_sync", ("adapter", "merged")),
+            ("advantage", ("mean", "std", "leave_one_out", "maxrl")),
+            ("loss_normalization", ("token", "sequence", "constant")),
         ):
             check(name, getattr(self, name) in choices, f"must be one of {', '.join(choices)}")
+        try:
+            make_loss(self.loss, self.loss_args)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         check("max_off_policy_steps", self.max_off_policy_steps in (0, 1), "must be 0 or 1")
         check(
             "rollouts_per_example",
@@ -336,6 +371,11 @@ class RLConfig(TrainingArguments):
                 value is None or value < self.max_seq_len,
                 f"must be below max_seq_len={self.max_seq_len}",
             )
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one forward pass on one rank."""
+        return self.max_tokens_per_microbatch or self.micro_batch_size * self.max_seq_len
 
     @property
     def groups_per_batch(self) -> int:

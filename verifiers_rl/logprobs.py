@@ -8,8 +8,10 @@ they exist for one chunk of tokens at a time and are computed again in backward.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,33 +72,96 @@ def chunked_logprobs_and_entropy(
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
 
 
-# Config fields of architectures that change the logits after the head
-# (Gemma's soft cap, Granite's and Cohere's scale).
-_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-
-
-def reason_against_chunking(model: nn.Module) -> str | None:
-    """Why this model's logits cannot be taken chunk by chunk from its head; None when they can."""
-    config = model.config
-    for name in _LOGIT_CHANGES:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            return f"its config sets {name}, applied after the LM head"
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
-        return "it has no output embeddings"
-    return None
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
 
 
 @contextmanager
-def hidden_states_in_place_of_logits(head: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """While open, `head` passes hidden states through,
-    so that a causal LM returns them as its `logits`.
+def hidden_states_in_place_of_logits(
+    model: nn.Module,
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """While open, the causal LM returns hidden states as its `logits`: its head passes them on.
+
+    A scale that the model puts on its logits (Granite, Cohere) then falls on the hidden states,
+    which comes to the same. The soft cap of Gemma does not; it is taken off and put on again here.
+    `reason_against_chunking` proves both for a given model.
 
     Yields:
-        The head's real forward.
+        Hidden states (n, hidden_size) -> logits (n, vocabulary).
     """
-    real_forward = head.forward
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    config = _text_config(model)
+    real_forward, cap = head.forward, getattr(config, "final_logit_softcapping", None)
+
+    def to_logits(hidden: Tensor) -> Tensor:
+        logits = real_forward(hidden)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
     head.forward = lambda hidden: hidden
+    if cap is not None:
+        config.final_logit_softcapping = None
     try:
-        yield real_forward
+        yield to_logits
     finally:
         del head.forward  # the class's own forward shows again
+        if cap is not None:
+            config.final_logit_softcapping = cap
+
+
+def _difference(given: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference relative to that of what is expected."""
+    return ((given - expected).float().norm() / expected.float().norm().clamp(min=1e-12)).item()
+
+
+def _probe(model: nn.Module) -> tuple[Tensor, float]:
+    """Token ids (1, 16), and the relative error that is rounding in the model's dtype."""
+    weight = next(model.parameters())
+    vocabulary = _text_config(model).vocab_size
+    ids = (torch.arange(16, device=weight.device) * 7919 + 11) % vocabulary
+    is_exact = weight.dtype in (torch.float32, torch.float64)
+    return ids[None], 1e-3 if is_exact else 5e-2
+
+
+@torch.no_grad()
+def reason_against_chunking(model: nn.Module) -> str | None:
+    """Why this model's logits cannot be taken chunk by chunk from its head; None when they can.
+
+    Tried on 16 tokens: both ways must give the same logits.
+    """
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        return "it has no output embeddings"
+    ids, tolerance = _probe(model)
+    was_training = model.training
+    model.eval()
+    try:
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+        with hidden_states_in_place_of_logits(model) as to_logits:
+            given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
+    finally:
+        model.train(was_training)
+    if given.shape != expected.shape or not _difference(given, expected) < tolerance:
+        return "its logits are not those of its head on its last hidden states"
+    return None
+
+
+@torch.no_grad()
+def reason_against_sharing_rows(model: nn.Module) -> str | None:
+    """Why samples in one row would see each other in this model; None when they do not.
+
+    Tried on a row of two sequences of 8 tokens: the second must get the logits that it gets alone.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "it takes no position_ids"
+    ids, tolerance = _probe(model)
+    positions = torch.arange(8, device=ids.device).repeat(1, 2)
+    was_training = model.training
+    model.eval()
+    try:
+        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:]
+        alone = model(input_ids=ids[:, 8:], use_cache=False).logits[0]
+    finally:
+        model.train(was_training)
+    if not _difference(together, alone) < tolerance:
+        implementation = getattr(model.config, "_attn_implementation", None)
+        return f"a sequence sees the one before it (attention {implementation!r})"
+    return None

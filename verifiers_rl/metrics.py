@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from verifiers_rl.losses import LossInputs, LossOutputs, log_importance_ratio
+from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.types import Rollout
 
 
@@ -28,7 +28,7 @@ class TokenMeans:
         self._sums: dict[str, Tensor] = {}
         self._max: dict[str, Tensor] = {}
 
-    def add(self, inputs: LossInputs, outputs: LossOutputs, entropy: Tensor) -> None:
+    def add(self, inputs: LossInputs, metrics: dict[str, Tensor]) -> None:
         """Add one microbatch:
         (N,) tensors over its predicted tokens, masked by `inputs.loss_mask`.
         """
@@ -36,13 +36,12 @@ class TokenMeans:
         log_ratio = log_importance_ratio(inputs).detach()
         ratio = log_ratio.exp()
         tokens = {
-            "entropy": entropy,
             "importance_ratio": ratio,
             # KL(inference || trainer) from tokens of the former:
             # k3 of http://joschu.net/blog/kl-approx.html
             "mismatch_kl": ratio - 1 - log_ratio,
-            "advantage_abs": inputs.advantages.abs(),
-            **outputs.metrics,
+            "clamped_share": (log_ratio.abs() >= MAX_LOG_RATIO).float(),
+            **metrics,
         }
         for name, values in tokens.items():
             total = torch.where(mask, values.detach().float(), 0.0).sum().double()
@@ -62,6 +61,40 @@ class TokenMeans:
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         means = sums / max(num_loss_tokens, 1)
         return dict(zip(names + maxima, [*means.tolist(), *largest.tolist()], strict=True))
+
+
+# Dense bfloat16 operations a second, from the vendors' data sheets.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Of a GPU by the name that torch gives it; None where it is not known."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+
+
+def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict[str, float]:
+    """Peak memory since the last call (GB), and model FLOPs utilisation where the peak is known.
+
+    Args:
+        device: of this rank. On a CPU the peak is that of the process since it started.
+        num_flops: forward and backward of this rank's share of a batch.
+        seconds: that it took.
+    """
+    if device.type != "cuda":
+        import resource
+
+        return {"peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    metrics = {"peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+    torch.cuda.reset_peak_memory_stats(device)
+    peak = peak_flops(torch.cuda.get_device_name(device))
+    return metrics if peak is None else {**metrics, "mfu": num_flops / seconds / peak}
 
 
 def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from verifiers_rl.advantages import center_on_group_mean
+from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.types import Batch, Rollout
 
@@ -80,7 +80,7 @@ class Orchestrator:
         rollout_timeout_s: deadline of one rollout; a batch may take it once for each wave of
             `max_concurrent`.
         shuffle, seed: order of the examples.
-        mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
+        advantage, mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Orchestrator:
         rollout_timeout_s: float = 600.0,
         shuffle: bool = True,
         seed: int = 42,
+        advantage: str = "mean",
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
     ) -> None:
@@ -107,6 +108,7 @@ class Orchestrator:
         self.rollout_timeout_s = rollout_timeout_s
         self.shuffle = shuffle
         self.seed = seed
+        self.advantage_fn = ADVANTAGES[advantage]
         self.mask_truncated_completions = mask_truncated_completions
         self.zero_truncated_completions = zero_truncated_completions
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -284,9 +286,8 @@ class Orchestrator:
         for rollout in survivors:
             if rollout.is_truncated and self.zero_truncated_completions:
                 rollout.reward = 0.0
-        advantages = center_on_group_mean(
-            torch.tensor([r.reward for r in survivors], dtype=torch.float64)
-        )
+        rewards = torch.tensor([r.reward for r in survivors], dtype=torch.float64)
+        advantages = self.advantage_fn(rewards)
         for rollout, advantage in zip(survivors, advantages.tolist(), strict=True):
             rollout.advantage = advantage
             for sample in rollout.samples:

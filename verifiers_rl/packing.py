@@ -1,57 +1,156 @@
-"""Samples to microbatches, the same number on every rank. Pure functions."""
+"""Samples to microbatches of bounded size, the same number on every rank. Pure functions.
+
+A microbatch is a grid of rows. Three layouts:
+
+    flat     one row, sample after sample, no padding; for attention kernels that take the
+             sequences' lengths (flash attention)
+    rows     rows as wide as the microbatch's longest sample, shorter ones share a row; for
+             attention with a mask (SDPA, eager, flex)
+    padded   one sample a row, for models that cannot keep the sequences of a row apart
+
+Where several samples share a row, `position_ids` start anew with each, which is how transformers
+tells them apart.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from verifiers_rl.types import Microbatch, Sample
 
+Layout = Literal["flat", "rows", "padded"]
+Rows = list[list[int]]  # of each row, positions of its samples
 
-def assign_microbatches(
-    lengths: Sequence[int], micro_batch_size: int, num_ranks: int
-) -> list[list[list[int]]]:
-    """Split samples into microbatches of similar length and deal them to the ranks.
 
-    Sorted by length, so that a microbatch pads little; dealt in turn, so that ranks get similar
-    work. Each rank gets the same number of microbatches, because a rank that skips a backward would
-    leave the others waiting in the gradient all-reduce: where there are too few, a rank gets empty
-    ones.
+def plan_microbatches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    num_ranks: int = 1,
+    layout: Layout = "rows",
+    hidden_size: int = 1024,
+) -> list[list[Rows]]:
+    """Split samples into microbatches and deal them to the ranks.
+
+    First-fit-decreasing: samples from the longest on, each into the first place with room. Each
+    rank gets the same number of microbatches, because a rank that skips a backward would leave the
+    others waiting in the gradient all-reduce: where there are too few, a rank gets empty ones.
 
     Args:
         lengths: tokens of each sample.
-        micro_batch_size: samples of a microbatch at most, >= 1.
+        max_tokens: tokens of a microbatch, padding included; a longer sample gets one of its own.
         num_ranks: trainer processes, >= 1.
+        layout: see above.
+        hidden_size: of the model; the longer a row relative to it, the more its attention costs.
 
     Returns:
-        For each rank, for each microbatch, positions in `lengths`.
+        For each rank, for each microbatch, its rows of positions in `lengths`.
     """
+    if num_ranks > 1 and lengths:
+        # No rank is idle while another fills a microbatch to the brim.
+        rounds = math.ceil(sum(lengths) / (max_tokens * num_ranks))
+        share = math.ceil(sum(lengths) / (rounds * num_ranks))
+        max_tokens = min(max_tokens, max(share, max(lengths)))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    microbatches = [
-        order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)
-    ] or [[]]
-    microbatches += [[] for _ in range(-len(microbatches) % num_ranks)]
-    return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
+    microbatches: list[Rows] = []
+    while order:
+        rows, order = _first_fit(order, lengths, max_tokens, layout)
+        microbatches.append(rows)
 
+    def cost(rows: Rows) -> float:
+        # Of a layer: 24 h^2 operations a token in its matrices, 4 h a pair of tokens in attention.
+        widths = [sum(lengths[i] for i in row) for row in rows]
+        if layout != "flat":
+            return len(rows) * max(widths) * (6 * hidden_size + max(widths))
+        return sum(lengths[i] * (6 * hidden_size + lengths[i]) for i in rows[0])
 
-def collate(samples: Sequence[Sample], pad_token_id: int) -> Microbatch:
-    """Pad samples on the right into (B, T) tensors. No samples give one row without loss tokens."""
-    width = max((len(s.token_ids) for s in samples), default=2)
-
-    def padded(rows: list[list], fill: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(
-            [row + [fill] * (width - len(row)) for row in rows] or [[fill] * width], dtype=dtype
+    # From the dearest on, each to the rank that has had the least so far and may still get one.
+    per_rank = max(math.ceil(len(microbatches) / num_ranks), 1)
+    dealt: list[list[Rows]] = [[] for _ in range(num_ranks)]
+    spent = [0.0] * num_ranks
+    for rows in sorted(microbatches, key=cost, reverse=True):
+        rank = min(
+            (r for r in range(num_ranks) if len(dealt[r]) < per_rank), key=lambda r: spent[r]
         )
+        dealt[rank].append(rows)
+        spent[rank] += cost(rows)
+    for share_of_rank in dealt:
+        share_of_rank += [[] for _ in range(per_rank - len(share_of_rank))]
+    return dealt
 
+
+def _first_fit(
+    order: list[int], lengths: Sequence[int], max_tokens: int, layout: Layout
+) -> tuple[Rows, list[int]]:
+    """One microbatch, and the samples that found no place in it."""
+    longest = lengths[order[0]]
+    width = max(max_tokens, longest) if layout == "flat" else longest
+    max_rows = max(max_tokens // width, 1)
+    rows: Rows = []
+    room: list[int] = []  # of each row
+    left = []
+    for i in order:
+        place = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
+        if layout == "padded":
+            place = None
+        # A short sample opens no row: in the next microbatch rows are shorter.
+        if place is None and len(rows) < max_rows and (2 * lengths[i] > width or not rows):
+            place = len(rows)
+            rows.append([])
+            room.append(width)
+        if place is None:
+            left.append(i)
+            continue
+        rows[place].append(i)
+        room[place] -= lengths[i]
+    return rows, left
+
+
+def collate(
+    samples: Sequence[Sample], rows: Rows, weights: Sequence[float], pad_token_id: int
+) -> Microbatch:
+    """Lay samples out as rows of one width. No rows give one without loss tokens.
+
+    Args:
+        samples: of the whole batch.
+        rows: positions in `samples`, from `plan_microbatches`.
+        weights: of each sample's loss tokens in the batch's loss.
+        pad_token_id: fills the rows.
+    """
+    width = max((sum(len(samples[i].token_ids) for i in row) for row in rows), default=2)
+    shape = (max(len(rows), 1), width)
+    # Padding goes on counting, so that a row of one sample reads as one sequence.
+    position_ids = torch.arange(width).repeat(shape[0], 1)
+    sequence_ids = torch.full(shape, -1)
+    input_ids = torch.full(shape, pad_token_id)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    inference_logprobs, advantages, loss_weights = (torch.zeros(shape) for _ in range(3))
+    number = 0
+    for r, row in enumerate(rows):
+        start = 0
+        for i in row:
+            sample = samples[i]
+            here = (r, slice(start, start + len(sample.token_ids)))
+            start = here[1].stop
+            position_ids[r, here[1].start :] = torch.arange(width - here[1].start)
+            input_ids[here] = torch.tensor(sample.token_ids)
+            sequence_ids[here] = number
+            loss_mask[here] = torch.tensor(sample.loss_mask)
+            inference_logprobs[here] = torch.tensor(sample.inference_logprobs)
+            advantages[here] = torch.tensor(sample.advantages)
+            loss_weights[here] = weights[i]
+            number += 1
     return Microbatch(
-        input_ids=padded([s.token_ids for s in samples], pad_token_id, torch.int64),
-        attention_mask=padded(
-            [[1] * len(s.token_ids) for s in samples] or [[1] * width], 0, torch.int64
-        ),
-        loss_mask=padded([s.loss_mask for s in samples], False, torch.bool),
-        inference_logprobs=padded([s.inference_logprobs for s in samples], 0.0, torch.float32),
-        advantages=padded([s.advantages for s in samples], 0.0, torch.float32),
+        input_ids,
+        position_ids,
+        sequence_ids,
+        loss_mask,
+        inference_logprobs,
+        advantages,
+        loss_weights,
     )
 
 

@@ -18,7 +18,7 @@ transformers.Trainer's own.
 from __future__ import annotations
 
 import atexit
-import json
+import copy
 import logging
 import os
 import time
@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,22 +34,25 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from verifiers_rl.config import RLConfig
+from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, leave_process_group
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
     reason_against_chunking,
+    reason_against_sharing_rows,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.losses import LossFn, LossInputs, cispo
+from verifiers_rl.losses import LossFn, LossInputs, make_loss, reference_kl, weigh_samples
 from verifiers_rl.metrics import (
     RewardProgressCallback,
     RunFilesCallback,
     TokenMeans,
+    device_metrics,
     print_rollouts,
 )
-from verifiers_rl.packing import assign_microbatches, collate, flatten_samples, unflatten_samples
+from verifiers_rl.packing import Layout, collate, plan_microbatches
 from verifiers_rl.types import Batch, Microbatch
 
 logger = logging.getLogger(__name__)
@@ -94,8 +97,7 @@ class RLTrainer(Trainer):
         env: a classic `verifiers.Environment`.
         args: all options.
         processing_class: the tokenizer; default: the model's own.
-        loss_fn: `LossInputs -> LossOutputs`, called on each microbatch. `cispo` takes its bound
-            from `args`.
+        loss_fn: `LossInputs -> LossOutputs`, called on each microbatch; replaces `args.loss`.
         peft_config: any PEFT config in place of the LoRA that `args` describes.
         orchestrator, weight_sync: replace the parts that talk to the server, for tests and for
             forks.
@@ -116,7 +118,7 @@ class RLTrainer(Trainer):
         env: Any,
         args: RLConfig,
         processing_class: Any = None,
-        loss_fn: LossFn = cispo,
+        loss_fn: LossFn | None = None,
         peft_config: Any = None,
         *,
         orchestrator: BatchSource | None = None,
@@ -133,14 +135,16 @@ class RLTrainer(Trainer):
             dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         policy: Any = self._with_adapter(model, args, peft_config)
-        self.loss_fn = partial(cispo, eps_high=args.cispo_eps_high) if loss_fn is cispo else loss_fn
+        if loss_fn is not None and (args.loss, args.loss_args) != ("cispo", {}):
+            raise ConfigError(f"loss={args.loss!r} and loss_fn are both given; leave one out")
+        self.loss_fn = loss_fn or make_loss(args.loss, args.loss_args)
         self.batch: Batch | None = None  # the one being trained on
         # Metrics of the steps since the last line of logs.
         self._window: list[dict[str, float]] = []
         self._window_start = 0.0
         self._sync_metrics: dict[str, float] = {}
         self._num_tokens = 0
-        self._num_parameters: int | None = None
+        self._flops_per_token: int | None = None
         self._is_serving = False
         self.orchestrator: BatchSource | None = None
         self.weight_sync: WeightSink | None = None
@@ -156,7 +160,7 @@ class RLTrainer(Trainer):
         )
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
             # gloo's threads must end before the interpreter does, which else may abort.
-            atexit.register(_leave_process_group)
+            atexit.register(leave_process_group)
         self.loss_is_scaled_for_ga = True  # by training_step, once, over the whole batch
         if orchestrator is not None and args.process_index == 0:
             self.orchestrator, self.weight_sync = orchestrator, weight_sync
@@ -166,11 +170,19 @@ class RLTrainer(Trainer):
             self.add_callback(RewardProgressCallback())
         self.add_callback(RunFilesCallback())
 
-        self._why_full_logits = reason_against_chunking(self._base_model)
+        base = self._base_of(self.model)
+        self._why_full_logits = reason_against_chunking(base)
         if self._why_full_logits:
-            logger.warning(
-                "full logits are held in memory for this model: %s", self._why_full_logits
-            )
+            logger.warning("full logits are held in memory: %s", self._why_full_logits)
+        why_padded = reason_against_sharing_rows(base)
+        if why_padded:
+            logger.warning("samples are padded, one a row: %s", why_padded)
+        is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
+        self._layout: Layout = "padded" if why_padded else "flat" if is_flash else "rows"
+        self._reference: Any = None  # with LoRA: the model itself, its adapter switched off
+        if args.kl_beta > 0 and not hasattr(self.model, "disable_adapter"):
+            reference = copy.deepcopy(cast(nn.Module, self.model))
+            self._reference = reference.requires_grad_(False).eval()
 
     # --- Setting up -------------------------------------------------------------------------------
 
@@ -252,15 +264,15 @@ class RLTrainer(Trainer):
             rollout_timeout_s=args.generation_timeout,
             shuffle=args.shuffle,
             seed=args.seed,
+            advantage=args.advantage,
             mask_truncated_completions=args.mask_truncated_completions,
             zero_truncated_completions=args.zero_truncated_completions,
         )
         return runner
 
-    @property
-    def _base_model(self) -> Any:
+    def _base_of(self, model: Any) -> Any:
         """The Hugging Face model inside DDP and PEFT."""
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if hasattr(model, "peft_config") else model
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,9 +317,10 @@ class RLTrainer(Trainer):
     ) -> Tensor:
         """Forward and backward on all microbatches of this step's batch.
 
-        The loss of each microbatch is a sum; it is divided here, once, by the loss tokens of the
-        global batch. Gradients are averaged over ranks by DDP, which the factor `world_size`
-        undoes. So the gradient is that of the whole batch, however it was split.
+        The loss of each microbatch is a sum; it is divided here, once, by a number that belongs to
+        the global batch (`loss_normalization`). Gradients are averaged over ranks by DDP, which the
+        factor `world_size` undoes. So the gradient is that of the whole batch, however it was
+        split.
 
         Returns:
             Scalar, this rank's share of the loss times world_size; its mean over ranks is the
@@ -320,41 +333,54 @@ class RLTrainer(Trainer):
         self._sync_metrics = {}
         self.batch = batch = self._next_batch()
         waited_s = time.monotonic() - start
-        world_size = self.args.world_size
-        tokenizer: Any = self.processing_class
+        args, tokenizer = self.args, cast(Any, self.processing_class)
         lengths = [len(sample.token_ids) for sample in batch.samples]
-        assignment = assign_microbatches(lengths, self.args.micro_batch_size, world_size)[
-            self.args.process_index
-        ]
-        num_loss_tokens = max(batch.num_loss_tokens, 1)
+        plan = plan_microbatches(
+            lengths,
+            args.token_budget,
+            args.world_size,
+            self._layout,
+            getattr(self._base_of(self.model).config.get_text_config(), "hidden_size", 1024),
+        )[args.process_index]
+        weights, denominator = weigh_samples(
+            [sample.num_loss_tokens for sample in batch.samples],
+            args.loss_normalization,
+            constant=float(args.batch_size * args.max_seq_len),
+        )
         means = TokenMeans()
-        batch_loss = torch.zeros((), device=self.args.device)
-        for number, positions in enumerate(assignment):
+        batch_loss = torch.zeros((), device=args.device)
+        num_positions = 0
+        for number, rows in enumerate(plan):
             if self.orchestrator is not None:
                 self.orchestrator.raise_if_failed()
-            microbatch = collate([batch.samples[i] for i in positions], tokenizer.pad_token_id or 0)
-            is_last = number == len(assignment) - 1
+            microbatch = collate(batch.samples, rows, weights, tokenizer.pad_token_id or 0)
+            num_positions += microbatch.input_ids.numel()
+            is_last = number == len(plan) - 1
             # The one reduction of gradients happens in the last backward.
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
-                    loss = (
-                        self.microbatch_loss(model, microbatch, means)
-                        * world_size
-                        / num_loss_tokens
-                    )
+                    loss = self.microbatch_loss(model, microbatch, means)
+                    loss = loss * args.world_size / denominator
                 self.accelerator.backward(loss)
             batch_loss += loss.detach()
         self._num_tokens = sum(lengths)
+        own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
+        token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
+        train_s = time.monotonic() - start - waited_s
         metrics = {
             **batch.metrics,
             **self._sync_metrics,
-            **means.reduce(num_loss_tokens, world_size),
+            **token_means,
+            **device_metrics(args.device, self.floating_point_ops({}), train_s),
             "num_tokens": float(sum(lengths)),
             "num_loss_tokens": float(batch.num_loss_tokens),
+            "num_microbatches": float(len(plan)),
+            "padding_share": 1 - own_tokens / num_positions,
             "policy_version": float(batch.policy_version),
             "staleness": float(batch.step - batch.policy_version),
             "wait_s": waited_s,
+            "train_s": train_s,
         }
         self._window.append(metrics)
         return batch_loss
@@ -373,24 +399,34 @@ class RLTrainer(Trainer):
             # The head must take part in every backward, or DDP waits for its gradient.
             predicts[0, 0] = True
         rows, columns = predicts.nonzero(as_tuple=True)  # (N,)
-        targets = microbatch.input_ids[rows, columns + 1].to(device)
-        logprobs, entropy = self.token_logprobs(
-            model, microbatch, rows.to(device), columns.to(device), targets
+
+        def of_targets(values: Tensor) -> Tensor:
+            return values[rows, columns + 1].to(device)
+
+        where = (rows.to(device), columns.to(device), of_targets(microbatch.input_ids))
+        logprobs, entropy = self.token_logprobs(model, microbatch, *where)
+        inference_logprobs = of_targets(microbatch.inference_logprobs)
+        advantages, weights = (
+            of_targets(values) for values in (microbatch.advantages, microbatch.loss_weights)
         )
-        inference_logprobs = microbatch.inference_logprobs[rows, columns + 1].to(device)
         inputs = LossInputs(
             trainer_logprobs=logprobs,
             # NaN marks tokens that no policy sampled (mask_env_responses=False): ratio 1.
             inference_logprobs=torch.where(
                 inference_logprobs.isnan(), logprobs.detach(), inference_logprobs
             ),
-            advantages=microbatch.advantages[rows, columns + 1].to(device),
-            loss_mask=torch.full_like(targets, has_loss, dtype=torch.bool),
-            sequence_ids=rows.to(device),
+            advantages=advantages * weights,
+            loss_mask=torch.full_like(advantages, has_loss, dtype=torch.bool),
+            sequence_ids=of_targets(microbatch.sequence_ids).clamp(min=0),
         )
         outputs = self.loss_fn(inputs)
-        means.add(inputs, outputs, entropy)
-        return outputs.loss
+        loss, extra = outputs.loss, {"entropy": entropy, "advantage_abs": advantages.abs()}
+        if self.args.kl_beta > 0:
+            kl = reference_kl(logprobs, self.reference_logprobs(microbatch, *where))
+            kl_loss = torch.where(inputs.loss_mask, weights * kl, 0.0).sum()
+            loss, extra["reference_kl"] = loss + self.args.kl_beta * kl_loss, kl
+        means.add(inputs, {**extra, **outputs.metrics})
+        return loss
 
     def token_logprobs(
         self,
@@ -400,30 +436,50 @@ class RLTrainer(Trainer):
         columns: Tensor,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Trainer's logprobs of `targets`, each predicted at (row, column),
+        """The model's logprobs of `targets`, each predicted at (row, column),
         and the entropy there. (N,) each.
         """
         temperature = self.args.temperature
-        model_inputs = {
-            "input_ids": microbatch.input_ids.to(self.args.device),
-            "attention_mask": microbatch.attention_mask.to(self.args.device),
-            "use_cache": False,
-        }
+        model_inputs = {"input_ids": microbatch.input_ids.to(self.args.device), "use_cache": False}
+        if self._layout == "padded":
+            mask = (microbatch.sequence_ids >= 0) | (microbatch.sequence_ids.amax(1, True) < 0)
+            model_inputs["attention_mask"] = mask.long().to(self.args.device)
+        else:  # without a mask, transformers makes one from positions that start anew
+            model_inputs["position_ids"] = microbatch.position_ids.to(self.args.device)
         if self._why_full_logits:
             logits = model(**model_inputs).logits  # (B, T, vocabulary)
             return token_logprobs_and_entropy(logits[rows, columns], targets, temperature)
-        with hidden_states_in_place_of_logits(self._base_model.get_output_embeddings()) as head:
+        with hidden_states_in_place_of_logits(self._base_of(model)) as to_logits:
             hidden = model(**model_inputs).logits  # (B, T, hidden_size)
         # Forward had it from accelerate; the head runs outside of forward.
         with self.accelerator.autocast():
-            return chunked_logprobs_and_entropy(hidden[rows, columns], head, targets, temperature)
+            return chunked_logprobs_and_entropy(
+                hidden[rows, columns], to_logits, targets, temperature
+            )
+
+    @torch.no_grad()
+    def reference_logprobs(self, microbatch: Microbatch, *where: Tensor) -> Tensor:
+        """Logprobs under the policy that training started from: the model without its adapter, or
+        a frozen copy. (N,)
+        """
+        if self._reference is not None:
+            return self.token_logprobs(self._reference, microbatch, *where)[0]
+        model: Any = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        try:
+            with model.disable_adapter():
+                return self.token_logprobs(model, microbatch, *where)[0]
+        finally:
+            model.train()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Six operations a parameter and token, forward and backward; this rank's share."""
-        if self._num_parameters is None:
-            model: Any = self.model
-            self._num_parameters = sum(p.numel() for p in model.parameters())
-        return 6 * self._num_parameters * self._num_tokens // self.args.world_size
+        """Forward and backward of this rank's share of the batch, without attention's scores: four
+        operations a parameter and token, and two more where the parameter is trained.
+        """
+        if self._flops_per_token is None:
+            sizes = [(p.numel(), p.requires_grad) for p in cast(Any, self.model).parameters()]
+            self._flops_per_token = sum(n * (6 if trained else 4) for n, trained in sizes)
+        return self._flops_per_token * self._num_tokens // self.args.world_size
 
     # --- Batches and weights ----------------------------------------------------------------------
 
@@ -446,7 +502,7 @@ class RLTrainer(Trainer):
                 raise
             finally:
                 if self.args.world_size > 1:  # an error too: the other ranks are waiting
-                    batch = self._broadcast_batch(batch)
+                    batch = broadcast_batch(batch, self.args.device)
         except Exception:
             self._save_unfinished()
             raise
@@ -492,38 +548,6 @@ class RLTrainer(Trainer):
             step, self.weight_sync.model_name, self.weight_sync.policy_version or 0
         )
 
-    def _broadcast_batch(self, batch: Batch | None) -> Batch:
-        """Rank 0's batch to all ranks as plain tensors; None on rank 0 means that it failed."""
-        device, is_source = self.args.device, self.args.process_index == 0
-        # ok, step, policy version, number of samples
-        header = torch.zeros(4, dtype=torch.int64, device=device)
-        lengths = fields = None
-        if batch is not None:
-            lengths, fields = flatten_samples(batch.samples)
-            header = torch.tensor(
-                [1, batch.step, batch.policy_version, len(lengths)], device=device
-            )
-        torch.distributed.broadcast(header, 0)
-        ok, step, policy_version, num_samples = header.tolist()
-        if not ok:
-            if is_source:
-                return Batch(0, 0, [])  # rank 0 is raising its own error
-            raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
-        lengths = (
-            lengths.to(device)
-            if lengths is not None
-            else torch.empty(num_samples, dtype=torch.int64, device=device)
-        )
-        torch.distributed.broadcast(lengths, 0)
-        shape = (5, int(lengths.sum()))
-        fields = (
-            fields.to(device)
-            if fields is not None
-            else torch.empty(shape, dtype=torch.float64, device=device)
-        )
-        torch.distributed.broadcast(fields, 0)
-        return batch or Batch(step, policy_version, unflatten_samples(lengths.cpu(), fields.cpu()))
-
     def _sync_weights(self) -> None:
         """Send the weights of this step to the server, unless it has them.
         The policy version is the step's number.
@@ -555,7 +579,8 @@ class RLTrainer(Trainer):
                 results = self._surviving(self._evaluate_on_server)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
             metrics[f"{metric_key_prefix}_runtime"] = time.monotonic() - start
-        metrics = self._from_rank_0(metrics)
+        if self.args.world_size > 1:  # save_strategy="best" decides by them on every rank
+            metrics = broadcast_metrics(metrics, self.args.device)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -571,20 +596,6 @@ class RLTrainer(Trainer):
             self.args.eval_examples, self.weight_sync.model_name, version
         )
 
-    def _from_rank_0(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The same numbers on every rank, where save_strategy="best" decides by them."""
-        if self.args.world_size == 1:
-            return metrics
-        payload = torch.tensor(
-            list(json.dumps(metrics).encode()), dtype=torch.uint8, device=self.args.device
-        )
-        size = torch.tensor(len(payload), device=self.args.device)
-        torch.distributed.broadcast(size, 0)
-        if self.args.process_index != 0:
-            payload = torch.empty(int(size), dtype=torch.uint8, device=self.args.device)
-        torch.distributed.broadcast(payload, 0)
-        return json.loads(bytes(payload.tolist()))
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means over the steps since the last line to Trainer's own numbers,
         and shows a few rollouts.
@@ -595,14 +606,11 @@ class RLTrainer(Trainer):
             for name in names:
                 values = [metrics[name] for metrics in window if name in metrics]
                 logs[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-            logs["step_s"] = (time.monotonic() - self._window_start) / len(window)
+            elapsed = time.monotonic() - self._window_start
+            logs["step_s"] = elapsed / len(window)
+            logs["tokens_per_s"] = logs["num_tokens"] / logs["step_s"]
             if self.batch is not None and self.is_world_process_zero():
                 print_rollouts(
                     self.batch.rollouts, self.state.global_step, self.args.num_rollouts_to_print
                 )
         super().log(logs, start_time)
-
-
-def _leave_process_group() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -119,18 +119,22 @@ class Batch:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One forward pass: samples padded on the right to one length. B rows, T columns.
+    """One forward pass: samples laid out as B rows of T columns, see `packing.py`.
 
     Attributes:
         input_ids: (B, T) int64.
-        attention_mask: (B, T) int64, 0 on padding.
+        position_ids: (B, T) int64, from 0 in each sample.
+        sequence_ids: (B, T) int64, from 0 in the order of the samples; -1 on padding.
         loss_mask: (B, T) bool.
         inference_logprobs: (B, T) float32.
         advantages: (B, T) float32.
+        loss_weights: (B, T) float32, of each token in the batch's loss.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
+    position_ids: Tensor
+    sequence_ids: Tensor
     loss_mask: Tensor
     inference_logprobs: Tensor
     advantages: Tensor
+    loss_weights: Tensor

@@ -1,0 +1,66 @@
+"""The training step in plain float64 loops: whole sequences one by one, full logits, no packing."""
+
+import math
+
+import torch
+
+
+def reference_policy(model, token_ids, temperature):
+    """log softmax after each token, (T, vocabulary) float64."""
+    return torch.log_softmax(model(torch.tensor([token_ids])).logits[0].double() / temperature, -1)
+
+
+def token_loss(name, logprob, sampled, advantage, options, sequence_ratio):
+    """What one token adds; `logprob` carries the gradient, `sampled` is the server's."""
+    ratio = (logprob - sampled).exp()
+    plain = math.exp(logprob.item() - sampled)
+    if name == "reinforce":
+        return -advantage * logprob
+    if name in ("cispo", "truncated_is"):
+        cap = 1 + options["eps_high"] if name == "cispo" else options["max_ratio"]
+        return -min(plain, cap) * advantage * logprob
+    if name == "icepop":
+        inside = options["min_ratio"] <= plain <= options["max_ratio"]
+        return -plain * advantage * logprob if inside else 0.0 * logprob
+    if name == "dppo":
+        moved = abs(math.exp(logprob.item()) - math.exp(sampled))
+        away = (plain > 1) if advantage > 0 else (plain < 1)
+        return 0.0 * logprob if away and moved > options["max_divergence"] else -ratio * advantage
+    if name == "gspo":
+        ratio = sequence_ratio
+    low, high = 1 - options["eps_low"], 1 + options["eps_high"]
+    if advantage >= 0:
+        return -advantage * (ratio if ratio.item() < high else torch.tensor(high))
+    return -advantage * (ratio if ratio.item() > low else torch.tensor(low))
+
+
+def reference_loss(
+    model, samples, temperature, name, options, normalization="token", constant=None,
+    kl_beta=0.0, start=None,
+):  # fmt: skip
+    """The loss of a batch. `start` is the model that training started from."""
+    total, num_tokens, num_samples = 0.0, 0, 0
+    for sample in samples:
+        policy = reference_policy(model, sample.token_ids, temperature)
+        places = [t for t in range(1, len(sample.token_ids)) if sample.loss_mask[t]]
+        logprobs = [policy[t - 1, sample.token_ids[t]] for t in places]
+        sampled = [sample.inference_logprobs[t] for t in places]
+        if not places:
+            continue
+        sequence_ratio = torch.stack(
+            [p - q for p, q in zip(logprobs, sampled, strict=True)]
+        ).mean().exp()  # fmt: skip
+        weight = 1 / len(places) if normalization == "sequence" else 1.0
+        for t, p, q in zip(places, logprobs, sampled, strict=True):
+            loss = token_loss(name, p, q, sample.advantages[t], options, sequence_ratio)
+            if kl_beta:
+                with torch.no_grad():
+                    at_start = reference_policy(start, sample.token_ids, temperature)
+                d = (at_start[t - 1, sample.token_ids[t]] - p).exp()
+                loss = loss + kl_beta * (d - 1 - d.log())
+            total = total + weight * loss
+        num_tokens += len(places)
+        num_samples += 1
+    return (
+        total / {"token": num_tokens, "sequence": num_samples, "constant": constant}[normalization]
+    )

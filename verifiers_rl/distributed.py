@@ -1,0 +1,56 @@
+"""From rank 0 to the others: batches and metrics, as plain tensors."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import distributed
+
+from verifiers_rl.packing import flatten_samples, unflatten_samples
+from verifiers_rl.types import Batch
+
+
+def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
+    """Rank 0's batch on every rank; None on rank 0 means that it failed.
+
+    Raises:
+        RuntimeError: on the other ranks, when rank 0 failed.
+    """
+    is_source = distributed.get_rank() == 0
+    # ok, step, policy version, number of samples
+    header = torch.zeros(4, dtype=torch.int64, device=device)
+    if batch is not None:
+        values = [1, batch.step, batch.policy_version, len(batch.samples)]
+        header = torch.tensor(values, device=device)
+    distributed.broadcast(header, 0)
+    ok, step, policy_version, num_samples = header.tolist()
+    if not ok:
+        if is_source:
+            return Batch(0, 0, [])  # rank 0 is raising its own error
+        raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
+    if batch is not None:
+        lengths, fields = (tensor.to(device) for tensor in flatten_samples(batch.samples))
+    else:
+        lengths = torch.empty(num_samples, dtype=torch.int64, device=device)
+    distributed.broadcast(lengths, 0)
+    if batch is None:
+        fields = torch.empty((5, int(lengths.sum())), dtype=torch.float64, device=device)
+    distributed.broadcast(fields, 0)
+    return batch or Batch(step, policy_version, unflatten_samples(lengths.cpu(), fields.cpu()))
+
+
+def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Rank 0's numbers on every rank."""
+    payload = torch.tensor(list(json.dumps(metrics).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor(len(payload), device=device)
+    distributed.broadcast(size, 0)
+    if distributed.get_rank() != 0:
+        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
+    distributed.broadcast(payload, 0)
+    return json.loads(bytes(payload.tolist()))
+
+
+def leave_process_group() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
