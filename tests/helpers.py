@@ -124,7 +124,9 @@ class StubSource:
         rollouts = [Rollout(0, "p", "c", reward=0.25, samples=[s], num_turns=1) for s in samples]
         return Batch(step, version, samples, rollouts, {"reward": 0.25})
 
-    def evaluate(self, num_examples: int, model: str, policy_version: int) -> dict[str, float]:
+    def evaluate(
+        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
+    ) -> dict[str, float]:
         assert self.running
         self.calls.append(f"evaluate {policy_version}")
         return dict(self.eval_metrics)

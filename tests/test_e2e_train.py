@@ -59,12 +59,14 @@ def history(trainer, name):
 
 def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_trainer):
     env = load_example("reverse_text").load_environment(instruction="")
-    trainer = make_trainer(env, max_steps=40, eval_examples=128)
+    trainer = make_trainer(env, max_steps=40, eval_examples=64, eval_rollouts_per_example=2)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
     assert after["eval_reward"] > before["eval_reward"] + 0.05
     assert after["eval_exact_match"] > before["eval_exact_match"] + 0.1
+    assert after["eval_num_rollouts"] == 128
+    assert after["eval_exact_match"] <= after["eval_pass@2"] <= 2 * after["eval_exact_match"]
     # The first batch was sampled by the very weights it is trained on.
     assert history(trainer, "staleness")[:3] == [0.0, 1.0, 1.0]
     assert history(trainer, "importance_ratio")[0] == pytest.approx(1.0, abs=1e-4)

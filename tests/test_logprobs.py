@@ -5,6 +5,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from verifiers_rl.logprobs import (
+    chunk_size_for,
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
     reason_against_chunking,
@@ -39,6 +40,11 @@ def test_impossible_tokens_give_a_finite_entropy():
         torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]), 1.0
     )
     assert entropy.tolist() == [0.0]
+
+
+def test_a_chunk_of_logits_takes_256_mb():
+    assert chunk_size_for(151_936) == 441 and 441 * 151_936 * 4 < 2**28
+    assert chunk_size_for(10**9) == 1
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000])

@@ -281,10 +281,29 @@ def test_mask_truncated_completions_leaves_them_in_the_baseline_only(make_orches
 def test_evaluation_means_count_errors_as_zero(make_orchestrator):
     runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 1.0)
     orchestrator = make_orchestrator(runner)
-    metrics = orchestrator.evaluate(100, "policy", 3)
+    metrics = orchestrator.evaluate(100, 1, "policy", 3)
     assert (
         metrics["reward"] == 0.75
         and metrics["error_share"] == 0.25
         and metrics["num_rollouts"] == 4
     )
     assert {call[0] for call in runner.seen} == {"eval"}
+
+
+def test_an_evaluation_of_several_rollouts_has_the_share_of_examples_solved_at_all(
+    make_orchestrator,
+):
+    rewards = {0: [0.0, 0.5, 0.9], 1: [0.0, 1.0, 0.0], 2: [ValueError("x"), 1.0, 1.0], 3: [0.0] * 3}
+    runner = StubRunner(outcome=lambda index, i: rewards[index][i])
+    metrics = make_orchestrator(runner).evaluate(100, 3, "policy", 0)
+    assert metrics["pass@3"] == 0.5 and metrics["num_rollouts"] == 12
+    assert metrics["reward"] == pytest.approx(4.4 / 12)
+    assert "pass@1" not in make_orchestrator(StubRunner()).evaluate(100, 1, "policy", 0)
+
+
+def test_rewards_that_the_advantage_cannot_take_end_training_with_the_reason(make_orchestrator):
+    runner = StubRunner(outcome=lambda index, i: i - 1.0)
+    orchestrator = make_orchestrator(runner, advantage="maxrl")
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(RolloutError, match="needs rewards >= 0, got -1"):
+        orchestrator.get()

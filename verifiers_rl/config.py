@@ -230,7 +230,10 @@ class RLConfig(TrainingArguments):
 
     # --- Evaluation and what a person sees --------------------------------------------------------
     eval_examples: int = _option(
-        256, "Examples of the environment's eval split in one evaluation, one rollout each."
+        256, "Examples of the environment's eval split in one evaluation, from the first on."
+    )
+    eval_rollouts_per_example: int = _option(
+        1, "Rollouts of each of them; above 1 the evaluation has pass@k too."
     )
     num_rollouts_to_print: int = _option(
         2, "Rollouts in the table at each logging step; 0 for no table."
@@ -284,6 +287,7 @@ class RLConfig(TrainingArguments):
             "max_concurrent",
             "max_steps",
             "eval_examples",
+            "eval_rollouts_per_example",
         ):
             check(
                 name,

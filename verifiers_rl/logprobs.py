@@ -18,8 +18,42 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax of one token a row, and the row's entropy; the only large tensors are one of the
+    logits' size in forward's result and one in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        scaled = logits.float() / temperature
+        scaled.sub_(scaled.amax(-1, keepdim=True))
+        # -inf where the model rules a token out: 0 * -inf would make the entropy NaN.
+        scaled.clamp_(min=torch.finfo(scaled.dtype).min)
+        log_z = scaled.logsumexp(-1)
+        logprobs = scaled.gather(-1, targets[:, None])[:, 0] - log_z
+        if with_entropy:
+            entropy = log_z - torch.linalg.vecdot(scaled.softmax(-1), scaled)
+        else:
+            entropy = torch.zeros_like(log_z)
+        ctx.save_for_backward(scaled, log_z, targets)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # d logprob / d logit_v = (1 if v is the target, else 0) - p(v), over the temperature
+        scaled, log_z, targets = ctx.saved_tensors
+        grad = (grads[0] / ctx.temperature)[:, None]
+        grad_logits = (scaled - log_z[:, None]).exp_().mul_(-grad)
+        grad_logits.scatter_add_(1, targets[:, None], grad)
+        return grad_logits.to(ctx.dtype), None, None, None
+
+
 def token_logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, temperature: float
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution,
     softmax(logits / temperature).
@@ -28,18 +62,12 @@ def token_logprobs_and_entropy(
         logits: (N, vocabulary), any float dtype; computed in float32.
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
+        with_entropy: False gives zeros in its place.
 
     Returns:
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats, detached.
     """
-    log_softmax = torch.log_softmax(logits.float() / temperature, dim=-1)
-    logprobs = log_softmax.gather(-1, targets[:, None])[:, 0]
-    with torch.no_grad():
-        # 0 * -inf is NaN where the model rules a token out;
-        # such a token adds nothing to the entropy.
-        finite = log_softmax.clamp(min=torch.finfo(torch.float32).min)
-        entropy = -(log_softmax.exp() * finite).sum(-1)
-    return logprobs, entropy
+    return _TokenLogprobs.apply(logits, targets, temperature, with_entropy)
 
 
 def chunked_logprobs_and_entropy(
@@ -62,14 +90,32 @@ def chunked_logprobs_and_entropy(
         logprobs (N,) and entropy (N,), as `token_logprobs_and_entropy`.
     """
 
-    def one_chunk(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs_and_entropy(head(hidden_chunk), target_chunk, temperature)
+    def run_chunk(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
+        is_recomputed = False
+
+        def one_chunk(hidden_chunk: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal is_recomputed
+            with_entropy, is_recomputed = not is_recomputed, True
+            return token_logprobs_and_entropy(
+                head(hidden_chunk), target_chunk, temperature, with_entropy
+            )
+
+        return checkpoint(one_chunk, hidden_chunk, use_reentrant=False)
 
     chunks = [
-        checkpoint(one_chunk, h, t, use_reentrant=False)
+        run_chunk(h, t)
         for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
     ]
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
+
+
+# Logits of a chunk: 256 MB in float32.
+_CHUNK_ELEMENTS = 2**26
+
+
+def chunk_size_for(vocab_size: int) -> int:
+    """Tokens whose logits take 256 MB in float32: 441 at Qwen3's 151,936 entries."""
+    return max(_CHUNK_ELEMENTS // vocab_size, 1)
 
 
 def _text_config(model: Any) -> Any:

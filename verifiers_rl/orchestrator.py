@@ -170,12 +170,14 @@ class Orchestrator:
         batch, self._pending = self._pending.result(), None
         return batch
 
-    def evaluate(self, num_examples: int, model: str, policy_version: int) -> dict[str, float]:
-        """Means over one rollout each of the first `num_examples` of the eval split.
-        Errors count as reward 0.
+    def evaluate(
+        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
+    ) -> dict[str, float]:
+        """Means over `num_rollouts` each of the first `num_examples` of the eval split.
+        Errors count as reward 0. docs/metrics.md defines each.
         """
-        evaluation = self._run(self._evaluate(num_examples, model, policy_version))
-        return self._result(evaluation, num_examples)
+        coroutine = self._evaluate(num_examples, num_rollouts, model, policy_version)
+        return self._result(self._run(coroutine), num_examples * num_rollouts)
 
     def stop(self) -> None:
         """Cancel what is pending, close the environment's client and join the thread."""
@@ -232,8 +234,11 @@ class Orchestrator:
         groups = await self._run_groups(
             "train", indices, self.rollouts_per_example, model, policy_version
         )
-        for group in groups:
-            self._set_advantages(group)
+        try:
+            for group in groups:
+                self._set_advantages(group)
+        except ValueError as error:
+            raise RolloutError(str(error)) from error
         rollouts = [rollout for group in groups for rollout in group if rollout.error is None]
         metrics = batch_metrics(groups)
         metrics["generation_s"] = asyncio.get_running_loop().time() - start
@@ -296,13 +301,13 @@ class Orchestrator:
                 sample.set_advantage(advantage)
 
     async def _evaluate(
-        self, num_examples: int, model: str, policy_version: int
+        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
     ) -> dict[str, float]:
         indices = list(range(min(num_examples, self.env.num_examples("eval"))))
         if not indices:
             raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
-        groups = await self._run_groups("eval", indices, 1, model, policy_version)
-        rollouts = [group[0] for group in groups]
+        groups = await self._run_groups("eval", indices, num_rollouts, model, policy_version)
+        rollouts = [rollout for group in groups for rollout in group]
         survivors = [rollout for rollout in rollouts if rollout.error is None]
         names = {name for rollout in survivors for name in rollout.metrics}
         metrics = {
@@ -313,6 +318,9 @@ class Orchestrator:
         metrics["error_share"] = 1 - len(survivors) / len(rollouts)
         metrics["truncated_share"] = sum(r.is_truncated for r in survivors) / len(rollouts)
         metrics["num_rollouts"] = float(len(rollouts))
+        if num_rollouts > 1:
+            passed = sum(any(r.error is None and r.reward >= 1 for r in g) for g in groups)
+            metrics[f"pass@{num_rollouts}"] = passed / len(groups)
         return metrics
 
 

@@ -38,6 +38,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, leave_process_group
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
+    chunk_size_for,
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
     reason_against_chunking,
@@ -72,7 +73,9 @@ class BatchSource(Protocol):
     def wait(self) -> None: ...
     def get(self) -> Batch: ...
     def discard(self) -> None: ...
-    def evaluate(self, num_examples: int, model: str, policy_version: int) -> dict[str, float]: ...
+    def evaluate(
+        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
+    ) -> dict[str, float]: ...
     def stop(self) -> None: ...
 
 
@@ -452,9 +455,10 @@ class RLTrainer(Trainer):
         with hidden_states_in_place_of_logits(self._base_of(model)) as to_logits:
             hidden = model(**model_inputs).logits  # (B, T, hidden_size)
         # Forward had it from accelerate; the head runs outside of forward.
+        chunk_size = chunk_size_for(self._base_of(model).config.get_text_config().vocab_size)
         with self.accelerator.autocast():
             return chunked_logprobs_and_entropy(
-                hidden[rows, columns], to_logits, targets, temperature
+                hidden[rows, columns], to_logits, targets, temperature, chunk_size
             )
 
     @torch.no_grad()
@@ -569,8 +573,9 @@ class RLTrainer(Trainer):
         """Mean reward and metrics of the environment's eval split under the current weights:
         `eval_reward` and so on.
 
-        `eval_examples` examples, one rollout each, with the sampling options of training. The
-        pending batch is waited for first, so that it is sampled by one policy only.
+        `eval_examples` examples, `eval_rollouts_per_example` rollouts each, with the sampling
+        options of training. The pending batch is waited for first, so that it is sampled by one
+        policy only.
         """
         start = time.monotonic()
         metrics: dict[str, float] = {}
@@ -591,9 +596,11 @@ class RLTrainer(Trainer):
         assert self.orchestrator is not None and self.weight_sync is not None
         self.orchestrator.wait()
         self._sync_weights()
-        version = self.weight_sync.policy_version or 0
         return self.orchestrator.evaluate(
-            self.args.eval_examples, self.weight_sync.model_name, version
+            self.args.eval_examples,
+            self.args.eval_rollouts_per_example,
+            self.weight_sync.model_name,
+            self.weight_sync.policy_version or 0,
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -1,0 +1,233 @@
+"""Forward and backward of one batch: our step against the textbook's and against TRL's utilities.
+
+    python benchmarks/train_step.py [--samples 16] [--rounds 2] [--vocab 151936] [--lora]
+
+The same model, samples and token budget for all, each run in a process of its own, in turn:
+
+    ours      RLTrainer.training_step
+    textbook  (a) right-padded microbatches in the order given, full logits, log_softmax, entropy
+    trl       (b) the same microbatches, logits of the completions only, TRL's
+              selective_log_softmax and entropy_from_logits; left out where TRL is not installed
+
+Samples are ragged: lengths lognormal from 16 to 1024 tokens, the first quarter of each a prompt.
+Prints tokens a second (prompts included), peak memory above what the process had before the step,
+and the loss, which all must agree on.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+MICRO_BATCH_SIZE = 4
+LONGEST = 1024
+
+
+def make_model(vocab: int) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config).float()
+
+
+def make_samples(count: int, vocab: int) -> list[Any]:
+    from verifiers_rl.types import Sample
+
+    rng = random.Random(0)
+    samples = []
+    for _ in range(count):
+        length = min(max(int(rng.lognormvariate(5.5, 1)), 16), LONGEST)
+        prompt = length // 4
+        mask = [t >= prompt for t in range(length)]
+        logprobs = [-math.log(vocab) + rng.uniform(-0.1, 0.1) if m else 0.0 for m in mask]
+        versions = [0 if m else -1 for m in mask]
+        sample = Sample([rng.randrange(vocab) for _ in mask], mask, logprobs, versions)
+        sample.set_advantage(rng.uniform(-1, 1))
+        samples.append(sample)
+    return samples
+
+
+def step_of_ours(samples: list[Any], vocab: int, use_lora: bool, folder: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    from verifiers_rl import RLConfig, RLTrainer
+    from verifiers_rl.types import Batch
+
+    class OneBatch:
+        is_pending = True
+
+        def get(self) -> Batch:
+            return Batch(0, 0, samples)
+
+        def raise_if_failed(self) -> None: ...
+
+    from tokenizers import Tokenizer, models
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), pad_token="a"
+    )
+    args = RLConfig(
+        output_dir=folder,
+        use_cpu=True,
+        use_lora=use_lora,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        max_seq_len=LONGEST,
+        temperature=1.0,
+        max_steps=1,
+        disable_tqdm=True,
+    )
+    trainer = RLTrainer(
+        make_model(vocab),
+        None,
+        args,
+        tokenizer,
+        orchestrator=OneBatch(),  # type: ignore[arg-type]
+    )
+    trainer.state.max_steps = 0  # nothing is asked for after this batch
+
+    def step() -> float:
+        trainer.model.zero_grad()
+        return trainer.training_step(trainer.model, {}).item()
+
+    return step
+
+
+def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: str) -> Any:
+    import torch
+
+    model = make_model(vocab).train()
+    if use_lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=targets))
+    num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
+
+    def padded(group: list[Any], name: str, dtype: Any) -> Any:
+        rows = [torch.tensor(getattr(sample, name), dtype=dtype) for sample in group]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def logprobs_and_entropy(ids: Any, attention: Any, num_kept: int) -> Any:
+        inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
+        if utilities == "trl":
+            from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+            logits = model(**inputs, logits_to_keep=num_kept + 1).logits[:, :-1]
+            targets = ids[:, -num_kept:]
+            with torch.no_grad():
+                entropy = entropy_from_logits(logits)
+            return selective_log_softmax(logits, targets), entropy
+        log_softmax = model(**inputs).logits[:, :-1].log_softmax(-1)
+        entropy = -(log_softmax.detach().exp() * log_softmax.detach()).sum(-1)
+        targets = ids[:, 1:]
+        return log_softmax.gather(-1, targets[..., None])[..., 0], entropy
+
+    def step() -> float:
+        model.zero_grad()
+        total = 0.0
+        for start in range(0, len(samples), MICRO_BATCH_SIZE):
+            group = samples[start : start + MICRO_BATCH_SIZE]
+            ids = padded(group, "token_ids", torch.int64)
+            attention = padded([_Ones(s) for s in group], "ones", torch.int64)
+            # Completions begin at the shortest prompt.
+            kept = ids.shape[1] - min(s.loss_mask.index(True) for s in group)
+            kept = kept if utilities == "trl" else ids.shape[1] - 1
+            logprobs, _ = logprobs_and_entropy(ids, attention, kept)
+            mask = padded(group, "loss_mask", torch.bool)[:, -kept:]
+            sampled = padded(group, "inference_logprobs", torch.float32)[:, -kept:]
+            advantages = padded(group, "advantages", torch.float32)[:, -kept:]
+            ratio = (logprobs - sampled).exp().detach().clamp(max=5.0)
+            loss = -(ratio * advantages * logprobs)[mask].sum() / num_loss_tokens
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return step
+
+
+class _Ones:
+    def __init__(self, sample: Any) -> None:
+        self.ones = [1] * len(sample.token_ids)
+
+
+def status_kb(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def run_one(options: argparse.Namespace) -> None:
+    samples = make_samples(options.samples, options.vocab)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.variant == "ours":
+            step = step_of_ours(samples, options.vocab, options.lora, folder)
+        else:
+            step = step_of_others(samples, options.vocab, options.lora, options.variant)
+        before = status_kb("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        start = time.monotonic()
+        loss = step()
+        seconds = time.monotonic() - start
+        peak = status_kb("VmHWM") - before
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    print(json.dumps({"tokens_per_s": tokens / seconds, "peak_gb": peak / 1e6, "loss": loss}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--variant", choices=["ours", "textbook", "trl"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.variant:
+        return run_one(options)
+    variants = ["ours", "textbook", *(["trl"] if find_spec("trl") else [])]
+    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+    for _ in range(options.rounds):
+        for variant in variants:
+            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            results[variant].append(json.loads(done.stdout.splitlines()[-1]))
+
+    def median(variant: str, name: str) -> float:
+        return statistics.median(result[name] for result in results[variant])
+
+    print("| step | tokens/s | ours / it | peak GB | ours / it | loss |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for variant in variants:
+        speed, peak = median(variant, "tokens_per_s"), median(variant, "peak_gb")
+        faster, smaller = median("ours", "tokens_per_s") / speed, median("ours", "peak_gb") / peak
+        print(
+            f"| {variant} | {speed:.1f} | {faster:.2f} | {peak:.2f} | {smaller:.2f} "
+            f"| {median(variant, 'loss'):.6f} |"
+        )
+    losses = [median(variant, "loss") for variant in variants]
+    if max(losses) - min(losses) > 1e-4 * max(abs(loss) for loss in losses):
+        sys.exit("the losses differ")
+
+
+if __name__ == "__main__":
+    main()
