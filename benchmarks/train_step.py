@@ -103,7 +103,6 @@ def step_of_ours(samples: list[Any], vocab: int, use_lora: bool, folder: str) ->
         tokenizer,
         orchestrator=OneBatch(),  # type: ignore[arg-type]
     )
-    trainer.state.max_steps = 0  # nothing is asked for after this batch
 
     def step() -> float:
         trainer.model.zero_grad()
@@ -121,7 +120,8 @@ def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: st
 
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(r=16, target_modules=targets))
-    num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
+    if utilities == "trl":
+        from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     def padded(group: list[Any], name: str, dtype: Any) -> Any:
         rows = [torch.tensor(getattr(sample, name), dtype=dtype) for sample in group]
@@ -130,8 +130,6 @@ def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: st
     def logprobs_and_entropy(ids: Any, attention: Any, num_kept: int) -> Any:
         inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
         if utilities == "trl":
-            from trl.trainer.utils import entropy_from_logits, selective_log_softmax
-
             logits = model(**inputs, logits_to_keep=num_kept + 1).logits[:, :-1]
             targets = ids[:, -num_kept:]
             with torch.no_grad():
@@ -145,6 +143,7 @@ def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: st
     def step() -> float:
         model.zero_grad()
         total = 0.0
+        num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
         for start in range(0, len(samples), MICRO_BATCH_SIZE):
             group = samples[start : start + MICRO_BATCH_SIZE]
             ids = padded(group, "token_ids", torch.int64)
@@ -182,6 +181,10 @@ def run_one(options: argparse.Namespace) -> None:
             step = step_of_ours(samples, options.vocab, options.lora, folder)
         else:
             step = step_of_others(samples, options.vocab, options.lora, options.variant)
+        shortest = min(range(len(samples)), key=lambda i: len(samples[i].token_ids))
+        everything, samples[:] = samples[:], [samples[shortest]]
+        step()  # a small one: threads, caches
+        samples[:] = everything
         before = status_kb("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
         start = time.monotonic()

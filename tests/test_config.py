@@ -148,3 +148,10 @@ def test_neutral_sampling_needs_no_warning():
 def test_gradient_checkpointing_is_passed_on_to_trainer(value):
     args = make(gradient_checkpointing=value)
     assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) is value
+
+
+def test_other_ranks_wait_as_long_as_rank_0_may_take():
+    assert RLConfig(use_cpu=True).ddp_timeout == 2 * 600 + 3 * 300 + 120
+    long = RLConfig(use_cpu=True, batch_size=512, max_concurrent=128, generation_timeout=1000.0)
+    assert long.ddp_timeout == 2 * 4 * 1000 + 3 * 300 + 120
+    assert RLConfig(use_cpu=True, ddp_timeout=9000).ddp_timeout == 9000

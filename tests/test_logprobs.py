@@ -26,19 +26,23 @@ def reference(logits, targets, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_entropy_equal_a_float64_loop(temperature):
+@pytest.mark.parametrize("autocast", [False, True])  # float32 all the same
+def test_logprobs_and_entropy_equal_a_float64_loop(temperature, autocast):
     torch.manual_seed(0)
     logits, targets = torch.randn(5, 11), torch.randint(11, (5,))
-    logprobs, entropy = token_logprobs_and_entropy(logits, targets, temperature)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logprobs, entropy = token_logprobs_and_entropy(logits, targets, temperature)
     expected_logprobs, expected_entropy = reference(logits, targets, temperature)
     torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6)
 
 
-def test_impossible_tokens_give_a_finite_entropy():
-    _, entropy = token_logprobs_and_entropy(
-        torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]), 1.0
-    )
+@pytest.mark.parametrize("autocast", [False, True])
+def test_impossible_tokens_give_a_finite_entropy(autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        _, entropy = token_logprobs_and_entropy(
+            torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]), 1.0
+        )
     assert entropy.tolist() == [0.0]
 
 

@@ -174,6 +174,9 @@ def test_weights_of_samples():
         ("reinforce", {"eps_high": 1}, "it takes none"),
         ("ppo", {"eps_low": -0.1}, "eps_low=-0.1 must be a number >= 0"),
         ("ppo", {"eps_low": "0.1"}, "eps_low='0.1' must be a number"),
+        ("ppo", {"eps_low": 1.5}, "eps_low=1.5 must be below 1"),
+        ("icepop", {"min_ratio": 6.0}, "min_ratio=6.0 must be below max_ratio=5.0"),
+        ("cispo", 0.2, "loss_args=0.2: must be a table"),
     ],
 )
 def test_a_loss_that_does_not_exist_is_one_clear_error(name, options, message):

@@ -49,6 +49,7 @@ def test_ratios_beyond_the_clamp_are_counted():
 
 def test_the_peak_of_a_gpu_is_known_by_its_name():
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("Some GPU 9000") is None
 

@@ -66,6 +66,28 @@ def test_ranks_share_the_work_evenly():
         assert max(loads) < 1.15 * min(loads), layout
 
 
+@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_several_ranks_take_no_more_rounds_than_the_budget_asks_for(layout, num_ranks):
+    rng = random.Random(0)
+    for lengths in (
+        lognormal_lengths(512),
+        [rng.randint(100, 2048) for _ in range(512)],
+        [rng.randint(95, 105) for _ in range(512)],
+        [rng.randint(20, 60) for _ in range(128)],
+    ):
+        (alone,) = plan_microbatches(lengths, 16384, 1, layout)
+        plan = plan_microbatches(lengths, 16384, num_ranks, layout)
+        assert len(plan[0]) == math.ceil(len(alone) / num_ranks)
+        loads = [sum(lengths[i] for rows in rank for row in rows for i in row) for rank in plan]
+        assert max(loads) < 1.4 * sum(loads) / num_ranks, (loads, layout)
+
+
+def test_samples_of_one_token_are_padded_to_rows_that_can_predict():
+    microbatch = collate([make_sample(1), make_sample(1)], [[0], [1]], [1.0, 1.0], 9)
+    assert microbatch.input_ids.tolist() == [[0, 9], [0, 9]]
+
+
 def test_little_work_is_split_and_what_cannot_be_leaves_empty_microbatches():
     plan = plan_microbatches([4, 4, 4, 4], 1000, num_ranks=2)
     assert [len(rank) for rank in plan] == [1, 1]

@@ -48,6 +48,7 @@ def generation(body, chunks=1, policy_version=4, is_salted=False):
         replied.append(message)
 
     async def vllm(scope, receive, send):
+        assert routes.num_running == 1
         message = await receive()
         assert await receive() == {"type": "http.disconnect"}
         assert not message["more_body"]
@@ -56,13 +57,14 @@ def generation(body, chunks=1, policy_version=4, is_salted=False):
         read.append(message["body"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
+    routes = WeightSyncRoutes(vllm)
+
     async def run():
-        routes = WeightSyncRoutes(vllm)
         routes.policy_version, routes.is_salted = policy_version, is_salted
         headers = [(b"content-length", str(len(data)).encode())]
         scope = {"type": "http", "path": "/v1/completions", "headers": headers}
         await routes(scope, receive, send)
-        assert not routes.in_flight.spans
+        assert not routes.in_flight.spans and routes.num_running == 0
 
     asyncio.run(run())
     return read[0], dict(replied[0]["headers"]).get(VERSIONS_HEADER.encode())
@@ -116,3 +118,32 @@ def test_a_body_without_what_is_needed_is_refused(body, message):
 
 def test_whole_seconds_are_seconds():
     require({"port": 80, "timeout_s": 1}, port=int, timeout_s=float)
+
+
+def test_a_request_whose_body_arrives_in_an_update_waits_for_its_end():
+    async def run():
+        arrived, passed = asyncio.Event(), []
+
+        async def receive():
+            await arrived.wait()
+            return {"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}
+
+        async def vllm(scope, receive, send):
+            passed.append(dict(routes.in_flight.spans))
+
+        routes = WeightSyncRoutes(vllm)
+        routes.policy_version = 3
+        scope = {"type": "http", "path": "/v1/completions", "headers": []}
+        request = asyncio.create_task(routes(scope, receive, None))
+        await asyncio.sleep(0)  # it waits for its body
+        routes.open.clear()  # an update begins
+        arrived.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not passed and not routes.num_running
+        routes.policy_version = 4
+        routes.open.set()
+        await asyncio.wait_for(request, 5)
+        assert [list(spans.values()) for spans in passed] == [[[(0, 4)]]]
+
+    asyncio.run(run())

@@ -199,6 +199,14 @@ def test_the_step_equals_the_reference_under_every_option(
     assert trainer._window[0]["reference_kl"] > 1e-4
 
 
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_in_bfloat16_the_reference_computes_as_the_policy_does(make_trainer, use_lora):
+    trainer = make_trainer(bf16=True, use_lora=use_lora, kl_beta=0.1, max_steps=1)
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "reference_kl" in row]
+    assert row["reference_kl"] == 0.0  # the policy is still what it started from
+
+
 @pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
 def test_the_gradient_does_not_depend_on_split_or_order(make_trainer, max_tokens):
     samples = make_samples(7, seed=2)
@@ -373,8 +381,10 @@ def test_a_custom_loss_replaces_cispo(make_trainer):
 
 
 def test_a_loss_of_ones_own_and_a_named_one_exclude_each_other(make_trainer):
-    with pytest.raises(ConfigError, match="loss='ppo' and loss_fn are both given"):
+    with pytest.raises(ConfigError, match=r"loss='ppo'.*without effect beside"):
         make_trainer(loss_fn=cispo, loss="ppo")
+    with pytest.raises(ConfigError, match=r"loss_args=\{'eps_high': 1.0\}: without effect"):
+        make_trainer(loss_fn=cispo, loss_args={"eps_high": 1.0})
 
 
 def test_resume_continues_with_the_same_weights_and_the_next_examples(make_trainer, tmp_path):
@@ -688,7 +698,7 @@ args = RLConfig(
     output_dir=folder, use_cpu=True, use_lora=use_lora, batch_size=12, rollouts_per_example=4,
     max_tokens_per_microbatch=36, max_seq_len=32, max_steps=3, learning_rate=2e-3,
     save_strategy="no", disable_tqdm=True, num_rollouts_to_print=0, eval_strategy="steps",
-    eval_steps=2,
+    eval_steps=2, loss_normalization="sequence", kl_beta=0.1,
 )
 torch.manual_seed(0)
 trainer = RLTrainer(

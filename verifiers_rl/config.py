@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.losses import make_loss
 
 
@@ -139,7 +140,7 @@ class RLConfig(TrainingArguments):
     )
     max_tokens_per_microbatch: int | None = _option(
         None,
-        "Tokens of one forward pass on one rank, padding included. "
+        "Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. "
         "Default: micro_batch_size * max_seq_len.",
     )
     max_seq_len: int = _option(
@@ -188,10 +189,10 @@ class RLConfig(TrainingArguments):
         False, "Leave truncated rollouts out of the loss; they stay in the baseline."
     )
     zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
-    advantage: Literal["mean", "std", "leave_one_out", "maxrl"] = _option(
+    advantage: str = _option(
         "mean",
-        "Rewards of a group to advantages: minus their mean; also divided by their std (GRPO); "
-        "minus the mean of the others (RLOO); divided by their mean (MaxRL).",
+        "Rewards of a group to advantages: mean, minus their mean; std, also divided by their std "
+        "(GRPO); leave_one_out, minus the mean of the others (RLOO); maxrl, divided by their mean.",
     )
     loss: str = _option(
         "cispo", "cispo, ppo, truncated_is, icepop, dppo, gspo or reinforce; see losses.py."
@@ -206,8 +207,8 @@ class RLConfig(TrainingArguments):
     )
     kl_beta: float = _option(
         0.0,
-        "Weight of a penalty on KL(policy || policy at the start). Without LoRA it costs a copy of "
-        "the model.",
+        "Weight of a penalty on KL(policy || reference). The reference is the model without its "
+        "adapter; without LoRA a copy of the model at the start.",
     )
 
     # --- Server -----------------------------------------------------------------------------------
@@ -253,6 +254,10 @@ class RLConfig(TrainingArguments):
         # transformers' new name for it; the old one alone draws a warning.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
+        # The other ranks wait for rank 0's batch: not shorter than rank 0 waits for it.
+        waves = -(-self.batch_size // self.max_concurrent)
+        longest_s = 2 * waves * self.generation_timeout + 3 * self.vllm_server_timeout + 120
+        self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
         super().__post_init__()
@@ -347,7 +352,7 @@ class RLConfig(TrainingArguments):
         for name, choices in (
             ("weight_sync_backend", ("auto", "nccl", "ipc", "gloo")),
             ("lora_sync", ("adapter", "merged")),
-            ("advantage", ("mean", "std", "leave_one_out", "maxrl")),
+            ("advantage", ADVANTAGES),
             ("loss_normalization", ("token", "sequence", "constant")),
         ):
             check(name, getattr(self, name) in choices, f"must be one of {', '.join(choices)}")

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax of one token a row, and the row's entropy; the only large tensors are one of the
-    logits' size in forward's result and one in backward.
+    """log softmax of one token a row, and the row's entropy. Keeps one tensor of the logits' size
+    for backward, which makes one more.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class _TokenLogprobs(torch.autograd.Function):
         log_z = scaled.logsumexp(-1)
         logprobs = scaled.gather(-1, targets[:, None])[:, 0] - log_z
         if with_entropy:
-            entropy = log_z - torch.linalg.vecdot(scaled.softmax(-1), scaled)
+            entropy = log_z - scaled.softmax(-1).mul_(scaled).sum(-1)
         else:
             entropy = torch.zeros_like(log_z)
         ctx.save_for_backward(scaled, log_z, targets)
@@ -76,6 +76,7 @@ def chunked_logprobs_and_entropy(
     targets: Tensor,
     temperature: float,
     chunk_size: int = 1024,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden states, `chunk_size` tokens at a time, logits recomputed in backward.
 
@@ -85,6 +86,7 @@ def chunked_logprobs_and_entropy(
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
         chunk_size: tokens projected at once; the result does not depend on it.
+        with_entropy: False gives zeros in its place.
 
     Returns:
         logprobs (N,) and entropy (N,), as `token_logprobs_and_entropy`.
@@ -95,9 +97,9 @@ def chunked_logprobs_and_entropy(
 
         def one_chunk(hidden_chunk: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal is_recomputed
-            with_entropy, is_recomputed = not is_recomputed, True
+            is_needed, is_recomputed = with_entropy and not is_recomputed, True
             return token_logprobs_and_entropy(
-                head(hidden_chunk), target_chunk, temperature, with_entropy
+                head(hidden_chunk), target_chunk, temperature, is_needed
             )
 
         return checkpoint(one_chunk, hidden_chunk, use_reentrant=False)
@@ -138,6 +140,7 @@ def hidden_states_in_place_of_logits(
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     config = _text_config(model)
     real_forward, cap = head.forward, getattr(config, "final_logit_softcapping", None)
+    patched = head.__dict__.get("forward")  # by a hook of accelerate, say
 
     def to_logits(hidden: Tensor) -> Tensor:
         logits = real_forward(hidden)
@@ -150,6 +153,8 @@ def hidden_states_in_place_of_logits(
         yield to_logits
     finally:
         del head.forward  # the class's own forward shows again
+        if patched is not None:
+            head.forward = patched
         if cap is not None:
             config.final_logit_softcapping = cap
 
@@ -160,11 +165,13 @@ def _difference(given: Tensor, expected: Tensor) -> float:
 
 
 def _probe(model: nn.Module) -> tuple[Tensor, float]:
-    """Token ids (1, 16), and the relative error that is rounding in the model's dtype."""
+    """Token ids (1, 16), and the relative error that is rounding in the dtype of computation."""
     weight = next(model.parameters())
     vocabulary = _text_config(model).vocab_size
     ids = (torch.arange(16, device=weight.device) * 7919 + 11) % vocabulary
-    is_exact = weight.dtype in (torch.float32, torch.float64)
+    is_exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(
+        weight.device.type
+    )
     return ids[None], 1e-3 if is_exact else 5e-2
 
 

@@ -230,6 +230,8 @@ def make_loss(name: str, options: dict[str, float]) -> LossFn:
     if name not in LOSSES:
         raise ValueError(f"loss={name!r}: must be one of {', '.join(LOSSES)}")
     known = [p for p in inspect.signature(LOSSES[name]).parameters if p != "inputs"]
+    if not isinstance(options, dict):
+        raise ValueError(f"loss_args={options!r}: must be a table such as {{eps_high = 4.0}}")
     for option, value in options.items():
         if option not in known:
             raise ValueError(
@@ -238,7 +240,16 @@ def make_loss(name: str, options: dict[str, float]) -> LossFn:
             )
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ValueError(f"loss_args: {option}={value!r} must be a number >= 0")
-    return partial(LOSSES[name], **options)
+    if options.get("eps_low", 0) >= 1:
+        raise ValueError(f"loss_args: eps_low={options['eps_low']!r} must be below 1")
+    loss = partial(LOSSES[name], **options)
+    bounds = inspect.signature(loss).parameters
+    if name == "icepop" and bounds["min_ratio"].default >= bounds["max_ratio"].default:
+        raise ValueError(
+            f"loss_args: min_ratio={bounds['min_ratio'].default!r} must be below "
+            f"max_ratio={bounds['max_ratio'].default!r}"
+        )
+    return loss
 
 
 def weigh_samples(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
     "RTX 4090": 165e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "B200": 2250e12,
@@ -90,7 +93,9 @@ def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict
     if device.type != "cuda":
         import resource
 
-        return {"peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"peak_memory_gb": peak_rss / 1e9}
     metrics = {"peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
     torch.cuda.reset_peak_memory_stats(device)
     peak = peak_flops(torch.cuda.get_device_name(device))

@@ -161,7 +161,8 @@ class Orchestrator:
         """Wait for the pending batch and take it.
 
         Raises:
-            RolloutError: every rollout failed; the cause is chained.
+            RolloutError: every rollout failed, or the advantage cannot take their rewards; the
+                cause is chained.
             ServerLostError: the server is gone, or has lost the policy.
             TimeoutError: it took longer than its deadline.
         """

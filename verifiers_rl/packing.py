@@ -49,16 +49,18 @@ def plan_microbatches(
     Returns:
         For each rank, for each microbatch, its rows of positions in `lengths`.
     """
+    microbatches = _fill(lengths, max_tokens, layout)
     if num_ranks > 1 and lengths:
-        # No rank is idle while another fills a microbatch to the brim.
-        rounds = math.ceil(sum(lengths) / (max_tokens * num_ranks))
-        share = math.ceil(sum(lengths) / (rounds * num_ranks))
-        max_tokens = min(max_tokens, max(share, max(lengths)))
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    microbatches: list[Rows] = []
-    while order:
-        rows, order = _first_fit(order, lengths, max_tokens, layout)
-        microbatches.append(rows)
+        # No rank shall be idle while another fills a microbatch to the brim: the smallest bound
+        # with which as many rounds are enough.
+        rounds = math.ceil(len(microbatches) / num_ranks)
+        bound = max(math.ceil(sum(lengths) / (rounds * num_ranks)), max(lengths))
+        while bound < max_tokens:
+            candidate = _fill(lengths, bound, layout)
+            if len(candidate) <= rounds * num_ranks:
+                microbatches = candidate
+                break
+            bound = math.ceil(bound * 1.05)
 
     def cost(rows: Rows) -> float:
         # Of a layer: 24 h^2 operations a token in its matrices, 4 h a pair of tokens in attention.
@@ -80,6 +82,15 @@ def plan_microbatches(
     for share_of_rank in dealt:
         share_of_rank += [[] for _ in range(per_rank - len(share_of_rank))]
     return dealt
+
+
+def _fill(lengths: Sequence[int], max_tokens: int, layout: Layout) -> list[Rows]:
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    microbatches = []
+    while order:
+        rows, order = _first_fit(order, lengths, max_tokens, layout)
+        microbatches.append(rows)
+    return microbatches
 
 
 def _first_fit(
@@ -120,7 +131,8 @@ def collate(
         weights: of each sample's loss tokens in the batch's loss.
         pad_token_id: fills the rows.
     """
-    width = max((sum(len(samples[i].token_ids) for i in row) for row in rows), default=2)
+    # Two at least: a row of one token predicts nothing.
+    width = max([2, *(sum(len(samples[i].token_ids) for i in row) for row in rows)])
     shape = (max(len(rows), 1), width)
     # Padding goes on counting, so that a row of one sample reads as one sequence.
     position_ids = torch.arange(width).repeat(shape[0], 1)

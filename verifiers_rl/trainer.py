@@ -128,6 +128,11 @@ class RLTrainer(Trainer):
         weight_sync: WeightSink | None = None,
         **trainer_kwargs: Any,
     ) -> None:
+        if loss_fn is not None and (args.loss, args.loss_args) != ("cispo", {}):
+            raise ConfigError(
+                f"loss={args.loss!r}, loss_args={args.loss_args!r}: without effect beside loss_fn; "
+                "remove them, or loss_fn"
+            )
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(
                 model if isinstance(model, str) else model.name_or_path
@@ -138,8 +143,6 @@ class RLTrainer(Trainer):
             dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         policy: Any = self._with_adapter(model, args, peft_config)
-        if loss_fn is not None and (args.loss, args.loss_args) != ("cispo", {}):
-            raise ConfigError(f"loss={args.loss!r} and loss_fn are both given; leave one out")
         self.loss_fn = loss_fn or make_loss(args.loss, args.loss_args)
         self.batch: Batch | None = None  # the one being trained on
         # Metrics of the steps since the last line of logs.
@@ -174,10 +177,11 @@ class RLTrainer(Trainer):
         self.add_callback(RunFilesCallback())
 
         base = self._base_of(self.model)
-        self._why_full_logits = reason_against_chunking(base)
+        with self.accelerator.autocast():  # as each step has it
+            self._why_full_logits = reason_against_chunking(base)
+            why_padded = reason_against_sharing_rows(base)
         if self._why_full_logits:
             logger.warning("full logits are held in memory: %s", self._why_full_logits)
-        why_padded = reason_against_sharing_rows(base)
         if why_padded:
             logger.warning("samples are padded, one a row: %s", why_padded)
         is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
@@ -438,6 +442,7 @@ class RLTrainer(Trainer):
         rows: Tensor,
         columns: Tensor,
         targets: Tensor,
+        with_entropy: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """The model's logprobs of `targets`, each predicted at (row, column),
         and the entropy there. (N,) each.
@@ -449,30 +454,33 @@ class RLTrainer(Trainer):
             model_inputs["attention_mask"] = mask.long().to(self.args.device)
         else:  # without a mask, transformers makes one from positions that start anew
             model_inputs["position_ids"] = microbatch.position_ids.to(self.args.device)
-        if self._why_full_logits:
-            logits = model(**model_inputs).logits  # (B, T, vocabulary)
-            return token_logprobs_and_entropy(logits[rows, columns], targets, temperature)
-        with hidden_states_in_place_of_logits(self._base_of(model)) as to_logits:
-            hidden = model(**model_inputs).logits  # (B, T, hidden_size)
-        # Forward had it from accelerate; the head runs outside of forward.
         chunk_size = chunk_size_for(self._base_of(model).config.get_text_config().vocab_size)
+        # accelerate gives it to forward; the head runs outside, and the reference is not prepared.
         with self.accelerator.autocast():
+            if self._why_full_logits:
+                logits = model(**model_inputs).logits[rows, columns]  # (N, vocabulary)
+                return token_logprobs_and_entropy(logits, targets, temperature, with_entropy)
+            with hidden_states_in_place_of_logits(self._base_of(model)) as to_logits:
+                hidden = model(**model_inputs).logits[rows, columns]  # (N, hidden_size)
             return chunked_logprobs_and_entropy(
-                hidden[rows, columns], to_logits, targets, temperature, chunk_size
+                hidden, to_logits, targets, temperature, chunk_size, with_entropy
             )
 
     @torch.no_grad()
-    def reference_logprobs(self, microbatch: Microbatch, *where: Tensor) -> Tensor:
-        """Logprobs under the policy that training started from: the model without its adapter, or
-        a frozen copy. (N,)
+    def reference_logprobs(
+        self, microbatch: Microbatch, rows: Tensor, columns: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Logprobs under the model without its adapter, or the frozen copy of what training started
+        from. (N,)
         """
+        where = (microbatch, rows, columns, targets, False)
         if self._reference is not None:
-            return self.token_logprobs(self._reference, microbatch, *where)[0]
+            return self.token_logprobs(self._reference, *where)[0]
         model: Any = self.accelerator.unwrap_model(self.model)
         model.eval()
         try:
             with model.disable_adapter():
-                return self.token_logprobs(model, microbatch, *where)[0]
+                return self.token_logprobs(model, *where)[0]
         finally:
             model.train()
 

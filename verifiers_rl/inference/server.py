@@ -76,6 +76,7 @@ class WeightSyncRoutes:
         self.gpus: list[str | None] | None = None
         self.shapes: dict[str, tuple[int, ...]] | None = None
         self.in_flight = InFlight()
+        self.num_running = 0  # generation requests that vLLM has not answered
         self.is_salted = False
         self.lock = asyncio.Lock()  # one update at a time
         self.open = asyncio.Event()  # cleared while an update counts the tokens in flight
@@ -96,13 +97,15 @@ class WeightSyncRoutes:
 
     async def generate(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
+        body = await read_body(receive)
+        fields = json_object(body)
+        # From here on nothing is awaited before vLLM has the request: an update that begins now
+        # finds it counted.
         await self.open.wait()
         headers = dict(scope["headers"])
         if b"x-request-id" not in headers:  # vLLM makes its own id of it
             headers[b"x-request-id"] = secrets.token_hex(16).encode()
         request_id = headers[b"x-request-id"].decode(errors="replace")
-        body = await read_body(receive)
-        fields = json_object(body)
         if self.is_salted and fields and fields.get("cache_salt") is None:
             salt = f"policy-{self.policy_version}"
             body = json.dumps(fields | {"cache_salt": salt}).encode()
@@ -118,10 +121,12 @@ class WeightSyncRoutes:
                     message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
+        self.num_running += 1
         try:
             scope = {**scope, "headers": list(headers.items())}
             await self.app(scope, replay(body, receive), send_with_versions)
         finally:
+            self.num_running -= 1
             self.in_flight.spans.pop(request_id, None)  # it was aborted
 
     async def answer(self, request: Any) -> tuple[int, dict[str, Any]]:
@@ -223,7 +228,7 @@ class WeightSyncRoutes:
         if body["in_flight"] not in ("recompute", "keep"):
             raise BadRequest(f"in_flight={body['in_flight']!r}: must be recompute or keep")
         # Requests may be running. They are frozen over the swap and go on under the new weights.
-        running = bool(self.in_flight.spans) or engine.output_processor.has_unfinished_requests()
+        running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
         recompute = body["in_flight"] == "recompute"
         self.open.clear()
         try:
