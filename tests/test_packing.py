@@ -50,6 +50,13 @@ def test_rows_share_what_padding_would_waste():
     assert positions("padded") > positions("rows")
 
 
+def test_rows_too_wide_for_a_mask_are_not_shared():
+    (plan,) = plan_microbatches([5000, 3000, 1000, 1000], 10_000)
+    assert all(len(row) == 1 for rows in plan for row in rows)
+    (plan,) = plan_microbatches([4000, 2100, 1000, 900], 8_000)
+    assert plan == [[[0], [1, 2, 3]]]
+
+
 def test_a_sample_beyond_the_budget_gets_a_microbatch_of_its_own():
     for layout in ("rows", "flat", "padded"):
         (plan,) = plan_microbatches([3, 50, 4], 10, layout=layout)

@@ -4,8 +4,8 @@ A microbatch is a grid of rows. Three layouts:
 
     flat     one row, sample after sample, no padding; for attention kernels that take the
              sequences' lengths (flash attention)
-    rows     rows as wide as the microbatch's longest sample, shorter ones share a row; for
-             attention with a mask (SDPA, eager, flex)
+    rows     rows as wide as the microbatch's longest sample, shorter ones share a row up to
+             MAX_SHARED_WIDTH; for attention with a mask (SDPA, eager, flex)
     padded   one sample a row, for models that cannot keep the sequences of a row apart
 
 Where several samples share a row, `position_ids` start anew with each, which is how transformers
@@ -24,6 +24,9 @@ from verifiers_rl.types import Microbatch, Sample
 
 Layout = Literal["flat", "rows", "padded"]
 Rows = list[list[int]]  # of each row, positions of its samples
+# Rows that are shared need a mask of width^2 entries each, where a row of one sample needs none:
+# beyond this the mask costs more than the padding that it saves.
+MAX_SHARED_WIDTH = 4096
 
 
 def plan_microbatches(
@@ -105,7 +108,7 @@ def _first_fit(
     left = []
     for i in order:
         place = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
-        if layout == "padded":
+        if layout == "padded" or (layout == "rows" and width > MAX_SHARED_WIDTH):
             place = None
         # A short sample opens no row: in the next microbatch rows are shorter.
         if place is None and len(rows) < max_rows and (2 * lengths[i] > width or not rows):
