@@ -88,6 +88,13 @@ def test_every_option_of_ours_has_a_help():
         ({"loss_args": {"eps": 1.0}}, r"loss_args has 'eps'.*it takes eps_high"),
         ({"loss_args": {"eps_high": -1}}, r"eps_high=-1 must be a number >= 0"),
         ({"kl_beta": -0.1}, r"kl_beta=-0.1: must be a number >= 0"),
+        ({"min_reward_variance": -1}, r"min_reward_variance=-1: must be a number >= 0"),
+        ({"min_reward": "low"}, r"min_reward='low': must be a number, or left out"),
+        (
+            {"min_reward": 0.9, "max_reward": 0.1},
+            r"min_reward=0.9: must not be above max_reward=0.1",
+        ),
+        ({"max_oversampling": 0.5}, r"max_oversampling=0.5: must be a number >= 1"),
         ({"advantage": "gae"}, r"advantage='gae': must be one of mean, std, leave_one_out, maxrl"),
         ({"loss_normalization": "batch"}, r"loss_normalization='batch': must be one of token,"),
         ({"max_tokens_per_microbatch": 0}, r"max_tokens_per_microbatch=0: must be an integer >= 1"),
@@ -151,7 +158,7 @@ def test_gradient_checkpointing_is_passed_on_to_trainer(value):
 
 
 def test_other_ranks_wait_as_long_as_rank_0_may_take():
-    assert RLConfig(use_cpu=True).ddp_timeout == 2 * 600 + 3 * 300 + 120
-    long = RLConfig(use_cpu=True, batch_size=512, max_concurrent=128, generation_timeout=1000.0)
-    assert long.ddp_timeout == 2 * 4 * 1000 + 3 * 300 + 120
+    assert RLConfig(use_cpu=True).ddp_timeout == 2 * 3 * 600 + 3 * 300 + 120
+    options = {"max_concurrent": 128, "generation_timeout": 1000.0, "max_oversampling": 1.0}
+    assert RLConfig(use_cpu=True, **options).ddp_timeout == 2 * 4 * 1000 + 3 * 300 + 120
     assert RLConfig(use_cpu=True, ddp_timeout=9000).ddp_timeout == 9000

@@ -76,12 +76,14 @@ def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_train
 
 def test_synchronous_batches_have_ratio_one_at_any_temperature(make_trainer):
     env = load_example("reverse_text").load_environment(instruction="")
-    options = {"loss": "ppo", "advantage": "leave_one_out"}
+    options = {"loss": "ppo", "advantage": "leave_one_out", "min_reward_variance": 1e-6}
     trainer = make_trainer(env, max_off_policy_steps=0, temperature=0.6, max_tokens=None, **options)
     trainer.train()
     assert history(trainer, "importance_ratio") == pytest.approx([1.0] * 3, abs=1e-4)
     assert history(trainer, "importance_ratio_max") == pytest.approx([1.0] * 3, abs=1e-3)
     assert history(trainer, "staleness") == [0.0] * 3
+    rewards = [rollout.reward for rollout in trainer.batch.rollouts]
+    assert all(len(set(rewards[i : i + 16])) > 1 for i in range(0, 64, 16)) and len(rewards) == 64
     group = trainer.batch.rollouts[:16]
     total = sum(rollout.reward for rollout in group)
     expected = [r.reward - (total - r.reward) / 15 for r in group]

@@ -8,7 +8,8 @@ import torch
 from tests.helpers import make_samples
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.orchestrator import Orchestrator, RolloutError, example_index
+from verifiers_rl.orchestrator import Orchestrator, RolloutError
+from verifiers_rl.rollouts import GroupFilter, example_index
 from verifiers_rl.types import Rollout
 
 
@@ -307,3 +308,83 @@ def test_rewards_that_the_advantage_cannot_take_end_training_with_the_reason(mak
     orchestrator.submit(0, "policy", 0)
     with pytest.raises(RolloutError, match="needs rewards >= 0, got -1"):
         orchestrator.get()
+
+
+# --- Filters --------------------------------------------------------------------------------------
+
+
+def solved(index, i):
+    """Examples 0, 3, 6 ... are too hard, 1, 4, 7 ... too easy, of the others half is solved."""
+    return [0.0, 1.0, float(i % 2)][index % 3]
+
+
+def one_step(orchestrator, step=0):
+    orchestrator.submit(step, "policy", 0)
+    return orchestrator.get()
+
+
+@pytest.mark.parametrize(
+    ("group_filter", "kept", "generated"),
+    [
+        (GroupFilter(), [0, 1], 2),
+        (GroupFilter(min_reward_variance=1e-6), [2, 5], 6),
+        (GroupFilter(min_reward=0.1), [1, 2], 3),
+        (GroupFilter(max_reward=0.9), [0, 2], 3),
+        (GroupFilter(min_reward=0.1, max_reward=0.9), [2, 5], 6),
+    ],
+)
+def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, kept, generated):
+    runner = StubRunner(num_examples=30, outcome=solved)
+    options = {"shuffle": False, "max_oversampling": 4.0}
+    orchestrator = make_orchestrator(runner, group_filter=group_filter, **options)
+    batch = one_step(orchestrator)
+    assert [rollout.example_id for rollout in batch.rollouts[::4]] == kept
+    assert len(batch.samples) == batch.metrics["num_samples"] == 8
+    assert sorted(call[1] for call in runner.seen) == list(range(generated))
+    assert batch.metrics["filtered_share"] == pytest.approx(1 - 2 / generated)
+    # The reward is that of all groups generated, whatever was kept.
+    rewards = [solved(index, i) for index in range(generated) for i in range(4)]
+    assert batch.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrator, caplog):
+    runner = StubRunner(num_examples=30, outcome=solved)
+    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_oversampling": 2.0}
+    orchestrator = make_orchestrator(runner, shuffle=False, **options)
+    first = one_step(orchestrator)
+    assert sorted(call[1] for call in runner.seen) == [0, 1, 2, 3]
+    assert [rollout.example_id for rollout in first.rollouts[::4]] == [2]  # 5 was not reached
+    assert "only 1 of the 4 groups generated pass the filter, 2 are wanted" in caplog.text
+    runner.seen.clear()
+    one_step(orchestrator, step=1)
+    assert sorted(call[1] for call in runner.seen) == [4, 5, 6, 7]
+
+
+def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator):
+    runner = StubRunner(outcome=lambda index, i: 0.5)
+    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_oversampling": 1.5}
+    batch = one_step(make_orchestrator(runner, **options))
+    assert len(batch.samples) == 8 and batch.metrics["filtered_share"] == 1.0
+    assert not any(rollout.advantage for rollout in batch.rollouts)
+
+
+def test_a_batch_of_failures_truncations_and_survivors_adds_up(make_orchestrator):
+    """200 rollouts, 10 % errors, 10 % truncated: the baselines are those of the survivors."""
+
+    def outcome(index, i):
+        number = (index * 4 + i) % 10
+        if number == 3:
+            return ValueError("broken")
+        return "2.0" if number == 7 else float(i)
+
+    orchestrator = make_orchestrator(
+        StubRunner(num_examples=50, outcome=outcome), batch_size=200, shuffle=False
+    )
+    batch = one_step(orchestrator)
+    assert len(batch.rollouts) == len(batch.samples) == 180
+    assert batch.metrics["error_share"] == pytest.approx(0.1)
+    assert batch.metrics["truncated_share"] == pytest.approx(20 / 180)
+    for index in range(50):
+        group = [rollout for rollout in batch.rollouts if rollout.example_id == index]
+        mean = sum(rollout.reward for rollout in group) / len(group)
+        assert [r.advantage for r in group] == pytest.approx([r.reward - mean for r in group])

@@ -189,6 +189,22 @@ class RLConfig(TrainingArguments):
         False, "Leave truncated rollouts out of the loss; they stay in the baseline."
     )
     zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
+    min_reward_variance: float = _option(
+        0.0,
+        "Groups whose rewards vary less than this are replaced by new ones: 1e-6 replaces those "
+        "with one reward only, 0 none.",
+    )
+    min_reward: float | None = _option(
+        None, "Groups with a lower mean reward, too hard, are replaced; None for no limit."
+    )
+    max_reward: float | None = _option(
+        None, "Groups with a higher mean reward, too easy, are replaced; None for no limit."
+    )
+    max_oversampling: float = _option(
+        3.0,
+        "With one of these three set, at most this times batch_size rollouts are generated for a "
+        "batch, which stays smaller if that is not enough.",
+    )
     advantage: str = _option(
         "mean",
         "Rewards of a group to advantages: mean, minus their mean; std, also divided by their std "
@@ -255,7 +271,7 @@ class RLConfig(TrainingArguments):
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
         # The other ranks wait for rank 0's batch: not shorter than rank 0 waits for it.
-        waves = -(-self.batch_size // self.max_concurrent)
+        waves = math.ceil(self.batch_size * self.max_oversampling / self.max_concurrent)
         longest_s = 2 * waves * self.generation_timeout + 3 * self.vllm_server_timeout + 120
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":
@@ -323,6 +339,7 @@ class RLConfig(TrainingArguments):
             "max_grad_norm",
             "warmup_steps",
             "kl_beta",
+            "min_reward_variance",
             "num_rollouts_to_print",
         ):
             check(
@@ -336,6 +353,20 @@ class RLConfig(TrainingArguments):
                 _is_number(getattr(self, name)) and -2 <= getattr(self, name) <= 2,
                 "must be from -2 to 2",
             )
+        for name in ("min_reward", "max_reward"):
+            value = getattr(self, name)
+            check(name, value is None or _is_number(value), "must be a number, or left out")
+        low, high = self.min_reward, self.max_reward
+        check(
+            "min_reward",
+            low is None or high is None or low <= high,
+            f"must not be above max_reward={high!r}",
+        )
+        check(
+            "max_oversampling",
+            _is_number(self.max_oversampling) and self.max_oversampling >= 1,
+            "must be a number >= 1",
+        )
         check("lora_dropout", 0 <= self.lora_dropout < 1, "must be >= 0 and < 1")
         check("top_p", 0 < self.top_p <= 1, "must be > 0 and <= 1")
         check("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1")

@@ -6,25 +6,33 @@
     get()  ◄──────────────────────────────  Batch: advantages set, errors left out
 
 One batch is pending at most. Weights change only between `get` and the next `submit`, so all tokens
-of a batch come from one policy version. Which examples a step uses follows from its number and the
-seed alone: a resumed run goes on with the examples that come next, without any saved cursor.
+of a batch come from one policy version. Which examples a step may use follows from its number and
+the seed alone: a resumed run goes on with the examples that come next, without any saved cursor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.rollouts import (
+    GroupFilter,
+    batch_metrics,
+    describe_error,
+    evaluation_metrics,
+    example_index,
+)
 from verifiers_rl.types import Batch, Rollout
 
 logger = logging.getLogger(__name__)
@@ -55,16 +63,6 @@ class GroupRunner(Protocol):
     ) -> list[Rollout]: ...
 
 
-def example_index(position: int, num_examples: int, shuffle: bool, seed: int) -> int:
-    """The example at this position of an endless run:
-    every epoch has each once, in an order of its own.
-    """
-    epoch, offset = divmod(position, num_examples)
-    if not shuffle:
-        return offset
-    return int(np.random.default_rng((seed, epoch)).permutation(num_examples)[offset])
-
-
 class Orchestrator:
     """Generates batches in the background.
 
@@ -80,6 +78,9 @@ class Orchestrator:
         rollout_timeout_s: deadline of one rollout; a batch may take it once for each wave of
             `max_concurrent`.
         shuffle, seed: order of the examples.
+        group_filter: groups that do not pass are replaced by new ones as they come in.
+        max_oversampling: with a filter, at most this times the batch's groups are generated. Each
+            step has that many examples of the epoch to itself, whether it needs them or not.
         advantage, mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
     """
 
@@ -95,6 +96,8 @@ class Orchestrator:
         rollout_timeout_s: float = 600.0,
         shuffle: bool = True,
         seed: int = 42,
+        group_filter: GroupFilter | None = None,
+        max_oversampling: float = 3.0,
         advantage: str = "mean",
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
@@ -108,6 +111,11 @@ class Orchestrator:
         self.rollout_timeout_s = rollout_timeout_s
         self.shuffle = shuffle
         self.seed = seed
+        self.group_filter = group_filter or GroupFilter()
+        self.num_groups = batch_size // rollouts_per_example
+        self.max_groups = self.num_groups
+        if not self.group_filter.lets_all_pass:
+            self.max_groups = math.ceil(self.num_groups * max_oversampling)
         self.advantage_fn = ADVANTAGES[advantage]
         self.mask_truncated_completions = mask_truncated_completions
         self.zero_truncated_completions = zero_truncated_completions
@@ -155,7 +163,7 @@ class Orchestrator:
     def wait(self) -> None:
         """Wait until the pending batch is there, if one is pending, without taking it."""
         if self._pending is not None:
-            self._result(self._pending, self.batch_size)
+            self._result(self._pending, self.max_groups * self.rollouts_per_example)
 
     def get(self) -> Batch:
         """Wait for the pending batch and take it.
@@ -227,23 +235,38 @@ class Orchestrator:
         await self.env.close()
 
     async def _generate(self, step: int, model: str, policy_version: int) -> Batch:
-        num_groups = self.batch_size // self.rollouts_per_example
         size = self.env.num_examples("train")
-        positions = range(step * num_groups, (step + 1) * num_groups)
+        positions = range(step * self.max_groups, (step + 1) * self.max_groups)
         indices = [example_index(position, size, self.shuffle, self.seed) for position in positions]
         start = asyncio.get_running_loop().time()
-        groups = await self._run_groups(
-            "train", indices, self.rollouts_per_example, model, policy_version
-        )
-        try:
-            for group in groups:
+
+        def finish(group: list[Rollout]) -> bool:
+            try:
                 self._set_advantages(group)
-        except ValueError as error:
-            raise RolloutError(str(error)) from error
-        rollouts = [rollout for group in groups for rollout in group if rollout.error is None]
-        metrics = batch_metrics(groups)
-        metrics["generation_s"] = asyncio.get_running_loop().time() - start
+            except ValueError as error:
+                raise RolloutError(str(error)) from error
+            return self.group_filter.passes(group)
+
+        groups = await self._run_groups(
+            "train", indices, self.rollouts_per_example, model, policy_version,
+            num_wanted=self.num_groups, finish=finish,
+        )  # fmt: skip
+        kept = [group for group, passes in groups if passes]
+        if len(kept) < self.num_groups:
+            logger.warning(
+                "only %d of the %d groups generated pass the filter, %d are wanted: loosen it or "
+                "raise max_oversampling",
+                len(kept),
+                len(groups),
+                self.num_groups,
+            )
+            kept = kept or [group for group, _ in groups[: self.num_groups]]
+        rollouts = [rollout for group in kept for rollout in group if rollout.error is None]
         samples = [sample for rollout in rollouts for sample in rollout.samples]
+        metrics = batch_metrics([group for group, _ in groups])
+        metrics["num_samples"] = float(len(samples))
+        metrics["filtered_share"] = 1 - sum(passes for _, passes in groups) / len(groups)
+        metrics["generation_s"] = asyncio.get_running_loop().time() - start
         return Batch(step, policy_version, samples, rollouts, metrics)
 
     async def _run_groups(
@@ -253,36 +276,53 @@ class Orchestrator:
         num_rollouts: int,
         model: str,
         policy_version: int,
-    ) -> list[list[Rollout]]:
-        """All groups at once; raises when the server is lost or all rollouts failed."""
+        num_wanted: int,
+        finish: Callable[[list[Rollout]], bool] = lambda group: True,
+    ) -> list[tuple[list[Rollout], bool]]:
+        """`num_wanted` groups at once, and one more for each that `finish` rejects while there are
+        examples left. Returns all in the order of `indices`, each with what `finish` said.
 
-        async def one(index: int) -> list[Rollout]:
+        Raises:
+            RolloutError: all rollouts failed.
+            ServerLostError: the server is lost.
+        """
+
+        async def one(number: int) -> tuple[int, list[Rollout]]:
             group = await self.env.run_group(
-                split, index, num_rollouts, model, self.sampling_args, policy_version, self._slots
-            )
+                split, indices[number], num_rollouts, model,
+                self.sampling_args, policy_version, self._slots,
+            )  # fmt: skip
             if any(rollout.error is not None for rollout in group):
                 await asyncio.to_thread(self.check_server)
-            return group
+            return number, group
 
-        tasks = [asyncio.create_task(one(index)) for index in indices]
+        numbers = iter(range(len(indices)))
+        running = {asyncio.create_task(one(n)) for n in itertools.islice(numbers, num_wanted)}
+        finished: dict[int, tuple[list[Rollout], bool]] = {}
         try:
-            groups = await asyncio.gather(*tasks)
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for number, group in await asyncio.gather(*done):
+                    finished[number] = (group, finish(group))
+                    if not finished[number][1] and (another := next(numbers, None)) is not None:
+                        running.add(asyncio.create_task(one(another)))
             await asyncio.to_thread(self.check_server)
         finally:
-            for task in tasks:  # gather leaves the others running when one raises
+            for task in running:
                 task.cancel()
-        errors = [
-            rollout.error for group in groups for rollout in group if rollout.error is not None
-        ]
+        groups = [finished[number] for number in sorted(finished)]
+        rollouts = [rollout for group, _ in groups for rollout in group]
+        errors = [rollout.error for rollout in rollouts if rollout.error is not None]
         kinds = Counter(describe_error(error) for error in errors)
-        total = sum(len(group) for group in groups)
-        if len(errors) == total:
+        if len(errors) == len(rollouts):
             raise RolloutError(
-                f"all {total} rollouts failed; most often: {kinds.most_common(1)[0][0]}. "
+                f"all {len(rollouts)} rollouts failed; most often: {kinds.most_common(1)[0][0]}. "
                 "The first one's traceback is above"
             ) from errors[0]
         for kind, count in kinds.most_common():
-            logger.warning("%d of %d rollouts failed and are left out: %s", count, total, kind)
+            logger.warning(
+                "%d of %d rollouts failed and are left out: %s", count, len(rollouts), kind
+            )
         return groups
 
     def _set_advantages(self, group: list[Rollout]) -> None:
@@ -307,54 +347,7 @@ class Orchestrator:
         indices = list(range(min(num_examples, self.env.num_examples("eval"))))
         if not indices:
             raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
-        groups = await self._run_groups("eval", indices, num_rollouts, model, policy_version)
-        rollouts = [rollout for group in groups for rollout in group]
-        survivors = [rollout for rollout in rollouts if rollout.error is None]
-        names = {name for rollout in survivors for name in rollout.metrics}
-        metrics = {
-            name: sum(r.metrics.get(name, 0.0) for r in survivors) / len(rollouts)
-            for name in sorted(names)
-        }
-        metrics["reward"] = sum(r.reward for r in survivors) / len(rollouts)
-        metrics["error_share"] = 1 - len(survivors) / len(rollouts)
-        metrics["truncated_share"] = sum(r.is_truncated for r in survivors) / len(rollouts)
-        metrics["num_rollouts"] = float(len(rollouts))
-        if num_rollouts > 1:
-            passed = sum(any(r.error is None and r.reward >= 1 for r in g) for g in groups)
-            metrics[f"pass@{num_rollouts}"] = passed / len(groups)
-        return metrics
-
-
-def describe_error(error: BaseException) -> str:
-    """One line: the exception and what caused it."""
-    parts = []
-    link: BaseException | None = error
-    while link is not None:
-        parts.append(f"{type(link).__name__}: {link}".removesuffix(": ").splitlines()[0])
-        link = link.__cause__
-    return " <- ".join(parts)
-
-
-def batch_metrics(groups: list[list[Rollout]]) -> dict[str, float]:
-    """Means over the surviving rollouts of a batch; docs/metrics.md defines each."""
-    rollouts = [rollout for group in groups for rollout in group if rollout.error is None]
-    rewards = np.array([rollout.reward for rollout in rollouts])
-    tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
-    num_all = sum(len(group) for group in groups)
-    uniform = [len({r.reward for r in group if r.error is None}) <= 1 for group in groups]
-    metrics = {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "completion_tokens": float(tokens.mean()),
-        "num_turns": float(np.mean([rollout.num_turns for rollout in rollouts])),
-        "num_samples": float(sum(len(rollout.samples) for rollout in rollouts)),
-        "truncated_share": float(np.mean([rollout.is_truncated for rollout in rollouts])),
-        "error_share": 1 - len(rollouts) / num_all,
-        "uniform_group_share": float(np.mean(uniform)),
-    }
-    for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
-        if name not in metrics:
-            metrics[f"env/{name}"] = float(
-                np.mean([rollout.metrics.get(name, 0.0) for rollout in rollouts])
-            )
-    return metrics
+        groups = await self._run_groups(
+            "eval", indices, num_rollouts, model, policy_version, num_wanted=len(indices)
+        )
+        return evaluation_metrics([group for group, _ in groups])

@@ -152,7 +152,7 @@ class Preflight:
         try:
             detail = check()
         except Exception as error:  # anything can be wrong; the other checks still run
-            from verifiers_rl.orchestrator import describe_error
+            from verifiers_rl.rollouts import describe_error
 
             # Our own errors say what to do; of others the kind and the cause matter.
             is_ours = type(error).__module__.startswith("verifiers_rl.")
