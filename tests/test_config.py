@@ -95,6 +95,8 @@ def test_every_option_of_ours_has_a_help():
             r"min_reward=0.9: must not be above max_reward=0.1",
         ),
         ({"max_oversampling": 0.5}, r"max_oversampling=0.5: must be a number >= 1"),
+        ({"max_oversampling": 2.0}, r"max_oversampling=2.0: without effect unless min_reward_var"),
+        ({"min_reward": 0.1, "shuffle": False}, r"shuffle=False: with a filter it must be True"),
         ({"advantage": "gae"}, r"advantage='gae': must be one of mean, std, leave_one_out, maxrl"),
         ({"loss_normalization": "batch"}, r"loss_normalization='batch': must be one of token,"),
         ({"max_tokens_per_microbatch": 0}, r"max_tokens_per_microbatch=0: must be an integer >= 1"),
@@ -158,7 +160,18 @@ def test_gradient_checkpointing_is_passed_on_to_trainer(value):
 
 
 def test_other_ranks_wait_as_long_as_rank_0_may_take():
-    assert RLConfig(use_cpu=True).ddp_timeout == 2 * 3 * 600 + 3 * 300 + 120
-    options = {"max_concurrent": 128, "generation_timeout": 1000.0, "max_oversampling": 1.0}
-    assert RLConfig(use_cpu=True, **options).ddp_timeout == 2 * 4 * 1000 + 3 * 300 + 120
+    assert RLConfig(use_cpu=True).ddp_timeout == 3 * 600 + 3 * 300 + 120
+    options = {"max_concurrent": 128, "generation_timeout": 1000.0, "use_cpu": True}
+    assert RLConfig(**options).ddp_timeout == 9 * 1000 + 3 * 300 + 120
+    filtered = RLConfig(**options, min_reward=0.1, max_oversampling=2.0)
+    assert filtered.ddp_timeout == 17 * 1000 + 3 * 300 + 120
     assert RLConfig(use_cpu=True, ddp_timeout=9000).ddp_timeout == 9000
+
+
+@pytest.mark.parametrize(
+    ("max_oversampling", "expected"), [(1.0, 5), (1.2, 6), (1.5, 7), (3.0, 15)]
+)
+def test_oversampling_stays_within_its_bound(max_oversampling, expected):
+    options = {"batch_size": 80, "max_oversampling": max_oversampling, "use_cpu": True}
+    assert RLConfig(**options, min_reward_variance=1e-6).max_groups_per_batch == expected
+    assert RLConfig(use_cpu=True, batch_size=80).max_groups_per_batch == 5

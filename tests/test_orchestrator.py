@@ -335,7 +335,7 @@ def one_step(orchestrator, step=0):
 )
 def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, kept, generated):
     runner = StubRunner(num_examples=30, outcome=solved)
-    options = {"shuffle": False, "max_oversampling": 4.0}
+    options = {"shuffle": False, "max_groups": 8}
     orchestrator = make_orchestrator(runner, group_filter=group_filter, **options)
     batch = one_step(orchestrator)
     assert [rollout.example_id for rollout in batch.rollouts[::4]] == kept
@@ -349,23 +349,70 @@ def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, k
 
 def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrator, caplog):
     runner = StubRunner(num_examples=30, outcome=solved)
-    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_oversampling": 2.0}
+    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
     orchestrator = make_orchestrator(runner, shuffle=False, **options)
     first = one_step(orchestrator)
     assert sorted(call[1] for call in runner.seen) == [0, 1, 2, 3]
     assert [rollout.example_id for rollout in first.rollouts[::4]] == [2]  # 5 was not reached
-    assert "only 1 of the 4 groups generated pass the filter, 2 are wanted" in caplog.text
+    assert "1 of the 4 groups generated pass, 2 are wanted: loosen GroupFilter(" in caplog.text
+    assert "min_reward_variance=1e-06" in caplog.text
     runner.seen.clear()
     one_step(orchestrator, step=1)
     assert sorted(call[1] for call in runner.seen) == [4, 5, 6, 7]
 
 
-def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator):
-    runner = StubRunner(outcome=lambda index, i: 0.5)
-    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_oversampling": 1.5}
-    batch = one_step(make_orchestrator(runner, **options))
+@pytest.mark.parametrize(
+    "group_filter", [GroupFilter(min_reward_variance=100.0), GroupFilter(max_reward=0.1)]
+)
+def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator, group_filter):
+    runner = StubRunner(outcome=lambda index, i: float(i))
+    batch = one_step(make_orchestrator(runner, group_filter=group_filter, max_groups=3))
+    assert len(runner.seen) == 3
     assert len(batch.samples) == 8 and batch.metrics["filtered_share"] == 1.0
     assert not any(rollout.advantage for rollout in batch.rollouts)
+    assert not any(any(sample.advantages) for sample in batch.samples)
+
+
+def test_a_group_that_failed_is_no_batch(make_orchestrator):
+    """Example 0 fails, which is not replaced; the others do not pass."""
+    runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 0.5)
+    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
+    batch = one_step(make_orchestrator(runner, shuffle=False, **options))
+    assert [call[1] for call in runner.seen] == [0, 1, 2, 3]
+    assert len(batch.samples) == 8 and {r.example_id for r in batch.rollouts} == {1, 2}
+
+
+def test_an_environment_that_always_fails_is_not_asked_for_more(make_orchestrator):
+    runner = StubRunner(outcome=lambda index, i: ValueError("x"))
+    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 20}
+    with pytest.raises(RolloutError, match="all 8 rollouts failed"):
+        one_step(make_orchestrator(runner, **options))
+
+
+def test_no_replacement_begins_after_the_deadline_of_one_rollout(make_orchestrator):
+    runner = StubRunner(outcome=lambda index, i: 0.5, delay_s=0.3)
+    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 40}
+    batch = one_step(make_orchestrator(runner, rollout_timeout_s=0.45, **options))
+    assert len(runner.seen) == 4  # two at 0 s, two at 0.3 s, none at 0.6 s
+    assert len(batch.samples) == 8
+
+
+def test_a_server_lost_while_groups_are_replaced_ends_the_batch(make_orchestrator):
+    lost = []
+
+    def outcome(index, i):
+        return ConnectionError("gone") if len(runner.seen) > 3 else 0.5
+
+    def check_server():
+        if len(runner.seen) > 3:
+            lost.append(True)
+            raise ServerLostError("gone")
+
+    runner = StubRunner(outcome=outcome)
+    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 40}
+    with pytest.raises(ServerLostError):
+        one_step(make_orchestrator(runner, check_server, **options))
+    assert lost and runner.in_flight == 0
 
 
 def test_a_batch_of_failures_truncations_and_survivors_adds_up(make_orchestrator):

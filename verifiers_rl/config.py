@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.losses import make_loss
+from verifiers_rl.rollouts import GroupFilter
 
 
 class ConfigError(ValueError):
@@ -203,7 +204,7 @@ class RLConfig(TrainingArguments):
     max_oversampling: float = _option(
         3.0,
         "With one of these three set, at most this times batch_size rollouts are generated for a "
-        "batch, which stays smaller if that is not enough.",
+        "batch, none begun after generation_timeout; it stays smaller if that is not enough.",
     )
     advantage: str = _option(
         "mean",
@@ -271,8 +272,9 @@ class RLConfig(TrainingArguments):
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
         # The other ranks wait for rank 0's batch: not shorter than rank 0 waits for it.
-        waves = math.ceil(self.batch_size * self.max_oversampling / self.max_concurrent)
-        longest_s = 2 * waves * self.generation_timeout + 3 * self.vllm_server_timeout + 120
+        num_rollouts = self.max_groups_per_batch * self.rollouts_per_example
+        waves = math.ceil(num_rollouts / self.max_concurrent)
+        longest_s = (2 * waves + 1) * self.generation_timeout + 3 * self.vllm_server_timeout + 120
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
@@ -367,6 +369,15 @@ class RLConfig(TrainingArguments):
             _is_number(self.max_oversampling) and self.max_oversampling >= 1,
             "must be a number >= 1",
         )
+        if self.group_filter().lets_all_pass:
+            check(
+                "max_oversampling",
+                self.max_oversampling == 3.0,
+                "without effect unless min_reward_variance, min_reward or max_reward is set",
+            )
+        else:
+            check("shuffle", self.shuffle, "with a filter it must be True, or every epoch would "
+                  "leave out the same examples")  # fmt: skip
         check("lora_dropout", 0 <= self.lora_dropout < 1, "must be >= 0 and < 1")
         check("top_p", 0 < self.top_p <= 1, "must be > 0 and <= 1")
         check("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1")
@@ -420,6 +431,17 @@ class RLConfig(TrainingArguments):
     @property
     def groups_per_batch(self) -> int:
         return self.batch_size // self.rollouts_per_example
+
+    def group_filter(self) -> GroupFilter:
+        return GroupFilter(self.min_reward_variance, self.min_reward, self.max_reward)
+
+    @property
+    def max_groups_per_batch(self) -> int:
+        """Groups generated for one batch at most, those that the filter rejects included."""
+        if self.group_filter().lets_all_pass:
+            return self.groups_per_batch
+        # 1e-9: 5 * 1.2 is a little less than 6
+        return max(int(self.groups_per_batch * self.max_oversampling + 1e-9), 1)
 
     def sampling_args(self) -> dict[str, Any]:
         """What a rollout request carries. Neutral values are left out, except those whose default

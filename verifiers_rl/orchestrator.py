@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -78,9 +77,11 @@ class Orchestrator:
         rollout_timeout_s: deadline of one rollout; a batch may take it once for each wave of
             `max_concurrent`.
         shuffle, seed: order of the examples.
-        group_filter: groups that do not pass are replaced by new ones as they come in.
-        max_oversampling: with a filter, at most this times the batch's groups are generated. Each
-            step has that many examples of the epoch to itself, whether it needs them or not.
+        group_filter: groups that do not pass are replaced by new ones as they come in, within the
+            first `rollout_timeout_s` of a batch.
+        max_groups: at most so many groups are generated for a batch. Each step has that many
+            examples of the epoch to itself, whether it needs them or not. Default: no more than
+            the batch's.
         advantage, mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
     """
 
@@ -97,7 +98,7 @@ class Orchestrator:
         shuffle: bool = True,
         seed: int = 42,
         group_filter: GroupFilter | None = None,
-        max_oversampling: float = 3.0,
+        max_groups: int | None = None,
         advantage: str = "mean",
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
@@ -113,9 +114,7 @@ class Orchestrator:
         self.seed = seed
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
-        self.max_groups = self.num_groups
-        if not self.group_filter.lets_all_pass:
-            self.max_groups = math.ceil(self.num_groups * max_oversampling)
+        self.max_groups = max_groups or self.num_groups
         self.advantage_fn = ADVANTAGES[advantage]
         self.mask_truncated_completions = mask_truncated_completions
         self.zero_truncated_completions = zero_truncated_completions
@@ -211,20 +210,20 @@ class Orchestrator:
     def _result(self, future: Future[Any], num_rollouts: int) -> Any:
         """Wait for it with a deadline.
 
-        Rollout and scoring have each the rollout's deadline, once for each wave of max_concurrent;
-        this one, a minute later, is for what neither saw.
+        Rollout and scoring have each the rollout's deadline, once for each wave of max_concurrent,
+        and replacements may begin one later; this one, a minute later, is for what neither saw.
         """
         waves = -(-num_rollouts // self.max_concurrent)
-        deadline_s = 2 * waves * self.rollout_timeout_s + 60.0
+        deadline_s = (2 * waves + 1) * self.rollout_timeout_s + 60.0
         try:
             return future.result(timeout=deadline_s)
         except TimeoutError:
             if future.done():
                 raise  # an error of the rollouts' own
             raise TimeoutError(
-                f"{num_rollouts} rollouts did not end within {deadline_s:g} s, twice "
-                f"generation_timeout ({self.rollout_timeout_s:g} s) and a minute: does the "
-                "environment block its event loop?"
+                f"{num_rollouts} rollouts did not end within {deadline_s:g} s, three times "
+                f"generation_timeout ({self.rollout_timeout_s:g} s) or more: does the environment "
+                "block its event loop?"
             ) from None
 
     async def _shut_down(self) -> None:
@@ -254,14 +253,15 @@ class Orchestrator:
         kept = [group for group, passes in groups if passes]
         if len(kept) < self.num_groups:
             logger.warning(
-                "only %d of the %d groups generated pass the filter, %d are wanted: loosen it or "
-                "raise max_oversampling",
-                len(kept),
-                len(groups),
-                self.num_groups,
-            )
-            kept = kept or [group for group, _ in groups[: self.num_groups]]
+                "%d of the %d groups generated pass, %d are wanted: loosen %s or raise "
+                "max_oversampling", len(kept), len(groups), self.num_groups, self.group_filter,
+            )  # fmt: skip
         rollouts = [rollout for group in kept for rollout in group if rollout.error is None]
+        if not rollouts:  # a batch of those that did not pass, without signal
+            rollouts = [r for group, _ in groups for r in group if r.error is None]
+            rollouts = rollouts[: self.batch_size]
+            for rollout in rollouts:
+                rollout.set_advantage(0.0)
         samples = [sample for rollout in rollouts for sample in rollout.samples]
         metrics = batch_metrics([group for group, _ in groups])
         metrics["num_samples"] = float(len(samples))
@@ -280,7 +280,7 @@ class Orchestrator:
         finish: Callable[[list[Rollout]], bool] = lambda group: True,
     ) -> list[tuple[list[Rollout], bool]]:
         """`num_wanted` groups at once, and one more for each that `finish` rejects while there are
-        examples left. Returns all in the order of `indices`, each with what `finish` said.
+        examples and time left. Returns all in the order of `indices`, each with what `finish` said.
 
         Raises:
             RolloutError: all rollouts failed.
@@ -296,6 +296,7 @@ class Orchestrator:
                 await asyncio.to_thread(self.check_server)
             return number, group
 
+        deadline = asyncio.get_running_loop().time() + self.rollout_timeout_s
         numbers = iter(range(len(indices)))
         running = {asyncio.create_task(one(n)) for n in itertools.islice(numbers, num_wanted)}
         finished: dict[int, tuple[list[Rollout], bool]] = {}
@@ -304,8 +305,11 @@ class Orchestrator:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for number, group in await asyncio.gather(*done):
                     finished[number] = (group, finish(group))
-                    if not finished[number][1] and (another := next(numbers, None)) is not None:
-                        running.add(asyncio.create_task(one(another)))
+                    is_late = asyncio.get_running_loop().time() > deadline
+                    if not finished[number][1] and not is_late:
+                        running |= {
+                            asyncio.create_task(one(n)) for n in itertools.islice(numbers, 1)
+                        }
             await asyncio.to_thread(self.check_server)
         finally:
             for task in running:
@@ -335,11 +339,10 @@ class Orchestrator:
         rewards = torch.tensor([r.reward for r in survivors], dtype=torch.float64)
         advantages = self.advantage_fn(rewards)
         for rollout, advantage in zip(survivors, advantages.tolist(), strict=True):
-            rollout.advantage = advantage
-            for sample in rollout.samples:
-                if rollout.is_truncated and self.mask_truncated_completions:
+            if rollout.is_truncated and self.mask_truncated_completions:
+                for sample in rollout.samples:
                     sample.loss_mask = [False] * len(sample.loss_mask)
-                sample.set_advantage(advantage)
+            rollout.set_advantage(advantage)
 
     async def _evaluate(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int

@@ -22,7 +22,8 @@ def example_index(position: int, num_examples: int, shuffle: bool, seed: int) ->
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Which groups are worth training on, by the rewards of their surviving rollouts.
+    """Which groups are worth training on, by the rewards of their surviving rollouts. A group
+    without survivors passes: were it replaced, an environment that always fails would end later.
 
     Attributes:
         min_reward_variance: a smaller variance (over n) does not pass; 0 lets all pass.
@@ -41,9 +42,7 @@ class GroupFilter:
         if self.lets_all_pass:
             return True
         rewards = np.array([rollout.reward for rollout in group if rollout.error is None])
-        if not len(rewards):
-            return False
-        return bool(
+        return not len(rewards) or bool(
             rewards.var() >= self.min_reward_variance
             and (self.min_reward is None or rewards.mean() >= self.min_reward)
             and (self.max_reward is None or rewards.mean() <= self.max_reward)

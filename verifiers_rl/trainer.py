@@ -54,7 +54,6 @@ from verifiers_rl.metrics import (
     print_rollouts,
 )
 from verifiers_rl.packing import Layout, collate, plan_microbatches
-from verifiers_rl.rollouts import GroupFilter
 from verifiers_rl.types import Batch, Microbatch
 
 logger = logging.getLogger(__name__)
@@ -272,8 +271,8 @@ class RLTrainer(Trainer):
             rollout_timeout_s=args.generation_timeout,
             shuffle=args.shuffle,
             seed=args.seed,
-            group_filter=GroupFilter(args.min_reward_variance, args.min_reward, args.max_reward),
-            max_oversampling=args.max_oversampling,
+            group_filter=args.group_filter(),
+            max_groups=args.max_groups_per_batch,
             advantage=args.advantage,
             mask_truncated_completions=args.mask_truncated_completions,
             zero_truncated_completions=args.zero_truncated_completions,

@@ -89,6 +89,12 @@ class Rollout:
     error: BaseException | None = None
     advantage: float = 0.0
 
+    def set_advantage(self, advantage: float) -> None:
+        """Of the rollout and of every loss token of its samples."""
+        self.advantage = advantage
+        for sample in self.samples:
+            sample.set_advantage(advantage)
+
     @property
     def num_sampled_tokens(self) -> int:
         return sum(version >= 0 for sample in self.samples for version in sample.policy_versions)
