@@ -136,10 +136,12 @@ def test_an_error_in_one_rollout_costs_only_that_rollout(make_trainer):
 
 
 def test_groups_that_teach_nothing_are_replaced(make_trainer):
-    def reward(completion, prompt):
-        """Always the same for one of the two examples."""
-        is_uniform = prompt[-1]["content"] == "abc"
-        return 0.5 if is_uniform else float(len(completion[-1]["content"]))
+    def reward(completion, prompt, answer):
+        """Always the same for one of the two examples, letters in the right place for the other."""
+        if prompt[-1]["content"] == "abc":
+            return 0.5
+        pairs = zip(completion[-1]["content"], answer, strict=False)
+        return float(sum(given == right for given, right in pairs))
 
     dataset = Dataset.from_dict({"question": ["abc", "defg"], "answer": ["cba", "gfed"]})
     env = vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[reward]))
