@@ -1,4 +1,4 @@
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 from transformers import TrainingArguments
@@ -175,3 +175,10 @@ def test_oversampling_stays_within_its_bound(max_oversampling, expected):
     options = {"batch_size": 80, "max_oversampling": max_oversampling, "use_cpu": True}
     assert RLConfig(**options, min_reward_variance=1e-6).max_groups_per_batch == expected
     assert RLConfig(use_cpu=True, batch_size=80).max_groups_per_batch == 5
+
+
+def test_what_floats_round_down_is_not_lost_and_the_filter_gets_its_bounds():
+    options = {"min_reward_variance": 0.01, "min_reward": 0.1, "max_reward": 0.9}
+    config = RLConfig(use_cpu=True, batch_size=1600, max_oversampling=1.15, **options)
+    assert config.max_groups_per_batch == 115
+    assert asdict(config.group_filter()) == options

@@ -440,7 +440,7 @@ class RLConfig(TrainingArguments):
         """Groups generated for one batch at most, those that the filter rejects included."""
         if self.group_filter().lets_all_pass:
             return self.groups_per_batch
-        # 1e-9: 5 * 1.2 is a little less than 6
+        # 1e-9: 100 * 1.15 is 114.99999999999999
         return max(int(self.groups_per_batch * self.max_oversampling + 1e-9), 1)
 
     def sampling_args(self) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from verifiers_rl.cli.rl import (
     Child,
     assign_gpus,
     check_trainer_options,
+    ended_early,
+    ended_within,
     server_command,
-    wait_for_server,
 )
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 
@@ -318,7 +319,7 @@ class Preflight:
             inherit=False,
         )
         try:
-            wait_for_server(self.server, self.client, args.vllm_server_timeout, None)
+            self._wait_for_server(self.server, start + args.vllm_server_timeout)
         except InferenceServerError:
             for line in self.log.read_text(errors="replace").splitlines()[-30:]:
                 print(f"      {line}", flush=True)
@@ -328,6 +329,20 @@ class Preflight:
         return (
             f"answers after {time.monotonic() - start:.0f} s, serves the model in "
             f"{status['dtype']} on {status['device']}, max_model_len {status['max_model_len']}"
+        )
+
+    def _wait_for_server(self, server: Child, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            try:
+                self.client.status()
+                return
+            except InferenceServerError:
+                pass  # not yet: its process tells whether to go on waiting
+            if ended_within(server, 0.5):
+                raise ended_early(server, None)
+        raise InferenceServerError(
+            f"the server was not ready after {self.args.vllm_server_timeout:g} s; "
+            "raise vllm_server_timeout"
         )
 
     def check_served_tokenizer(self) -> str:

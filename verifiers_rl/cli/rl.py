@@ -331,28 +331,6 @@ def ended_early(server: Child, log: Path | None) -> InferenceServerError:
     )
 
 
-def wait_for_server(
-    server: Child, client: InferenceClient, timeout_s: float, log: Path | None
-) -> None:
-    """Return when the server answers.
-
-    Raises:
-        InferenceServerError: its process ended, or it did not answer in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            client.status()
-            return
-        except InferenceServerError:
-            pass  # not yet: its process tells whether to go on waiting
-        if ended_within(server, 0.5):
-            raise ended_early(server, log)
-    raise InferenceServerError(
-        f"the server was not ready after {timeout_s:g} s; raise vllm_server_timeout"
-    )
-
-
 def run_in_tmux(config: RunConfig, options: argparse.Namespace) -> int:
     """The supervisor in one pane, the server's log in the other; returns the trainer's exit status.
 

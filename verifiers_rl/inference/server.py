@@ -99,9 +99,8 @@ class WeightSyncRoutes:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
         body = await read_body(receive)
         fields = json_object(body)
-        # From here on nothing is awaited before vLLM has the request: an update that begins now
-        # finds it counted.
         await self.open.wait()
+        # Nothing else is awaited before the request is counted, so no update can miss it.
         headers = dict(scope["headers"])
         if b"x-request-id" not in headers:  # vLLM makes its own id of it
             headers[b"x-request-id"] = secrets.token_hex(16).encode()
