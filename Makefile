@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml
 EXAMPLE := examples/reverse_text
 
 demo: $(INSTALLED)
-	$(BIN)/python $(EXAMPLE)/warm_start.py $(EXAMPLE)/outputs/warm_start
+	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 
 test: $(INSTALLED)

@@ -45,7 +45,8 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     model = folder / f"warm_start_{seed}"
     start = time.monotonic()
     if not model.exists():
-        command = [sys.executable, str(EXAMPLE / "warm_start.py"), str(model), "--seed", str(seed)]
+        command = [sys.executable, str(EXAMPLE.parent / "warm_start.py")]
+        command += [str(EXAMPLE / "reverse_text.py"), str(model), "--seed", str(seed)]
         subprocess.run(command, check=True, capture_output=True)
     warm_start_s = time.monotonic() - start
     config = tomllib.loads((EXAMPLE / "rl.toml").read_text())

@@ -74,7 +74,7 @@ def step_of_ours(samples: list[Any], vocab: int, use_lora: bool, folder: str) ->
     from verifiers_rl.types import Batch
 
     class OneBatch:
-        is_pending = True
+        num_pending = 1
 
         def get(self) -> Batch:
             return Batch(0, 0, samples)

@@ -76,7 +76,7 @@ def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, A
 
     The float32 values are the checkpoint's, as when training starts from a bfloat16 model.
     """
-    sys.path.insert(0, str(ROOT / "examples" / "reverse_text"))
+    sys.path.insert(0, str(ROOT / "examples"))
     from warm_start import make_tokenizer
 
     tokenizer = make_tokenizer()

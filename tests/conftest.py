@@ -93,7 +93,8 @@ def token() -> Iterator[str]:
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's model, trained a little shorter than in the demo."""
     folder = tmp_path_factory.mktemp("warm_start")
-    command = [sys.executable, str(EXAMPLE / "warm_start.py"), str(folder)]
+    command = [sys.executable, str(EXAMPLE.parent / "warm_start.py")]
+    command += [str(EXAMPLE / "reverse_text.py"), str(folder)]
     command += ["--clean-steps", "220", "--noisy-steps", "40"]
     subprocess.run(command, check=True, capture_output=True, timeout=500)
     return folder

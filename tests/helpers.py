@@ -18,10 +18,11 @@ EXAMPLE = ROOT / "examples" / "reverse_text"
 
 
 def load_example(name: str) -> ModuleType:
-    """A module of examples/reverse_text, without installing it."""
+    """A module of examples, of any folder there, without installing it."""
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
-    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
+    path = next(iter(sorted(EXAMPLE.parent.rglob(f"{name}.py"))))
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -60,7 +61,7 @@ def make_tiny_llama() -> LlamaForCausalLM:
 
 
 def make_samples(
-    num_samples: int, seed: int = 0, prompt: int = 3, longest: int = 9
+    num_samples: int, seed: int = 0, prompt: int = 3, longest: int = 9, version: int = 0
 ) -> list[Sample]:
     """Random samples: a prompt without loss,
     then up to `longest` sampled tokens with random logprobs.
@@ -73,7 +74,7 @@ def make_samples(
             [rng.randrange(256) for _ in range(prompt + n)],
             [False] * prompt + [True] * n,
             [0.0] * prompt + [-5.0 - rng.random() for _ in range(n)],
-            [-1] * prompt + [0] * n,
+            [-1] * prompt + [version] * n,
         )
         sample.set_advantage(rng.uniform(-1, 1))
         samples.append(sample)
@@ -91,36 +92,34 @@ class StubSource:
         self.calls: list[str] = []
         self.running = False
         self.eval_metrics = {"reward": 0.5}
-        self._step: int | None = None
+        self.pending: list[tuple[int, int]] = []  # step, policy version
 
     @property
-    def is_pending(self) -> bool:
-        return self._step is not None
+    def num_pending(self) -> int:
+        return len(self.pending)
 
     def start(self) -> None:
         self.running = True
 
     def submit(self, step: int, model: str, policy_version: int) -> None:
-        assert self.running and self._step is None
+        assert self.running
         self.submitted.append((step, model, policy_version))
         self.calls.append(f"submit {step}")
-        self._step = step
+        self.pending.append((step, policy_version))
 
     def raise_if_failed(self) -> None: ...
 
     def discard(self) -> None:
         self.calls.append("discard")
-        self._step = None
+        self.pending.clear()
 
     def wait(self) -> None:
         self.calls.append("wait")
 
     def get(self) -> Batch:
-        assert self._step is not None
-        step, self._step = self._step, None
+        step, version = self.pending.pop(0)
         self.calls.append(f"get {step}")
-        version = self.submitted[-1][2]
-        samples = make_samples(self.batch_size, seed=step)
+        samples = make_samples(self.batch_size, seed=step, version=version)
         rollouts = [Rollout(0, "p", "c", reward=0.25, samples=[s], num_turns=1) for s in samples]
         return Batch(step, version, samples, rollouts, {"reward": 0.25})
 
@@ -133,7 +132,7 @@ class StubSource:
 
     def stop(self) -> None:
         self.running = False
-        self._step = None
+        self.pending.clear()
 
 
 class StubSink:
@@ -144,9 +143,11 @@ class StubSink:
     def __init__(self) -> None:
         self.policy_version: int | None = None
         self.pushed: list[int] = []
+        self.in_flight: list[str] = []
 
-    def push(self, model: torch.nn.Module, policy_version: int) -> dict[str, float]:
+    def push(self, model: torch.nn.Module, policy_version: int, in_flight: str) -> dict[str, float]:
         self.pushed.append(policy_version)
+        self.in_flight.append(in_flight)
         self.policy_version = policy_version
         return {"sync_s": 0.0}
 

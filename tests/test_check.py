@@ -11,7 +11,7 @@ from tests.conftest import free_port
 from tests.helpers import EXAMPLE, load_example, make_tiny_model
 from tests.test_e2e_train import processes_of, write_run
 from verifiers_rl.cli.check import Preflight, check_versions
-from verifiers_rl.cli.config import RunConfig, toml_argument
+from verifiers_rl.cli.config import EnvTable, RunConfig, toml_argument
 from verifiers_rl.logprobs import token_logprobs_and_entropy
 
 
@@ -22,14 +22,16 @@ def model_folder(tmp_path):
     return tmp_path / "model"
 
 
+ENV_ARGS = {"num_train": 8, "num_eval": 4, "instruction": ""}
+
+
 @pytest.fixture
 def make_preflight(model_folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also restores what check_gpus sets
 
     def make(trainer_args=None, **options):
         options = {
-            "env_id": "reverse_text",
-            "env_args": {"num_train": 8, "num_eval": 4, "instruction": ""},
+            "envs": [EnvTable("reverse_text", ENV_ARGS)],
             "inference_gpus": 0,
             "trainer_gpus": 0,
             "trainer_args": {"max_seq_len": 64, "vllm_server_port": free_port()}
@@ -113,10 +115,12 @@ def test_a_tokenizer_without_template_or_end(make_preflight, lines, model_folder
 
 
 def test_an_environment_that_does_not_load(make_preflight, lines):
-    line = lines(make_preflight(env_id="nowhere"), "options", "environment")[1]
+    line = lines(make_preflight(envs=[EnvTable("nowhere", ENV_ARGS)]), "options", "environment")[1]
     assert line.startswith("FIX   environment: cannot load environment 'nowhere'")
     assert "No module named 'nowhere'" in line
-    line = lines(make_preflight(env_args={"size": 3}), "options", "environment")[1]
+    line = lines(
+        make_preflight(envs=[EnvTable("reverse_text", {"size": 3})]), "options", "environment"
+    )[1]
     assert "'size': 3" in line and "unexpected keyword argument 'size'" in line
 
 

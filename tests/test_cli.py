@@ -9,6 +9,7 @@ from tests.conftest import free_port, processes_of
 from tests.helpers import ROOT, load_example, make_tiny_model
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import (
+    EnvTable,
     RunConfig,
     TomlError,
     check_trainer_args,
@@ -37,7 +38,7 @@ def write_toml(tmp_path, model_folder):
 
 def make_config(**options):
     return RunConfig(
-        **{"path": Path("/somewhere/config.toml"), "model": "m", "env_id": "e", **options}
+        **{"path": Path("/somewhere/config.toml"), "model": "m", "envs": [EnvTable("e")], **options}
     )
 
 
@@ -50,14 +51,50 @@ def test_a_full_toml_is_read(write_toml, model_folder):
         )
     )
     assert config.model == str(model_folder)  # relative to the TOML
-    assert (config.env_id, config.env_args) == ("e", {"a": 1})
+    assert config.envs == [EnvTable("e", {"a": 1})] and not config.is_mix
     assert (config.inference_gpus, config.trainer_gpus) == (2, 3)
     assert (config.inference_args, config.trainer_args) == ({"dtype": "float32"}, {"max_steps": 4})
+
+
+def test_several_environments_are_read(write_toml):
+    config = load_run_config(
+        write_toml(
+            '[[env]]\nid = "e"\nweight = 3\n[[env]]\nid = "e"\nname = "f"\n'
+            "args = { a = 1 }\nsampling = { max_tokens = 4 }\n"
+        )
+    )
+    assert config.is_mix
+    second = EnvTable("e", {"a": 1}, "f", 1.0, {"max_tokens": 4})
+    assert config.envs == [EnvTable("e", weight=3), second]
+    assert config.envs[0].name == "e"
+
+
+def test_the_environments_of_a_toml_come_with_their_weights(write_toml):
+    path = write_toml(
+        '[[env]]\nid = "reverse_text"\nweight = 3\nargs = { num_train = 8, num_eval = 2 }\n'
+        '[[env]]\nid = "letter_hunt"\nname = "game"\nsampling = { max_tokens = 4 }\n'
+    )
+    config = load_run_config(path)
+    for name in ("reverse_text", "letter_hunt"):
+        text = (ROOT / "examples" / name / f"{name}.py").read_text()
+        (path.parent / f"{name}.py").write_text(text)
+    first, second = config.load_envs()
+    assert (first.name, first.weight, len(first.env.get_dataset())) == ("reverse_text", 3, 8)
+    assert (second.name, second.weight) == ("game", 1.0)
+    assert second.sampling_args == {"max_tokens": 4} and second.env.max_turns == 5
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("env = []\n", r"env must be one \[env\] or several \[\[env\]\]"),
+        ("env = 3\n", r"env must be one \[env\] or several \[\[env\]\], not 3"),
+        ('[[env]]\nid = "e"\n[[env]]\nid = 2\n', r"\[\[env\]\] 2: id=2 must be a string"),
+        ('[[env]]\nid = "e"\nwight = 2\n', r"\[\[env\]\] 1 has an unknown key 'wight'.*'weight'"),
+        ('[[env]]\nid = "e"\nweight = "x"\n', r"\[\[env\]\] 1: weight='x' must be a number > 0"),
+        ('[[env]]\nid = "e"\nweight = 0\n', r"\[\[env\]\] 1: weight=0 must be a number > 0"),
+        ('[[env]]\nid = "e"\n[[env]]\nid = "e"\n', r"two \[\[env\]\] are named 'e'"),
+        ('[env]\nid = "e"\nweight = 2\n', r"\[env\] has an unknown key 'weight'"),
         (
             '[env]\nid = "e"\n[trainer]\ngpu = 1\n',
             r"\[trainer\] has an unknown key 'gpu'; did you mean 'gpus'",
@@ -66,7 +103,7 @@ def test_a_full_toml_is_read(write_toml, model_folder):
             '[env]\nid = "e"\n[trainr]\n',
             r"the top level has an unknown key 'trainr'; did you mean 'trainer'",
         ),
-        ("[env]\n", r"env.id is missing"),
+        ("[env]\n", r"\[env\]: id is missing"),
         ('[env]\nid = "e"\n[inference]\ngpus = -1\n', r"inference.gpus=-1 must be an integer >= 0"),
         ('[env]\nid = "e"\n[inference]\nargs = 3\n', r"\[inference.args\] must be a table, not 3"),
         ("[env\n", r"config.toml: "),
@@ -208,7 +245,7 @@ def run(module, *args, **environment):
     ("text", "model", "message"),
     [
         ('[env]\nid = "e"\n[trainer.args]\nbatchsize = 3\n', None, "did you mean 'batch_size'"),
-        ("[env]\n", None, "env.id is missing"),
+        ("[env]\n", None, "[env]: id is missing"),
         ('[env]\nid = "e"\n', "./nowhere", "no such folder"),
         (
             '[env]\nid = "e"\n[trainer]\ngpus = 0\n[trainer.args]\nbatch_size = 100\n',

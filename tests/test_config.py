@@ -73,7 +73,9 @@ def test_every_option_of_ours_has_a_help():
         ({"presence_penalty": 3}, r"presence_penalty=3: must be from -2 to 2"),
         ({"lora_rank": 0}, r"lora_rank=0"),
         ({"lora_dropout": 1.0}, r"lora_dropout=1.0"),
-        ({"max_off_policy_steps": 2}, r"max_off_policy_steps=2: must be 0 or 1"),
+        ({"temperature": 2.5}, r"temperature=2.5: must be at most 2"),
+        ({"client_type": "chat"}, r"client_type='chat': must be one of openai_chat_completions, "),
+        ({"max_off_policy_steps": -1}, r"max_off_policy_steps=-1: must be an integer >= 0"),
         (
             {"max_prompt_len": 64, "max_seq_len": 64},
             r"max_prompt_len=64: must be below max_seq_len=64",

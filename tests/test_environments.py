@@ -6,14 +6,20 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 
-from tests.helpers import EXAMPLE, load_example
+from tests.helpers import EXAMPLE, load_example, make_samples
+from verifiers_rl.clients import TokenClient, make_client, reason_against_chat_template
+from verifiers_rl.config import RLConfig
 from verifiers_rl.environments import (
     ClassicEnvironment,
     InvalidEnvironmentError,
+    WeightedEnv,
     load_environment,
+    make_runner,
     samples_from_trajectory,
     versions_of_tokens,
 )
+from verifiers_rl.rollouts import batch_metrics, evaluation_metrics
+from verifiers_rl.types import Rollout
 
 
 def turn(prompt, completion, logprobs=None):
@@ -241,7 +247,7 @@ def test_max_prompt_len_leaves_examples_out(caplog):
     runner = ClassicEnvironment(
         env, "http://unused", WordTokenizer(), max_seq_len=64, max_prompt_len=3
     )
-    assert runner.num_examples("train") == 2
+    assert runner.sizes("train") == [2]
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
     with pytest.raises(InvalidEnvironmentError, match=r"training dataset is empty, \d were longer"):
         ClassicEnvironment(
@@ -253,6 +259,151 @@ def test_max_prompt_len_leaves_examples_out(caplog):
             max_seq_len=64,
             max_prompt_len=3,
         )
+
+
+def make_mix(tmp_path, *mixed, **options):
+    args = RLConfig(output_dir=str(tmp_path), max_seq_len=64, **options)
+    return make_runner(list(mixed), "http://unused", WordTokenizer(), args)
+
+
+def test_a_mix_runs_each_example_in_its_own_environment(tmp_path):
+    mix = make_mix(
+        tmp_path,
+        WeightedEnv(make_env(size=3), "a", weight=2),
+        WeightedEnv(make_env(size=2), "b", sampling_args={"max_tokens": 5, "top_k": 7}),
+    )
+    assert mix.sizes("train") == [3, 2] and mix.weights == [2, 1.0]
+    for part in mix.parts:
+        part._client = ScriptedClient(say_ok)
+
+    async def run(index):
+        own = {"max_tokens": 9}
+        return await mix.run_group("train", index, 1, "m", own, 0, asyncio.Semaphore(1))
+
+    rollouts = [asyncio.run(run(index))[0] for index in range(5)]
+    assert [(r.env, r.prompt) for r in rollouts] == [
+        ("a", "q0"), ("a", "q1"), ("a", "q2"), ("b", "q0"), ("b", "q1"),
+    ]  # fmt: skip
+    (_, own), (_, others) = mix.parts[1]._client.requests[0], mix.parts[0]._client.requests[0]
+    assert (own["max_tokens"], own["extra_body"]["top_k"]) == (5, 7)
+    assert others == {"max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("mixed", "error", "message"),
+    [
+        ([], InvalidEnvironmentError, "at least one"),
+        (["x"], InvalidEnvironmentError, "WeightedEnv"),
+        (["a", "a"], InvalidEnvironmentError, "two environments are named 'a'"),
+        (
+            [("a", {"temperature": 2})],
+            InvalidEnvironmentError,
+            "'a', sampling: temperature=2: cannot",
+        ),
+        ([("a", {"top_p": "1"})], InvalidEnvironmentError, "'a', sampling: top_p='1': must be > 0"),
+        ([("a", {"top_p": 3})], InvalidEnvironmentError, "top_p=3: must be > 0 and <= 1"),
+    ],
+)
+def test_a_mix_that_cannot_work_is_one_clear_error(tmp_path, mixed, error, message):
+    made = [
+        "no WeightedEnv"
+        if one == "x"
+        else WeightedEnv(make_env(), one)
+        if isinstance(one, str)
+        else WeightedEnv(make_env(), one[0], sampling_args=one[1])
+        for one in mixed
+    ]
+    with pytest.raises(error, match=message):
+        make_mix(tmp_path, *made)
+    with pytest.raises(InvalidEnvironmentError, match="weight=-1 must be a number > 0"):
+        WeightedEnv(make_env(), "a", weight=-1)
+
+
+def test_metrics_of_several_environments_are_kept_apart():
+    def rollout(env, reward, score=None, error=None):
+        made = Rollout(0, "p", env=env, num_turns=2, samples=make_samples(1), error=error)
+        made.reward, made.metrics = reward, {} if score is None else {"score": score}
+        return made
+
+    groups = [
+        [rollout("a", 1.0, 0.5), rollout("a", 0.0, 0.7)],
+        [rollout("b", 4.0), rollout("b", math.nan, error=ValueError())],
+    ]
+    metrics = batch_metrics(groups)
+    assert (metrics["reward"], metrics["a/reward"], metrics["b/reward"]) == (5 / 3, 0.5, 4.0)
+    assert metrics["a/score"] == pytest.approx(0.6) and "b/score" not in metrics
+    assert (metrics["error_share"], metrics["b/error_share"]) == (0.25, 0.5)
+    assert metrics["a/group_share"] == 0.5 and metrics["broken_turn_share"] == 0.0
+    evaluated = evaluation_metrics(groups)
+    assert (evaluated["reward"], evaluated["b/reward"]) == (1.25, 2.0)
+    assert evaluated["a/score"] == pytest.approx(0.6) and "score" not in evaluated
+    # Two samples of two turns: each second turn started anew.
+    groups[0][0].samples = make_samples(2)
+    assert batch_metrics(groups)["broken_turn_share"] == pytest.approx(1 / 3)
+    alone = batch_metrics(groups[:1])
+    assert "env/score" not in alone and alone["a/score"] == pytest.approx(0.6)
+    assert "a/reward" not in alone
+
+
+@pytest.mark.parametrize(
+    ("assistant", "reason"),
+    [
+        ("{{ m.content }}", None),
+        ("{{ m.content.split('</think>')[-1] }}", "drops the thinking of past turns"),
+        ("{{ m.content | upper }}", "rewrites past turns"),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_a_template_that_does_not_give_back_past_turns_is_named(assistant, reason):
+    tokenizer = load_example("warm_start").make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        + assistant
+        + "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.name_or_path = "some/model"
+    found = reason_against_chat_template(tokenizer)
+    assert found == (reason and f"the chat template of 'some/model' {reason}")
+
+
+def test_the_token_client_tokenises_new_messages_itself():
+    tokenizer = load_example("warm_start").make_tokenizer(["<tool_call>", "</tool_call>"])
+    client = TokenClient(object(), tokenizer)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    ids = asyncio.run(
+        client.tokenize(messages, None, "m", extra_kwargs={"add_generation_prompt": False})
+    )
+    text = '<|assistant|><tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|end|>'
+    assert tokenizer.decode(ids) == text
+    parts = {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}
+    longer = asyncio.run(client.tokenize([*messages, parts], None, "m"))
+    assert tokenizer.decode(longer) == text + "<|user|>a\nb<|end|><|assistant|>"
+
+
+def test_the_renderer_client_passes_all_sampling_options_on(monkeypatch):
+    seen = {}
+
+    async def generate(**kwargs):
+        seen.update(kwargs)
+        return {"content": "ok", "finish_reason": "stop"}
+
+    monkeypatch.setattr("verifiers.legacy.clients.renderer_client.generate", generate)
+    tokenizer = load_example("warm_start").make_tokenizer()
+    options = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "top_k": 7, "temperature": 1.5}
+    sampling = RLConfig(**options).sampling_args()
+
+    async def run():
+        client = make_client("renderer", "http://unused", tokenizer, 1.0)
+        try:
+            return await client.get_native_response([], "m", sampling, state={})
+        finally:
+            await client.close()
+
+    assert asyncio.run(run())["content"] == "ok"
+    assert options.items() <= seen["sampling_params"].items()
+    assert "return_token_ids" not in seen["sampling_params"]
 
 
 def test_something_else_than_an_environment_is_refused():

@@ -9,8 +9,10 @@ from tests.helpers import make_samples
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import Orchestrator, RolloutError
-from verifiers_rl.rollouts import GroupFilter, example_index
+from verifiers_rl.rollouts import ExampleOrder, GroupFilter, example_index
 from verifiers_rl.types import Rollout
+
+IN_TURN = ExampleOrder([10_000], shuffle=False)
 
 
 class StubRunner:
@@ -26,8 +28,8 @@ class StubRunner:
         self.in_flight = self.most_in_flight = 0
         self.closed = False
 
-    def num_examples(self, split):
-        return self.size if split == "train" else 4
+    def sizes(self, split):
+        return [self.size if split == "train" else 4]
 
     async def open(self): ...
 
@@ -121,17 +123,54 @@ def test_rollouts_run_on_the_thread_while_the_trainer_goes_on(make_orchestrator)
     start = time.monotonic()
     orchestrator.submit(0, "policy", 0)
     assert time.monotonic() - start < 0.8
-    assert orchestrator.is_pending
+    assert orchestrator.num_pending == 1
     orchestrator.get()
     assert runner.threads == {"orchestrator"}
-    assert not orchestrator.is_pending
+    assert orchestrator.num_pending == 0
 
 
-def test_only_one_batch_can_be_pending(make_orchestrator):
-    orchestrator = make_orchestrator(StubRunner())
-    orchestrator.submit(0, "policy", 0)
-    with pytest.raises(AssertionError, match="pending"):
-        orchestrator.submit(1, "policy", 0)
+def test_several_batches_are_generated_at_once_and_taken_in_order(make_orchestrator):
+    runner = StubRunner(num_examples=100, delay_s=0.3)
+    orchestrator = make_orchestrator(runner)
+    for step in range(4):
+        orchestrator.submit(step, "policy", policy_version=step)
+    assert orchestrator.num_pending == 4
+    batches = [orchestrator.get() for _ in range(4)]
+    assert runner.most_in_flight == 32
+    assert [(batch.step, batch.policy_version) for batch in batches] == [(i, i) for i in range(4)]
+    assert orchestrator.num_pending == 0
+
+
+def test_earlier_batches_get_their_places_first(make_orchestrator):
+    finished = []
+
+    def outcome(index, i):
+        finished.append(index)
+        return float(i)
+
+    runner = StubRunner(num_examples=100, outcome=outcome, delay_s=0.01)
+    orchestrator = make_orchestrator(runner, max_concurrent=2, order=IN_TURN)
+    for step in range(3):
+        orchestrator.submit(step, "policy", policy_version=0)
+    orchestrator.get()
+    assert set(finished[:8]) == {0, 1}  # step 0's examples
+    orchestrator.wait()
+    assert orchestrator.num_pending == 2
+
+
+def test_an_error_is_raised_when_its_batch_is_the_next(make_orchestrator):
+    def outcome(index, i):
+        return ValueError("broken tool") if index >= 2 else float(i)
+
+    orchestrator = make_orchestrator(StubRunner(outcome=outcome), order=IN_TURN)
+    for step in range(2):
+        orchestrator.submit(step, "policy", policy_version=0)
+    with pytest.raises(RolloutError, match="broken tool"):
+        orchestrator.wait()
+    orchestrator.raise_if_failed()
+    assert orchestrator.get().step == 0
+    with pytest.raises(RolloutError, match="broken tool"):
+        orchestrator.raise_if_failed()
 
 
 def test_each_epoch_has_each_example_once_in_its_own_order():
@@ -142,10 +181,24 @@ def test_each_epoch_has_each_example_once_in_its_own_order():
     assert [example_index(i, 10, False, seed=3) for i in range(12)] == [*range(10), 0, 1]
 
 
+def test_environments_get_their_shares_and_each_its_examples_once_an_epoch():
+    order = ExampleOrder([6, 4, 10], weights=[3, 1, 2], seed=3)
+    drawn = order.at(range(600))
+    parts = [[i for i in drawn if low <= i < high] for low, high in ((0, 6), (6, 10), (10, 20))]
+    assert [len(part) for part in parts] == pytest.approx([300, 100, 200], abs=3)
+    assert sorted(parts[1][:4]) == sorted(parts[1][4:8]) == [6, 7, 8, 9]
+    # Every stretch has its share, and where it begins makes no difference.
+    assert sum(i < 6 for i in drawn[100:120]) == pytest.approx(10, abs=2)
+    assert [order.at(range(p, p + 1))[0] for p in range(50, 60)] == drawn[50:60]
+    assert ExampleOrder([6, 4, 10], [3, 1, 2], seed=4).at(range(600)) != drawn
+    alone = ExampleOrder([7], seed=3).at(range(20))
+    assert alone == [example_index(p, 7, True, 3) for p in range(20)]
+
+
 def test_resume_sees_the_same_examples(make_orchestrator):
     def examples(steps):
         runner = StubRunner()
-        orchestrator = make_orchestrator(runner, seed=5)
+        orchestrator = make_orchestrator(runner, order=ExampleOrder([10], seed=5))
         for step in steps:
             orchestrator.submit(step, "policy", step)
             orchestrator.get()
@@ -203,7 +256,7 @@ def test_a_batch_of_a_server_that_lost_the_policy_meanwhile_is_not_taken(make_or
     # It may come back: the step under way is not interrupted, and the batch can be asked for again.
     orchestrator.raise_if_failed()
     orchestrator.discard()
-    assert not orchestrator.is_pending
+    assert orchestrator.num_pending == 0
     orchestrator.check_server = lambda: None
     orchestrator.submit(0, "policy", 0)
     assert orchestrator.get().step == 0
@@ -335,7 +388,7 @@ def one_step(orchestrator, step=0):
 )
 def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, kept, generated):
     runner = StubRunner(num_examples=30, outcome=solved)
-    options = {"shuffle": False, "max_groups": 8}
+    options = {"order": IN_TURN, "max_groups": 8}
     orchestrator = make_orchestrator(runner, group_filter=group_filter, **options)
     batch = one_step(orchestrator)
     assert [rollout.example_id for rollout in batch.rollouts[::4]] == kept
@@ -350,7 +403,7 @@ def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, k
 def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrator, caplog):
     runner = StubRunner(num_examples=30, outcome=solved)
     options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
-    orchestrator = make_orchestrator(runner, shuffle=False, **options)
+    orchestrator = make_orchestrator(runner, order=IN_TURN, **options)
     first = one_step(orchestrator)
     assert sorted(call[1] for call in runner.seen) == [0, 1, 2, 3]
     assert [rollout.example_id for rollout in first.rollouts[::4]] == [2]  # 5 was not reached
@@ -377,7 +430,7 @@ def test_a_group_that_failed_is_no_batch(make_orchestrator):
     """Example 0 fails, which is not replaced; the others do not pass."""
     runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 0.5)
     options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
-    batch = one_step(make_orchestrator(runner, shuffle=False, **options))
+    batch = one_step(make_orchestrator(runner, order=IN_TURN, **options))
     assert [call[1] for call in runner.seen] == [0, 1, 2, 3]
     assert len(batch.samples) == 8 and {r.example_id for r in batch.rollouts} == {1, 2}
 
@@ -425,7 +478,7 @@ def test_a_batch_of_failures_truncations_and_survivors_adds_up(make_orchestrator
         return "2.0" if number == 7 else float(i)
 
     orchestrator = make_orchestrator(
-        StubRunner(num_examples=50, outcome=outcome), batch_size=200, shuffle=False
+        StubRunner(num_examples=50, outcome=outcome), batch_size=200, order=IN_TURN
     )
     batch = one_step(orchestrator)
     assert len(batch.rollouts) == len(batch.samples) == 180

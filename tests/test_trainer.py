@@ -295,6 +295,36 @@ def test_one_batch_stays_pending_and_weights_change_only_between_batches(make_tr
     assert not source.running
 
 
+def test_with_more_off_policy_steps_so_many_batches_are_ahead(make_trainer):
+    source = StubSource()
+    trainer = make_trainer(source=source, max_off_policy_steps=3, max_steps=6)
+    sink = trainer.weight_sync
+    trainer.train()
+    assert source.calls[:6] == ["submit 0", "get 0", "submit 1", "submit 2", "submit 3", "get 1"]
+    assert source.calls[6:] == ["submit 4", "get 2", "submit 5", "get 3", "get 4", "get 5"]
+    # No batch is older than three steps. While batches are pending, requests may be running, and
+    # keep their keys and values over the swap.
+    assert [version for _, _, version in source.submitted] == [0, 0, 0, 0, 1, 2]
+    assert list(zip(sink.pushed, sink.in_flight, strict=True)) == [
+        (0, "recompute"), (1, "keep"), (2, "keep"), (6, "recompute"),
+    ]  # fmt: skip
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["staleness"] for row in logged] == [0.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+    assert [row["staleness_max"] for row in logged] == [0.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+
+
+def test_a_lost_server_gets_all_batches_ahead_again(make_trainer):
+    trainer = make_trainer(source=FragileSource(lost_in=[2]), max_off_policy_steps=2, max_steps=5)
+    trainer.weight_sync = FragileSink()
+    trainer.train()
+    calls = [call for call in trainer.orchestrator.calls if not call.startswith("get")]
+    assert calls == [
+        "submit 0", "submit 1", "submit 2", "submit 3",
+        "discard", "submit 2", "submit 3", "submit 4",
+    ]  # fmt: skip
+    assert [version for _, _, version in trainer.orchestrator.submitted] == [0, 0, 0, 1, 2, 2, 2]
+
+
 def test_max_off_policy_steps_0_generates_with_the_newest_weights(make_trainer):
     source = StubSource()
     trainer = make_trainer(source=source, max_off_policy_steps=0)
@@ -456,6 +486,20 @@ def test_an_error_of_the_pending_batch_interrupts_the_step(make_trainer):
         make_trainer(source=FailsLater()).train()
 
 
+def test_an_error_in_mid_step_leaves_a_checkpoint_of_the_steps_before(make_trainer):
+    class FailsLater(StubSource):
+        def raise_if_failed(self):
+            if self.submitted[-1][0] == 2:
+                raise ValueError("the next batch broke")
+
+    trainer = make_trainer(source=FailsLater(), save_strategy="steps", save_steps=100)
+    with pytest.raises(ValueError, match="the next batch broke"):
+        trainer.train()
+    assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")] == [
+        "checkpoint-1"
+    ]
+
+
 class FragileSource(StubSource):
     """Its server is lost in `get` of these steps, as often as they are listed."""
 
@@ -464,8 +508,8 @@ class FragileSource(StubSource):
         self.lost_in = lost_in
 
     def get(self):
-        if self._step in self.lost_in:
-            self.lost_in.remove(self._step)
+        if self.pending[0][0] in self.lost_in:
+            self.lost_in.remove(self.pending[0][0])
             raise ServerLostError("no answer from the inference server")
         return super().get()
 
@@ -478,12 +522,12 @@ class FragileSink(StubSink):
         self.lost_in, self.comes_back = list(lost_in), comes_back
         self.waits = 0
 
-    def push(self, model, policy_version):
+    def push(self, model, policy_version, in_flight):
         if policy_version in self.lost_in:
             self.lost_in.remove(policy_version)
             self.policy_version = None
             raise ServerLostError("no answer from the inference server")
-        return super().push(model, policy_version)
+        return super().push(model, policy_version, in_flight)
 
     def wait_for_server(self):
         super().wait_for_server()

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verifiers_rl.config import RLConfig
+    from verifiers_rl.environments import WeightedEnv
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
     from verifiers_rl.trainer import RLTrainer
 
 __version__ = "0.1.0"
-__all__ = ["LossInputs", "LossOutputs", "Orchestrator", "RLConfig", "RLTrainer", "cispo"]
+__all__ = [
+    "LossInputs",
+    "LossOutputs",
+    "Orchestrator",
+    "RLConfig",
+    "RLTrainer",
+    "WeightedEnv",
+    "cispo",
+]
 
 _HOME = {
     "LossInputs": "losses",
@@ -21,6 +30,7 @@ _HOME = {
     "Orchestrator": "orchestrator",
     "RLConfig": "config",
     "RLTrainer": "trainer",
+    "WeightedEnv": "environments",
     "cispo": "losses",
 }
 

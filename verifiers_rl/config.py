@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -11,6 +12,13 @@ from transformers import TrainingArguments
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.losses import make_loss
 from verifiers_rl.rollouts import GroupFilter
+
+# Not temperature: the trainer takes the logprobs of a batch at one.
+_SAMPLING_OF_ONE_ENV = (
+    *("max_tokens", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+CLIENT_TYPES = ("openai_chat_completions", "openai_chat_completions_token", "renderer")
 
 
 class ConfigError(ValueError):
@@ -156,8 +164,9 @@ class RLConfig(TrainingArguments):
     )
     max_off_policy_steps: int = _option(
         1,
-        "1: generate the next batch while training on this one. "
-        "0: generate each batch with the newest weights.",
+        "Batches generated ahead. 1: the next one while training on this one. 0: each batch with "
+        "the newest weights. 2 and more keep the server busy while a batch waits for its slowest "
+        "rollouts; weights then change in mid-rollout, and no token is older than this many steps.",
     )
 
     # --- Sampling ---------------------------------------------------------------------------------
@@ -181,6 +190,14 @@ class RLConfig(TrainingArguments):
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
     max_concurrent: int = _option(512, "Rollouts in flight at a time.")
+    client_type: Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"] = (
+        _option(
+            "openai_chat_completions_token",
+            "What a turn sends to the server. openai_chat_completions_token: the tokens so far and "
+            "those of new messages; openai_chat_completions: messages, tokenised anew at each "
+            "turn; renderer: tokens made by the renderers package. See clients.py.",
+        )
+    )
 
     # --- What enters the loss ---------------------------------------------------------------------
     mask_env_responses: bool = _option(
@@ -272,9 +289,11 @@ class RLConfig(TrainingArguments):
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
         # The other ranks wait for rank 0's batch: not shorter than rank 0 waits for it.
-        num_rollouts = self.max_groups_per_batch * self.rollouts_per_example
+        num_batches = max(self.max_off_policy_steps, 1)
+        num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
         waves = math.ceil(num_rollouts / self.max_concurrent)
-        longest_s = (2 * waves + 1) * self.generation_timeout + 3 * self.vllm_server_timeout + 120
+        waiting_s = (2 * waves + num_batches) * self.generation_timeout
+        longest_s = waiting_s + 3 * self.vllm_server_timeout + 120
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
@@ -349,6 +368,7 @@ class RLConfig(TrainingArguments):
                 _is_number(getattr(self, name)) and getattr(self, name) >= 0,
                 "must be a number >= 0",
             )
+        check("temperature", self.temperature <= 2, "must be at most 2, which is vLLM's limit")
         for name in ("presence_penalty", "frequency_penalty"):
             check(
                 name,
@@ -379,8 +399,8 @@ class RLConfig(TrainingArguments):
             check("shuffle", self.shuffle, "with a filter it must be True, or every epoch would "
                   "leave out the same examples")  # fmt: skip
         check("lora_dropout", 0 <= self.lora_dropout < 1, "must be >= 0 and < 1")
-        check("top_p", 0 < self.top_p <= 1, "must be > 0 and <= 1")
-        check("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1")
+        check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "must be > 0 and <= 1")
+        check("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "must be from 0 to 1")
         check(
             "vllm_server_port",
             _is_int(self.vllm_server_port) and 0 < self.vllm_server_port < 65536,
@@ -394,6 +414,7 @@ class RLConfig(TrainingArguments):
         for name, choices in (
             ("weight_sync_backend", ("auto", "nccl", "ipc", "gloo")),
             ("lora_sync", ("adapter", "merged")),
+            ("client_type", CLIENT_TYPES),
             ("advantage", ADVANTAGES),
             ("loss_normalization", ("token", "sequence", "constant")),
         ):
@@ -402,7 +423,11 @@ class RLConfig(TrainingArguments):
             make_loss(self.loss, self.loss_args)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        check("max_off_policy_steps", self.max_off_policy_steps in (0, 1), "must be 0 or 1")
+        check(
+            "max_off_policy_steps",
+            _is_int(self.max_off_policy_steps) and self.max_off_policy_steps >= 0,
+            "must be an integer >= 0",
+        )
         check(
             "rollouts_per_example",
             self.rollouts_per_example >= 2,
@@ -442,6 +467,23 @@ class RLConfig(TrainingArguments):
             return self.groups_per_batch
         # 1e-9: 100 * 1.15 is 114.99999999999999
         return max(int(self.groups_per_batch * self.max_oversampling + 1e-9), 1)
+
+    def with_sampling(self, options: dict[str, Any]) -> RLConfig:
+        """A copy with these sampling options in place of its own, for one of several environments.
+
+        Raises:
+            ConfigError: one is out of range, or cannot differ between environments.
+        """
+        copied = copy.copy(self)
+        for name, value in options.items():
+            if name not in _SAMPLING_OF_ONE_ENV:
+                raise ConfigError(
+                    f"{name}={value!r}: cannot be set for one environment; known: "
+                    f"{', '.join(_SAMPLING_OF_ONE_ENV)}"
+                )
+            setattr(copied, name, value)
+        copied._check_ranges()
+        return copied
 
     def sampling_args(self) -> dict[str, Any]:
         """What a rollout request carries. Neutral values are left out, except those whose default

@@ -5,23 +5,23 @@ turn its trajectories into token-exact samples.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
 import importlib
 import inspect
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import verifiers as vf
-from verifiers.legacy.clients import OpenAIChatCompletionsClient
-from verifiers.legacy.errors import EmptyModelResponseError
 
+from verifiers_rl.clients import make_client, reason_against_chat_template
 from verifiers_rl.types import Rollout, Sample
 
 logger = logging.getLogger(__name__)
@@ -125,47 +125,28 @@ def _segment(
     return token_ids, [in_loss] * n, [logprob] * n, [version] * n
 
 
-_policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
-    "policy_versions", default=None
-)
+@dataclass
+class WeightedEnv:
+    """One of several environments to train on.
 
-
-async def _remember_policy_versions(response: Any) -> None:
-    """httpx hook: the X-Policy-Versions header of a reply, "0:3,17:4" as [(0, 3), (17, 4)]."""
-    if header := response.headers.get("x-policy-versions"):
-        spans = [span.split(":") for span in header.split(",")]
-        _policy_versions.set([(int(start), int(version)) for start, version in spans])
-
-
-class RolloutClient(OpenAIChatCompletionsClient):
-    """The chat client of `verifiers`, for which an empty reply is a reply, and which keeps what
-    `vf-vllm` says about the policies that sampled it.
-
-    A policy that ends its turn at once has sampled a token like any other, and must be able to
-    unlearn it. The stock client raises EmptyModelResponseError, and the rollout would leave the
-    batch.
+    Attributes:
+        env: a classic `verifiers.Environment`.
+        name: prefix of its metrics.
+        weight: its share of the groups, up to a common factor.
+        sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}. Not
+            `temperature`: the trainer takes all logprobs at one.
     """
 
-    async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
-        _policy_versions.set(None)
-        response = await super().get_native_response(*args, **kwargs)
-        # Set by `_remember_policy_versions` in this very task.
-        response.policy_versions = _policy_versions.get()
-        return response
+    env: Any
+    name: str
+    weight: float = 1.0
+    sampling_args: dict[str, Any] = field(default_factory=dict)
 
-    async def raise_from_native_response(self, response: Any) -> None:
-        try:
-            await super().raise_from_native_response(response)
-        except EmptyModelResponseError:
-            if response is None or not response.choices:
-                raise
-
-    async def from_native_response(self, response: Any) -> Any:
-        parsed = await super().from_native_response(response)
-        parsed.policy_versions = getattr(response, "policy_versions", None)
-        if parsed.message.content is None and not parsed.message.tool_calls:
-            parsed.message.content = ""
-        return parsed
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight, int | float) or not 0 < self.weight < math.inf:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: weight={self.weight!r} must be a number > 0"
+            )
 
 
 class ClassicEnvironment:
@@ -174,12 +155,16 @@ class ClassicEnvironment:
     Args:
         env: the environment; `verifiers.EnvGroup` and its subclasses work too.
         base_url: of the inference server, without /v1.
-        tokenizer: only used to leave out prompts longer than `max_prompt_len`.
+        tokenizer: the model's; measures prompts (without one none is left out), and gives the
+            client the tokens of new messages.
         max_seq_len: longest sequence in tokens; `verifiers` cuts a longer one and marks it
             truncated.
         max_prompt_len: examples whose first prompt has more tokens are left out, None for no limit.
         mask_env_responses: see `samples_from_trajectory`.
         timeout_s: deadline of one rollout.
+        client_type: see `clients.py`.
+        name: prefix of its metrics.
+        sampling_args: of every request, in place of those that `run_group` is given.
 
     Raises:
         InvalidEnvironmentError: not a classic environment, or no training example is left.
@@ -194,6 +179,9 @@ class ClassicEnvironment:
         max_prompt_len: int | None = None,
         mask_env_responses: bool = True,
         timeout_s: float = 600.0,
+        client_type: str = "openai_chat_completions_token",
+        name: str = "env",
+        sampling_args: dict[str, Any] | None = None,
     ) -> None:
         if not isinstance(env, vf.Environment):
             raise InvalidEnvironmentError(
@@ -204,6 +192,11 @@ class ClassicEnvironment:
         self.base_url = base_url
         self.mask_env_responses = mask_env_responses
         self.timeout_s = timeout_s
+        self.tokenizer = tokenizer
+        self.client_type = client_type
+        self.name = name
+        self.weights = [1.0]
+        self.sampling_args = sampling_args
         self.num_overlong_prompts = 0
         self._client: Any = None
         env.set_max_seq_len(max_seq_len)
@@ -225,8 +218,18 @@ class ClassicEnvironment:
             )
             raise InvalidEnvironmentError(f"the environment's training dataset is empty{left_out}")
 
-    def num_examples(self, split: Split) -> int:
-        return len(self._examples[split])
+    def sizes(self, split: Split) -> list[int]:
+        """Examples of this split, one number for each environment."""
+        return [len(self._examples[split])]
+
+    @property
+    def is_multi_turn(self) -> bool:
+        envs = getattr(self.env, "envs", [self.env])  # an EnvGroup's
+        return any(getattr(env, "max_turns", 1) != 1 for env in envs)
+
+    @property
+    def first_prompt(self) -> list[Any]:
+        return list(self._examples["train"][0]["prompt"])
 
     @property
     def eval_dataset(self) -> Any:
@@ -234,25 +237,7 @@ class ClassicEnvironment:
 
     async def open(self) -> None:
         """Make the HTTP client; called on the event loop that will use it."""
-        from openai import AsyncOpenAI, DefaultAioHttpClient
-
-        # aiohttp, because httpcore's connection pool walks all connections at every request: with
-        # hundreds of concurrent rollouts that takes more time than the rollouts. No proxy: it is
-        # our own server.
-        http = DefaultAioHttpClient(
-            trust_env=False,
-            timeout=self.timeout_s,
-            event_hooks={"response": [_remember_policy_versions]},
-        )
-        self._client = RolloutClient(
-            AsyncOpenAI(
-                base_url=f"{self.base_url}/v1",
-                api_key=os.environ.get("VLLM_API_KEY", "none"),
-                http_client=http,
-                timeout=self.timeout_s,
-                max_retries=1,
-            )
-        )
+        self._client = make_client(self.client_type, self.base_url, self.tokenizer, self.timeout_s)
 
     async def close(self) -> None:
         if self._client is not None:
@@ -273,6 +258,7 @@ class ClassicEnvironment:
         Rollouts run through `env.rollout` one by one, not `env.run_group`, because there an
         exception in one of them (a tool that raises, say) would lose the whole group.
         """
+        sampling_args = self.sampling_args or sampling_args
         row = {**self._examples[split][index]}
         row.setdefault("example_id", index)
         runs = [self._run(row, model, sampling_args, slots) for _ in range(num_rollouts)]
@@ -323,7 +309,8 @@ class ClassicEnvironment:
         error: BaseException | None,
         policy_version: int,
     ) -> Rollout:
-        rollout = Rollout(example_id=index, prompt=_last_text(row.get("prompt")))
+        prompt = _last_text(row.get("prompt"))
+        rollout = Rollout(example_id=index, prompt=prompt, env=self.name)
         error = error or (state.get("error") if state is not None else None)
         if error is None:
             try:
@@ -354,7 +341,7 @@ class ClassicEnvironment:
 
     def _within(self, dataset: Any, tokenizer: Any, max_prompt_len: int | None) -> Any:
         """The dataset without the examples whose first prompt is too long."""
-        if max_prompt_len is None:
+        if max_prompt_len is None or tokenizer is None:
             return dataset
 
         def is_short(example: dict[str, Any]) -> bool:
@@ -372,6 +359,110 @@ class ClassicEnvironment:
                 max_prompt_len,
             )
         return dataset.select(kept)
+
+
+class MixedEnvironment:
+    """Several environments as one; their examples are counted through all in turn.
+
+    Raises:
+        InvalidEnvironmentError: two of one name.
+    """
+
+    def __init__(self, parts: Sequence[ClassicEnvironment], weights: Sequence[float]) -> None:
+        names = [part.name for part in parts]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise InvalidEnvironmentError(
+                f"two environments are named {twice[0]!r}; give one another name"
+            )
+        self.parts = list(parts)
+        self.weights = list(weights)
+        self.num_overlong_prompts = sum(part.num_overlong_prompts for part in parts)
+
+    def sizes(self, split: Split) -> list[int]:
+        return [size for part in self.parts for size in part.sizes(split)]
+
+    @property
+    def is_multi_turn(self) -> bool:
+        return any(part.is_multi_turn for part in self.parts)
+
+    @property
+    def first_prompt(self) -> list[Any]:
+        return self.parts[0].first_prompt
+
+    @property
+    def eval_dataset(self) -> Any:
+        return self.parts[0].eval_dataset
+
+    async def open(self) -> None:
+        for part in self.parts:
+            await part.open()
+
+    async def close(self) -> None:
+        for part in self.parts:
+            await part.close()
+
+    async def run_group(self, split: Split, index: int, *args: Any, **kwargs: Any) -> list[Rollout]:
+        starts = [0, *accumulate(self.sizes(split))]
+        which = bisect.bisect_right(starts, index) - 1
+        part = self.parts[which]
+        return await part.run_group(split, index - starts[which], *args, **kwargs)
+
+
+def make_runner(
+    env: Any, base_url: str, tokenizer: Any, args: Any
+) -> ClassicEnvironment | MixedEnvironment:
+    """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed.
+
+    Args:
+        env: a `verifiers.Environment`, or WeightedEnvs.
+        base_url: of the inference server, without /v1.
+        tokenizer: the model's.
+        args: the `RLConfig`.
+
+    Raises:
+        InvalidEnvironmentError: one cannot be used for training, or sampled so.
+    """
+    mixed = list(env) if isinstance(env, list | tuple) else [WeightedEnv(env, "env")]
+    if not mixed or not all(isinstance(one, WeightedEnv) for one in mixed):
+        raise InvalidEnvironmentError(
+            "env: a list of environments must hold WeightedEnv(env, name) only, and at least one"
+        )
+    sampling = []
+    for one in mixed:
+        try:
+            sampling.append(args.with_sampling(one.sampling_args))
+        except ValueError as error:
+            raise InvalidEnvironmentError(f"environment {one.name!r}, sampling: {error}") from error
+    for biased in {", ".join(one.sampling_changes_probabilities()) for one in sampling} - {""}:
+        logger.warning(
+            "%s: the server samples from another distribution than the trainer's softmax; "
+            "importance ratios will be off, watch mismatch_kl",
+            biased,
+        )
+    parts = [
+        ClassicEnvironment(
+            one.env,
+            base_url,
+            tokenizer,
+            max_seq_len=args.max_seq_len,
+            max_prompt_len=args.max_prompt_len,
+            mask_env_responses=args.mask_env_responses,
+            timeout_s=args.generation_timeout,
+            client_type=args.client_type,
+            name=one.name,
+            sampling_args=sampled.sampling_args() if one.sampling_args else None,
+        )
+        for one, sampled in zip(mixed, sampling, strict=True)
+    ]
+    runner = MixedEnvironment(parts, [one.weight for one in mixed]) if len(parts) > 1 else parts[0]
+    renders_anew = args.client_type == "openai_chat_completions" and runner.is_multi_turn
+    if renders_anew and tokenizer and (problem := reason_against_chat_template(tokenizer)):
+        logger.warning(
+            "%s: each turn will start a sequence of its own, and be trained as one. "
+            'client_type="openai_chat_completions_token" goes on with the tokens as sampled',
+            problem,
+        )
+    return runner
 
 
 def _report_reward_errors(rubric: Any) -> None:

@@ -19,6 +19,9 @@ from transformers.trainer_callback import ProgressCallback
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.types import Rollout
 
+# Logged as the largest over the steps since the last line, not as their mean.
+MAXIMA = ("importance_ratio_max", "staleness_max")
+
 
 class TokenMeans:
     """Means over the loss tokens of a batch,

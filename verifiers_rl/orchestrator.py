@@ -5,9 +5,12 @@
     ... optimizer step on the batch before ...
     get()  ◄──────────────────────────────  Batch: advantages set, errors left out
 
-One batch is pending at most. Weights change only between `get` and the next `submit`, so all tokens
-of a batch come from one policy version. Which examples a step may use follows from its number and
-the seed alone: a resumed run goes on with the examples that come next, without any saved cursor.
+By default one batch is pending at most, and weights change only between `get` and the next
+`submit`, so all tokens of a batch come from one policy version. With several pending, later ones
+fill what earlier ones leave of the server while they wait for their slowest rollouts, and weights
+change under them: every token carries its version. Which examples a step may use follows from its
+number and the seed alone: a resumed run goes on with the examples that come next, without any
+saved cursor.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
@@ -26,11 +29,11 @@ import torch
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.rollouts import (
+    ExampleOrder,
     GroupFilter,
     batch_metrics,
     describe_error,
     evaluation_metrics,
-    example_index,
 )
 from verifiers_rl.types import Batch, Rollout
 
@@ -42,9 +45,11 @@ class RolloutError(RuntimeError):
 
 
 class GroupRunner(Protocol):
-    """What the orchestrator needs of an environment; `environments.ClassicEnvironment` is one."""
+    """What the orchestrator needs of environments: `environments.ClassicEnvironment` is one,
+    `environments.MixedEnvironment` several. Their examples are counted through all in turn.
+    """
 
-    def num_examples(self, split: Literal["train", "eval"]) -> int: ...
+    def sizes(self, split: Literal["train", "eval"]) -> list[int]: ...
 
     async def open(self) -> None: ...
 
@@ -76,9 +81,9 @@ class Orchestrator:
         max_concurrent: rollouts in flight at a time.
         rollout_timeout_s: deadline of one rollout; a batch may take it once for each wave of
             `max_concurrent`.
-        shuffle, seed: order of the examples.
+        order: of the training examples; default: shuffled, environments in equal shares.
         group_filter: groups that do not pass are replaced by new ones as they come in, within the
-            first `rollout_timeout_s` of a batch.
+            first `rollout_timeout_s` of a batch times the batches pending.
         max_groups: at most so many groups are generated for a batch. Each step has that many
             examples of the epoch to itself, whether it needs them or not. Default: no more than
             the batch's.
@@ -95,8 +100,7 @@ class Orchestrator:
         sampling_args: dict[str, Any],
         max_concurrent: int = 512,
         rollout_timeout_s: float = 600.0,
-        shuffle: bool = True,
-        seed: int = 42,
+        order: ExampleOrder | None = None,
         group_filter: GroupFilter | None = None,
         max_groups: int | None = None,
         advantage: str = "mean",
@@ -110,8 +114,7 @@ class Orchestrator:
         self.sampling_args = sampling_args
         self.max_concurrent = max_concurrent
         self.rollout_timeout_s = rollout_timeout_s
-        self.shuffle = shuffle
-        self.seed = seed
+        self.order = order or ExampleOrder(env.sizes("train"))
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
         self.max_groups = max_groups or self.num_groups
@@ -121,7 +124,8 @@ class Orchestrator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._slots: asyncio.Semaphore
-        self._pending: Future[Batch] | None = None
+        # Each with the number of batches that were pending with it.
+        self._pending: deque[tuple[Future[Batch], int]] = deque()
 
     # --- Called by the trainer --------------------------------------------------------------------
 
@@ -136,36 +140,43 @@ class Orchestrator:
         self._run(self.env.open()).result(timeout=60.0)
 
     @property
-    def is_pending(self) -> bool:
-        return self._pending is not None
+    def num_pending(self) -> int:
+        return len(self._pending)
 
     def submit(self, step: int, model: str, policy_version: int) -> None:
-        """Begin to generate the batch of this step; `model` is what requests ask the server for."""
-        assert self._pending is None, "one batch is pending already"
-        self._pending = self._run(self._generate(step, model, policy_version))
+        """Begin to generate the batch of this step; `model` is what requests ask the server for.
+        Batches are taken in the order in which they were asked for.
+        """
+        num_batches = len(self._pending) + 1  # that share the server with it, as far as is known
+        batch = self._run(self._generate(step, model, policy_version, num_batches))
+        self._pending.append((batch, num_batches))
 
     def raise_if_failed(self) -> None:
-        """Raise the pending batch's error if it has one; returns at once.
+        """Raise the error of the first pending batch if it has one; returns at once.
         A lost server may come back: that is left to `get`.
         """
-        if self._pending is not None and self._pending.done():
-            error = self._pending.exception()
+        if self._pending and self._pending[0][0].done():
+            error = self._pending[0][0].exception()
             if error is not None and not isinstance(error, ServerLostError):
                 raise error
 
     def discard(self) -> None:
-        """Give the pending batch up, if one is pending."""
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
+        """Give up all pending batches."""
+        while self._pending:
+            self._pending.popleft()[0].cancel()
 
     def wait(self) -> None:
-        """Wait until the pending batch is there, if one is pending, without taking it."""
-        if self._pending is not None:
-            self._result(self._pending, self.max_groups * self.rollouts_per_example)
+        """Wait until all pending batches are there, without taking them."""
+        for batch, num_batches in self._pending:
+            self._wait_for(batch, num_batches)
+
+    def _wait_for(self, batch: Future[Batch], num_batches: int) -> Batch:
+        num_batches = max(num_batches, len(self._pending))
+        num_rollouts = self.max_groups * self.rollouts_per_example * num_batches
+        return self._result(batch, num_rollouts, num_batches)
 
     def get(self) -> Batch:
-        """Wait for the pending batch and take it.
+        """Wait for the first pending batch and take it.
 
         Raises:
             RolloutError: every rollout failed, or the advantage cannot take their rewards; the
@@ -173,19 +184,20 @@ class Orchestrator:
             ServerLostError: the server is gone, or has lost the policy.
             TimeoutError: it took longer than its deadline.
         """
-        assert self._pending is not None, "no batch was submitted"
-        self.wait()
-        batch, self._pending = self._pending.result(), None
+        assert self._pending, "no batch was submitted"
+        batch = self._wait_for(*self._pending[0])
+        self._pending.popleft()
         return batch
 
     def evaluate(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int
     ) -> dict[str, float]:
-        """Means over `num_rollouts` each of the first `num_examples` of the eval split.
-        Errors count as reward 0. docs/metrics.md defines each.
+        """Means over `num_rollouts` each of the first `num_examples` of each environment's eval
+        split. Errors count as reward 0. docs/metrics.md defines each.
         """
         coroutine = self._evaluate(num_examples, num_rollouts, model, policy_version)
-        return self._result(self._run(coroutine), num_examples * num_rollouts)
+        num_all = num_examples * num_rollouts * len(self.env.sizes("eval"))
+        return self._result(self._run(coroutine), num_all)
 
     def stop(self) -> None:
         """Cancel what is pending, close the environment's client and join the thread."""
@@ -199,7 +211,8 @@ class Orchestrator:
                 "the orchestrator thread did not stop: an environment blocks its event loop"
             )
         self._loop.close()
-        self._loop = self._thread = self._pending = None
+        self._loop = self._thread = None
+        self._pending.clear()
 
     # --- On the thread ----------------------------------------------------------------------------
 
@@ -207,14 +220,15 @@ class Orchestrator:
         assert self._loop is not None, "call start() first"
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _result(self, future: Future[Any], num_rollouts: int) -> Any:
+    def _result(self, future: Future[Any], num_rollouts: int, num_batches: int = 1) -> Any:
         """Wait for it with a deadline.
 
         Rollout and scoring have each the rollout's deadline, once for each wave of max_concurrent,
-        and replacements may begin one later; this one, a minute later, is for what neither saw.
+        and replacements may begin one later in each batch; this one, a minute later, is for what
+        neither saw.
         """
         waves = -(-num_rollouts // self.max_concurrent)
-        deadline_s = (2 * waves + 1) * self.rollout_timeout_s + 60.0
+        deadline_s = (2 * waves + num_batches) * self.rollout_timeout_s + 60.0
         try:
             return future.result(timeout=deadline_s)
         except TimeoutError:
@@ -233,10 +247,10 @@ class Orchestrator:
         await asyncio.gather(*others, return_exceptions=True)
         await self.env.close()
 
-    async def _generate(self, step: int, model: str, policy_version: int) -> Batch:
-        size = self.env.num_examples("train")
-        positions = range(step * self.max_groups, (step + 1) * self.max_groups)
-        indices = [example_index(position, size, self.shuffle, self.seed) for position in positions]
+    async def _generate(
+        self, step: int, model: str, policy_version: int, num_batches: int
+    ) -> Batch:
+        indices = self.order.at(range(step * self.max_groups, (step + 1) * self.max_groups))
         start = asyncio.get_running_loop().time()
 
         def finish(group: list[Rollout]) -> bool:
@@ -248,7 +262,7 @@ class Orchestrator:
 
         groups = await self._run_groups(
             "train", indices, self.rollouts_per_example, model, policy_version,
-            num_wanted=self.num_groups, finish=finish,
+            self.num_groups, finish, num_batches * self.rollout_timeout_s,
         )  # fmt: skip
         kept = [group for group, passes in groups if passes]
         if len(kept) < self.num_groups:
@@ -278,9 +292,11 @@ class Orchestrator:
         policy_version: int,
         num_wanted: int,
         finish: Callable[[list[Rollout]], bool] = lambda group: True,
+        replace_for_s: float = 0.0,
     ) -> list[tuple[list[Rollout], bool]]:
-        """`num_wanted` groups at once, and one more for each that `finish` rejects while there are
-        examples and time left. Returns all in the order of `indices`, each with what `finish` said.
+        """`num_wanted` groups at once, and one more for each that `finish` rejects within
+        `replace_for_s` seconds while there are examples left. Returns all in the order of
+        `indices`, each with what `finish` said.
 
         Raises:
             RolloutError: all rollouts failed.
@@ -296,7 +312,7 @@ class Orchestrator:
                 await asyncio.to_thread(self.check_server)
             return number, group
 
-        deadline = asyncio.get_running_loop().time() + self.rollout_timeout_s
+        deadline = asyncio.get_running_loop().time() + replace_for_s
         numbers = iter(range(len(indices)))
         running = {asyncio.create_task(one(n)) for n in itertools.islice(numbers, num_wanted)}
         finished: dict[int, tuple[list[Rollout], bool]] = {}
@@ -347,7 +363,11 @@ class Orchestrator:
     async def _evaluate(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int
     ) -> dict[str, float]:
-        indices = list(range(min(num_examples, self.env.num_examples("eval"))))
+        indices: list[int] = []
+        start = 0
+        for size in self.env.sizes("eval"):
+            indices += range(start, start + min(num_examples, size))
+            start += size
         if not indices:
             raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
         groups = await self._run_groups(

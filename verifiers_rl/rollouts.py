@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,7 +18,54 @@ def example_index(position: int, num_examples: int, shuffle: bool, seed: int) ->
     epoch, offset = divmod(position, num_examples)
     if not shuffle:
         return offset
-    return int(np.random.default_rng((seed, epoch)).permutation(num_examples)[offset])
+    return int(_epoch_order(num_examples, seed, epoch)[offset])
+
+
+@lru_cache(maxsize=32)  # a step asks for many positions of an epoch or two, of each environment
+def _epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(num_examples)
+
+
+class ExampleOrder:
+    """Which example each position of an endless run has, over one or several environments.
+
+    Positions are dealt to the environments in proportion to their weights by a low-discrepancy
+    sequence (multiples of the golden ratio modulo 1), so that every stretch of the run has about
+    its share of each; within an environment, `example_index` says what comes next. All of it
+    follows from the position: nothing has to be saved.
+
+    Args:
+        sizes: examples of each environment.
+        weights: share of each, up to a common factor; equal by default.
+        shuffle, seed: see `example_index`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float] | None = None,
+        shuffle: bool = True,
+        seed: int = 42,
+    ) -> None:
+        shares = np.array(weights or [1.0] * len(sizes), dtype=np.float64)
+        self._borders = np.cumsum(shares / shares.sum())[:-1]
+        self._sizes = list(sizes)
+        self._shuffle = shuffle
+        self._seed = seed
+
+    def at(self, positions: range) -> list[int]:
+        """The examples of these positions, counted through all environments in turn."""
+        if len(self._sizes) == 1:
+            return [example_index(p, self._sizes[0], self._shuffle, self._seed) for p in positions]
+        golden = (5**0.5 - 1) / 2
+        dealt = np.searchsorted(self._borders, np.arange(positions.stop) * golden % 1, "right")
+        counts = np.bincount(dealt[: positions.start], minlength=len(self._sizes))
+        examples = []
+        for env in dealt[positions.start :].tolist():
+            own = example_index(int(counts[env]), self._sizes[env], self._shuffle, self._seed)
+            examples.append(sum(self._sizes[:env]) + own)
+            counts[env] += 1
+        return examples
 
 
 @dataclass(frozen=True)
@@ -60,13 +108,35 @@ def describe_error(error: BaseException) -> str:
 
 
 def batch_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Means over the surviving rollouts of all groups; docs/metrics.md defines each."""
+    """Means over the surviving rollouts of all groups, and of each environment's where there are
+    several; docs/metrics.md defines each.
+    """
+    metrics = _group_metrics(groups)
+    envs = sorted({rollout.env for group in groups for rollout in group})
+    for env in envs:
+        own = [group for group in groups if group[0].env == env]
+        survivors = [rollout for group in own for rollout in group if rollout.error is None]
+        if len(envs) > 1:
+            metrics |= {f"{env}/{name}": value for name, value in _group_metrics(own).items()}
+            metrics[f"{env}/group_share"] = len(own) / len(groups)
+        for name in sorted({name for rollout in survivors for name in rollout.metrics}):
+            if name not in metrics:
+                values = [rollout.metrics.get(name, 0.0) for rollout in survivors]
+                metrics[f"{env}/{name}"] = float(np.mean(values))
+    return metrics
+
+
+def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group if rollout.error is None]
+    num_all = sum(len(group) for group in groups)
+    if not rollouts:  # all of this environment's failed
+        return {"error_share": 1.0}
     rewards = np.array([rollout.reward for rollout in rollouts])
     tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
-    num_all = sum(len(group) for group in groups)
     uniform = [len({r.reward for r in group if r.error is None}) <= 1 for group in groups]
-    metrics = {
+    num_later_turns = sum(rollout.num_turns - 1 for rollout in rollouts)
+    num_breaks = sum(len(rollout.samples) - 1 for rollout in rollouts)
+    return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "completion_tokens": float(tokens.mean()),
@@ -74,28 +144,41 @@ def batch_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         "truncated_share": float(np.mean([rollout.is_truncated for rollout in rollouts])),
         "error_share": 1 - len(rollouts) / num_all,
         "uniform_group_share": float(np.mean(uniform)),
+        "broken_turn_share": num_breaks / max(num_later_turns, 1),
     }
-    for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
-        if name not in metrics:
-            metrics[f"env/{name}"] = float(
-                np.mean([rollout.metrics.get(name, 0.0) for rollout in rollouts])
-            )
-    return metrics
 
 
 def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Means over all rollouts of an evaluation, errors as 0, and pass@k for groups of k > 1."""
+    """Means over all rollouts of an evaluation, errors as 0, and pass@k for groups of k > 1; of
+    each environment too where there are several.
+    """
+    envs = sorted({rollout.env for group in groups for rollout in group})
+    metrics = _evaluation_metrics(groups)
+    for env in envs:
+        own = [group for group in groups if group[0].env == env]
+        prefix = f"{env}/" if len(envs) > 1 else ""
+        for name, value in (_mean_scores(own) | _evaluation_metrics(own)).items():
+            metrics[prefix + name] = value
+    return metrics
+
+
+def _mean_scores(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Means of the environment's own metrics, errors as 0."""
     rollouts = [rollout for group in groups for rollout in group]
     survivors = [rollout for rollout in rollouts if rollout.error is None]
-    names = {name for rollout in survivors for name in rollout.metrics}
+    names = sorted({name for rollout in survivors for name in rollout.metrics})
+    return {n: sum(r.metrics.get(n, 0.0) for r in survivors) / len(rollouts) for n in names}
+
+
+def _evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group]
+    survivors = [rollout for rollout in rollouts if rollout.error is None]
     metrics = {
-        name: sum(r.metrics.get(name, 0.0) for r in survivors) / len(rollouts)
-        for name in sorted(names)
+        "reward": sum(r.reward for r in survivors) / len(rollouts),
+        "error_share": 1 - len(survivors) / len(rollouts),
+        "truncated_share": sum(r.is_truncated for r in survivors) / len(rollouts),
+        "num_rollouts": float(len(rollouts)),
     }
-    metrics["reward"] = sum(r.reward for r in survivors) / len(rollouts)
-    metrics["error_share"] = 1 - len(survivors) / len(rollouts)
-    metrics["truncated_share"] = sum(r.is_truncated for r in survivors) / len(rollouts)
-    metrics["num_rollouts"] = float(len(rollouts))
     if (num_rollouts := len(groups[0])) > 1:
         passed = sum(any(r.error is None and r.reward >= 1 for r in group) for group in groups)
         metrics[f"pass@{num_rollouts}"] = passed / len(groups)

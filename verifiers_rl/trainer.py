@@ -9,7 +9,8 @@
 
 With max_off_policy_steps = 1, as above, the batch was sampled by the weights of one step ago, and
 the server works while the trainer does. With 0 the weights are sent and the batch asked for first,
-and both sides wait for each other.
+and both sides wait for each other. With more, so many batches are asked for ahead, and the weights
+change while the server generates.
 
 Everything else (optimizer, schedule, clipping, logging, checkpoints, callbacks) is
 transformers.Trainer's own.
@@ -22,16 +23,15 @@ import copy
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from verifiers_rl.config import ConfigError, RLConfig
@@ -47,12 +47,14 @@ from verifiers_rl.logprobs import (
 )
 from verifiers_rl.losses import LossFn, LossInputs, make_loss, reference_kl, weigh_samples
 from verifiers_rl.metrics import (
+    MAXIMA,
     RewardProgressCallback,
     RunFilesCallback,
     TokenMeans,
     device_metrics,
     print_rollouts,
 )
+from verifiers_rl.models import load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
 from verifiers_rl.types import Batch, Microbatch
 
@@ -66,7 +68,7 @@ class BatchSource(Protocol):
     """
 
     @property
-    def is_pending(self) -> bool: ...
+    def num_pending(self) -> int: ...
     def start(self) -> None: ...
     def submit(self, step: int, model: str, policy_version: int) -> None: ...
     def raise_if_failed(self) -> None: ...
@@ -86,7 +88,9 @@ class WeightSink(Protocol):
 
     @property
     def model_name(self) -> str: ...
-    def push(self, model: nn.Module, policy_version: int) -> dict[str, float]: ...
+    def push(
+        self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
+    ) -> dict[str, float]: ...
     def wait_for_server(self) -> None: ...
     def close(self) -> None: ...
 
@@ -97,7 +101,7 @@ class RLTrainer(Trainer):
     Args:
         model: a folder, a name on the hub, or a `PreTrainedModel` (or a PEFT model) that is trained
             as it is.
-        env: a classic `verifiers.Environment`.
+        env: a classic `verifiers.Environment`, or a list of `WeightedEnv` that are mixed.
         args: all options.
         processing_class: the tokenizer; default: the model's own.
         loss_fn: `LossInputs -> LossOutputs`, called on each microbatch; replaces `args.loss`.
@@ -138,11 +142,7 @@ class RLTrainer(Trainer):
                 model if isinstance(model, str) else model.name_or_path
             )
         set_seed(args.seed)  # a new adapter's weights follow from it too
-        if isinstance(model, str):
-            # Full finetuning keeps float32 masters: in bfloat16 a small update is rounded away.
-            dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        policy: Any = self._with_adapter(model, args, peft_config)
+        policy = load_policy(model, args, peft_config)
         self.loss_fn = loss_fn or make_loss(args.loss, args.loss_args)
         self.batch: Batch | None = None  # the one being trained on
         # Metrics of the steps since the last line of logs.
@@ -193,57 +193,18 @@ class RLTrainer(Trainer):
 
     # --- Setting up -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _with_adapter(model: Any, args: RLConfig, peft_config: Any) -> Any:
-        if hasattr(model, "peft_config"):
-            return model
-        if peft_config is None and not args.use_lora:
-            if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
-                logger.warning("the model's weights become float32 masters for full finetuning")
-            return model.float()
-        from peft import LoraConfig, get_peft_model
-
-        peft_config = peft_config or LoraConfig(
-            task_type="CAUSAL_LM",
-            r=args.lora_rank,
-            lora_alpha=args.lora_alpha,
-            lora_dropout=args.lora_dropout,
-            target_modules=args.lora_target_modules,
-            modules_to_save=args.lora_modules_to_save,
-            use_rslora=args.lora_use_rslora,
-        )
-        with warnings.catch_warnings():
-            # peft asks transformers for a property by its deprecated name.
-            warnings.filterwarnings(
-                "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
-            )
-            return get_peft_model(model, peft_config)
-
     def _make_server_side(self, model: Any, env: Any, args: RLConfig, tokenizer: Any) -> Any:
         """Rank 0's orchestrator and weight sync; returns the environment's runner."""
-        from verifiers_rl.environments import ClassicEnvironment
+        from verifiers_rl.environments import make_runner
         from verifiers_rl.inference.client import InferenceClient
         from verifiers_rl.orchestrator import Orchestrator
+        from verifiers_rl.rollouts import ExampleOrder
         from verifiers_rl.weight_sync import WeightSync
 
         client = InferenceClient(
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout
         )
-        runner = ClassicEnvironment(
-            env,
-            client.base_url,
-            tokenizer,
-            max_seq_len=args.max_seq_len,
-            max_prompt_len=args.max_prompt_len,
-            mask_env_responses=args.mask_env_responses,
-            timeout_s=args.generation_timeout,
-        )
-        if biased := args.sampling_changes_probabilities():
-            logger.warning(
-                "%s: the server samples from another distribution than the trainer's softmax; "
-                "importance ratios will be off, watch mismatch_kl",
-                ", ".join(biased),
-            )
+        runner = make_runner(env, client.base_url, tokenizer, args)
         status = client.wait_until_ready()
         if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # The server beside us has pinned its threads to the first half of the cores.
@@ -269,8 +230,7 @@ class RLTrainer(Trainer):
             sampling_args=args.sampling_args(),
             max_concurrent=args.max_concurrent,
             rollout_timeout_s=args.generation_timeout,
-            shuffle=args.shuffle,
-            seed=args.seed,
+            order=ExampleOrder(runner.sizes("train"), runner.weights, args.shuffle, args.seed),
             group_filter=args.group_filter(),
             max_groups=args.max_groups_per_batch,
             advantage=args.advantage,
@@ -340,7 +300,7 @@ class RLTrainer(Trainer):
             self._window_start = start
         model.train()
         self._sync_metrics = {}
-        self.batch = batch = self._next_batch()
+        self.batch = batch = self._saving(self._next_batch)
         waited_s = time.monotonic() - start
         args, tokenizer = self.args, cast(Any, self.processing_class)
         lengths = [len(sample.token_ids) for sample in batch.samples]
@@ -360,8 +320,10 @@ class RLTrainer(Trainer):
         batch_loss = torch.zeros((), device=args.device)
         num_positions = 0
         for number, rows in enumerate(plan):
-            if self.orchestrator is not None:
-                self.orchestrator.raise_if_failed()
+            if self.orchestrator is not None and args.world_size == 1:
+                # Early, for what the thread has to say. Other ranks would wait for this one's
+                # gradients: with several, _next_batch raises it on all.
+                self._saving(self.orchestrator.raise_if_failed)
             microbatch = collate(batch.samples, rows, weights, tokenizer.pad_token_id or 0)
             num_positions += microbatch.input_ids.numel()
             is_last = number == len(plan) - 1
@@ -387,7 +349,7 @@ class RLTrainer(Trainer):
             "num_microbatches": float(len(plan)),
             "padding_share": 1 - own_tokens / num_positions,
             "policy_version": float(batch.policy_version),
-            "staleness": float(batch.step - batch.policy_version),
+            **batch.staleness(),
             "wait_s": waited_s,
             "train_s": train_s,
         }
@@ -498,36 +460,37 @@ class RLTrainer(Trainer):
     # --- Batches and weights ----------------------------------------------------------------------
 
     def _next_batch(self) -> Batch:
-        """This step's batch, on every rank; the next one is asked for on the way.
-
-        When there is none, what has been trained so far is saved before the error goes on.
-        """
+        """This step's batch, on every rank; those ahead are asked for on the way."""
         batch = None
         try:
-            try:
-                if self.orchestrator is not None:
-                    batch = self._surviving(partial(self._take_batch, self.orchestrator))
-                    next_step = self.state.global_step + 1
-                    if self.args.max_off_policy_steps > 0 and next_step < self.args.max_steps:
-                        self._surviving(self._sync_weights)
-                        self._submit(next_step)
-            except BaseException:
-                batch = None
-                raise
-            finally:
-                if self.args.world_size > 1:  # an error too: the other ranks are waiting
-                    batch = broadcast_batch(batch, self.args.device)
-        except Exception:
-            self._save_unfinished()
+            if self.orchestrator is not None:
+                batch = self._surviving(partial(self._take_batch, self.orchestrator))
+                if self.args.max_off_policy_steps > 0:
+                    self._surviving(partial(self._submit_ahead, self.orchestrator))
+        except BaseException:
+            batch = None
             raise
+        finally:
+            if self.args.world_size > 1:  # an error too: the other ranks are waiting
+                batch = broadcast_batch(batch, self.args.device)
         assert batch is not None
         return batch
 
     def _take_batch(self, orchestrator: BatchSource) -> Batch:
-        if not orchestrator.is_pending:  # the first step, max_off_policy_steps = 0, a lost server
+        if not orchestrator.num_pending:  # the first step, max_off_policy_steps = 0, a lost server
             self._sync_weights()
             self._submit(self.state.global_step)
         return orchestrator.get()
+
+    def _submit_ahead(self, orchestrator: BatchSource) -> None:
+        """Send the weights that this step starts from, and ask for the batches of the
+        max_off_policy_steps steps after it, as far as they are not pending.
+        """
+        step = self.state.global_step
+        first, last = step + 1 + orchestrator.num_pending, step + self.args.max_off_policy_steps
+        for ahead in range(first, min(last, self.args.max_steps - 1) + 1):
+            self._sync_weights()
+            self._submit(ahead)
 
     def _surviving(self, work: Callable[[], _T]) -> _T:
         """Run `work`; when the server is lost on the way, wait for it to come back and run it again
@@ -548,6 +511,14 @@ class RLTrainer(Trainer):
                 self.weight_sync.wait_for_server()
                 logger.warning("the inference server is back; its weights are sent again")
         raise AssertionError("unreachable")
+
+    def _saving(self, work: Callable[[], _T]) -> _T:
+        """Run `work`; when it fails, save what has been trained so far before the error goes on."""
+        try:
+            return work()
+        except Exception:
+            self._save_unfinished()
+            raise
 
     def _save_unfinished(self) -> None:
         """A checkpoint of the steps done so far, where checkpoints are wanted at all."""
@@ -570,7 +541,9 @@ class RLTrainer(Trainer):
         if self.weight_sync is None or self.weight_sync.policy_version == version:
             return
         model = self.accelerator.unwrap_model(self.model)
-        self._sync_metrics = self.weight_sync.push(model, version)
+        is_idle = self.orchestrator is None or self.orchestrator.num_pending == 0
+        in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
+        self._sync_metrics = self.weight_sync.push(model, version, in_flight)
 
     # --- Evaluation, logs -------------------------------------------------------------------------
 
@@ -584,8 +557,8 @@ class RLTrainer(Trainer):
         `eval_reward` and so on.
 
         `eval_examples` examples, `eval_rollouts_per_example` rollouts each, with the sampling
-        options of training. The pending batch is waited for first, so that it is sampled by one
-        policy only.
+        options of training. Pending batches are waited for first, so that they have the server to
+        themselves.
         """
         start = time.monotonic()
         metrics: dict[str, float] = {}
@@ -622,7 +595,7 @@ class RLTrainer(Trainer):
             names = dict.fromkeys(name for metrics in window for name in metrics)
             for name in names:
                 values = [metrics[name] for metrics in window if name in metrics]
-                logs[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+                logs[name] = max(values) if name in MAXIMA else sum(values) / len(values)
             elapsed = time.monotonic() - self._window_start
             logs["step_s"] = elapsed / len(window)
             logs["tokens_per_s"] = logs["num_tokens"] / logs["step_s"]

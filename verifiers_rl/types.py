@@ -65,6 +65,7 @@ class Rollout:
 
     Attributes:
         example_id: position of the example in its dataset split.
+        env: name of its environment.
         prompt: what was asked, as text, for people.
         completion: what was answered, as text, for people.
         reward: the environment's score; NaN when `error` is set.
@@ -80,6 +81,7 @@ class Rollout:
     example_id: int
     prompt: str
     completion: str = ""
+    env: str = "env"
     reward: float = math.nan
     metrics: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
@@ -106,7 +108,7 @@ class Batch:
 
     Attributes:
         step: the optimizer step it was generated for, from 0.
-        policy_version: version of the weights that sampled it.
+        policy_version: version of the weights when it was asked for; its tokens may be newer.
         samples: token sequences of all surviving rollouts.
         rollouts: for tables and logs; present on rank 0 only.
         metrics: means over the batch, already reduced; present on rank 0 only.
@@ -121,6 +123,18 @@ class Batch:
     @property
     def num_loss_tokens(self) -> int:
         return sum(sample.num_loss_tokens for sample in self.samples)
+
+    def staleness(self) -> dict[str, float]:
+        """Optimizer steps between the weights that sampled a token and those that train on it:
+        mean and maximum over sampled tokens.
+        """
+        versions = [v for sample in self.samples for v in sample.policy_versions if v >= 0]
+        if not versions:
+            return {}
+        return {
+            "staleness": self.step - sum(versions) / len(versions),
+            "staleness_max": float(self.step - min(versions)),
+        }
 
 
 @dataclass(slots=True)

@@ -35,6 +35,19 @@ def make_split(texts: list[str], instruction: str) -> Dataset:
     )
 
 
+def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
+    """Texts and their reversal, its letters replaced by random ones with probability `noise`;
+    for ../warm_start.py.
+    """
+    rng = random.Random(seed)
+    conversations = []
+    for text in make_texts(num, 3, 8, seed):
+        answer = "".join(rng.choice(LETTERS) if rng.random() < noise else c for c in text[::-1])
+        roles = (("user", text), ("assistant", answer))
+        conversations.append({"messages": [{"role": r, "content": c} for r, c in roles]})
+    return conversations
+
+
 def load_environment(
     num_train: int = 4096,
     num_eval: int = 256,

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -248,28 +249,21 @@ class Preflight:
         return f"{len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, pads with {pad!r}"
 
     def check_environment(self) -> str:
-        from verifiers_rl.environments import ClassicEnvironment, load_environment
+        from verifiers_rl.environments import make_runner
 
-        config, args = self.config, self.args
-        has_tokenizer = "tokenizer" in self.passed  # without one, prompts are not measured
-        self.runner = ClassicEnvironment(
-            load_environment(config.env_id, config.env_args, search_path=config.folder),
-            self.client.base_url,
-            self.tokenizer if has_tokenizer else None,
-            max_seq_len=args.max_seq_len,
-            max_prompt_len=args.max_prompt_len if has_tokenizer else None,
-            mask_env_responses=args.mask_env_responses,
-            timeout_s=args.generation_timeout,
-        )
+        args = self.args
+        tokenizer = self.tokenizer if "tokenizer" in self.passed else None
+        self.runner = make_runner(self.config.load_envs(), self.client.base_url, tokenizer, args)
         left_out = self.runner.num_overlong_prompts
+        train, held_out = (sum(self.runner.sizes(split)) for split in ("train", "eval"))
         return (
-            f"{config.env_id}, {self.runner.num_examples('train')} training examples, "
-            f"{self.runner.num_examples('eval')} for evaluation"
+            f"{', '.join(env.name for env in self.config.envs)}, {train} training examples, "
+            f"{held_out} for evaluation"
             + (f", {left_out} left out by max_prompt_len={args.max_prompt_len}" if left_out else "")
         )
 
     def check_first_prompt(self) -> str:
-        self.prompt = list(self.runner._examples["train"][0]["prompt"])
+        self.prompt = self.runner.first_prompt
         self.prompt_ids = self.tokenizer.apply_chat_template(
             self.prompt, add_generation_prompt=True, return_dict=False
         )
@@ -282,19 +276,17 @@ class Preflight:
         return f"{num_tokens} tokens, which leaves {longest - num_tokens} for the reply"
 
     def check_trainer_model(self) -> str:
-        import torch
-        from transformers import AutoModelForCausalLM, set_seed
+        from transformers import set_seed
 
-        from verifiers_rl.trainer import RLTrainer
+        from verifiers_rl.models import load_policy
 
         args = self.args
         set_seed(args.seed)
-        dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32  # as RLTrainer's
-        model: Any = AutoModelForCausalLM.from_pretrained(self.config.model, dtype=dtype)
         try:
-            self.model = RLTrainer._with_adapter(model, args, None).to(args.device).eval()
+            self.model = load_policy(self.config.model, args).to(args.device).eval()
         except ValueError as error:  # peft's
             raise Fix(f"lora_target_modules={args.lora_target_modules}: {error}") from error
+        dtype = next(self.model.parameters()).dtype
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in self.model.parameters())
         return (
@@ -365,17 +357,27 @@ class Preflight:
         async def roll_out() -> Any:
             await self.runner.open()
             one = asyncio.Semaphore(1)
+            firsts = [0, *accumulate(self.runner.sizes("train"))][:-1]  # of each environment
             try:
-                return await self.runner.run_group("train", 0, 1, model, sampling, 0, one)
+                return [
+                    rollout
+                    for index in firsts
+                    for rollout in await self.runner.run_group(
+                        "train", index, 1, model, sampling, 0, one
+                    )
+                ]
             finally:
                 await self.runner.close()
 
-        (rollout,) = asyncio.run(roll_out())
-        if rollout.error is not None:
-            raise rollout.error
-        return (
-            f"reward {rollout.reward:.3g}, {rollout.num_sampled_tokens} sampled tokens in "
+        rollouts = asyncio.run(roll_out())
+        for rollout in rollouts:
+            if rollout.error is not None:
+                raise rollout.error
+        return "; ".join(
+            (f"{rollout.env}: " if len(rollouts) > 1 else "")
+            + f"reward {rollout.reward:.3g}, {rollout.num_sampled_tokens} sampled tokens in "
             f"{rollout.num_turns} turn(s), {rollout.generation_s:.1f} s"
+            for rollout in rollouts
         )
 
     def check_sync(self) -> str:

@@ -7,6 +7,11 @@ model = "Qwen/Qwen3-0.6B"        # a name on the hub or a folder;
 id = "reverse_text"              # installed, or a module beside this file
 [env.args]                       # keyword arguments of its load_environment
 
+                                 # or several: [[env]] each with id, args and also
+                                 # name = "..."  prefix of its metrics, by default its id
+                                 # weight = 1    its share of the groups
+                                 # sampling = {max_tokens = 64}  in place of [trainer.args]'s
+
 [inference]
 gpus = 1                         # 0: CPU
 [inference.args]                 # flags of vf-vllm, so of vLLM:
@@ -23,7 +28,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +40,27 @@ class TomlError(ValueError):
 
 
 @dataclass
+class EnvTable:
+    """One [env] or [[env]]."""
+
+    id: str
+    args: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    weight: float = 1.0
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.id
+
+
+@dataclass
 class RunConfig:
     """A checked TOML. `model` is resolved; `folder` is the TOML's own."""
 
     path: Path
     model: str
-    env_id: str
-    env_args: dict[str, Any] = field(default_factory=dict)
+    envs: list[EnvTable]
+    is_mix: bool = False
     inference_gpus: int = 1
     inference_args: dict[str, Any] = field(default_factory=dict)
     trainer_gpus: int = 1
@@ -50,6 +69,22 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         return self.path.parent
+
+    def load_envs(self) -> Any:
+        """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s.
+
+        Raises:
+            InvalidEnvironmentError: one cannot be loaded.
+        """
+        from verifiers_rl.environments import WeightedEnv, load_environment
+
+        loaded = [load_environment(env.id, env.args, search_path=self.folder) for env in self.envs]
+        if not self.is_mix:
+            return loaded[0]
+        return [
+            WeightedEnv(env, table.name, table.weight, table.sampling)
+            for env, table in zip(loaded, self.envs, strict=True)
+        ]
 
 
 def load_run_config(path: Path) -> RunConfig:
@@ -73,13 +108,11 @@ def load_run_config(path: Path) -> RunConfig:
         return value
 
     check_keys(data, ("model", "env", "inference", "trainer"), f"{path}: the top level")
-    env, inference, trainer = (table(data, name) for name in ("env", "inference", "trainer"))
-    check_keys(env, ("id", "args"), f"{path}: [env]")
+    inference, trainer = (table(data, name) for name in ("inference", "trainer"))
     check_keys(inference, ("gpus", "args"), f"{path}: [inference]")
     check_keys(trainer, ("gpus", "args"), f"{path}: [trainer]")
-    for key, value in (("model", data.get("model")), ("env.id", env.get("id"))):
-        if not isinstance(value, str) or not value:
-            raise TomlError(f"{path}: {key} is missing; set it to a string")
+    if not isinstance(data.get("model"), str) or not data["model"]:
+        raise TomlError(f"{path}: model is missing; set it to a string")
     gpus = {}
     for name, section in (("inference", inference), ("trainer", trainer)):
         gpus[name] = section.get("gpus", 1)
@@ -93,8 +126,8 @@ def load_run_config(path: Path) -> RunConfig:
     config = RunConfig(
         path=path,
         model=model,
-        env_id=env["id"],
-        env_args=table(env, "env.args"),
+        envs=_env_tables(path, data.get("env", {})),
+        is_mix=isinstance(data.get("env"), list),
         inference_gpus=gpus["inference"],
         inference_args=table(inference, "inference.args"),
         trainer_gpus=gpus["trainer"],
@@ -108,6 +141,36 @@ def load_run_config(path: Path) -> RunConfig:
     for name in elsewhere.keys() & config.inference_args.keys():
         raise TomlError(f"{path}: [inference.args] has {name!r}; set {elsewhere[name]} instead")
     return config
+
+
+def _env_tables(path: Path, data: Any) -> list[EnvTable]:
+    """[env] or the [[env]]s, checked."""
+    is_mix = isinstance(data, list)
+    if not isinstance(data, dict) and not (is_mix and data):
+        raise TomlError(f"{path}: env must be one [env] or several [[env]], not {data!r}")
+    tables: list[EnvTable] = []
+    for number, env in enumerate(data if is_mix else [data]):
+        where = f"{path}: [[env]] {number + 1}" if is_mix else f"{path}: [env]"
+        if not isinstance(env, dict):
+            raise TomlError(f"{where} must be a table, not {env!r}")
+        # One environment alone has no share, and its sampling is the run's.
+        check_keys(env, [f.name for f in fields(EnvTable)] if is_mix else ("id", "args"), where)
+        for key, kind in (("id", str), ("name", str), ("args", dict), ("sampling", dict)):
+            if key in env and not isinstance(env[key], kind):
+                expected = "string" if kind is str else "table"
+                raise TomlError(f"{where}: {key}={env[key]!r} must be a {expected}")
+        if not env.get("id"):
+            raise TomlError(f"{where}: id is missing; set it to a string")
+        weight = env.get("weight", 1.0)
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < float("inf"):
+            raise TomlError(f"{where}: weight={weight!r} must be a number > 0")
+        tables.append(EnvTable(**env))
+        if tables[-1].name in [table.name for table in tables[:-1]]:
+            raise TomlError(
+                f"{path}: two [[env]] are named {tables[-1].name!r}; give one another name"
+            )
+    return tables
 
 
 def check_keys(table: dict[str, Any], known: Iterable[str], where: str) -> None:

@@ -44,15 +44,14 @@ def main() -> None:
         fail(error)
 
     from verifiers_rl.config import ConfigError, RLConfig
-    from verifiers_rl.environments import InvalidEnvironmentError, load_environment
+    from verifiers_rl.environments import InvalidEnvironmentError
     from verifiers_rl.inference.client import InferenceServerError
     from verifiers_rl.orchestrator import RolloutError
     from verifiers_rl.trainer import RLTrainer
 
     try:
         args = RLConfig(**{"use_cpu": config.trainer_gpus == 0, **config.trainer_args})
-        env = load_environment(config.env_id, config.env_args, search_path=config.folder)
-        trainer = RLTrainer(config.model, env, args)
+        trainer = RLTrainer(config.model, config.load_envs(), args)
         trainer.train(resume_from_checkpoint=options.resume)
     except (ConfigError, InvalidEnvironmentError, InferenceServerError) as error:
         fail(error)

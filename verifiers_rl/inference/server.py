@@ -9,6 +9,9 @@ extension that receives weights, and three control routes that need the run's to
                                 and count the policy version
     GET  /weight_sync/status    policy version, world size, dtype, model
 
+    POST /v1/chat/completions/tokens  as /v1/chat/completions, but the model is prompted with the
+                                      token ids in "tokens", not with what the messages tokenise to
+
 Every reply to a generation request for one completion says which policy sampled its tokens, in a
 header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
 18th. A streamed reply knows the versions up to its first token only.
@@ -24,6 +27,7 @@ import secrets
 import socket
 import sys
 import time
+from contextvars import ContextVar
 from typing import Any
 
 from verifiers_rl.inference.client import TOKEN_VARIABLE, save_token
@@ -34,7 +38,9 @@ logger = logging.getLogger("verifiers_rl.vf-vllm")
 
 WORKER_EXTENSION = "verifiers_rl.inference.worker.WeightSyncWorker"
 ROUTES = "verifiers_rl.inference.server.WeightSyncRoutes"
-GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
+CHAT_PATH = "/v1/chat/completions"
+TOKENS_PATH = "/v1/chat/completions/tokens"
+GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
 VERSIONS_HEADER = "x-policy-versions"
 SETTLE_DEADLINE_S = 10.0
 
@@ -61,6 +67,30 @@ def format_spans(spans: list[tuple[int, int]]) -> str:
     return ",".join(f"{start}:{version}" for start, version in spans)
 
 
+_prompt_token_ids: ContextVar[list[int] | None] = ContextVar("prompt_token_ids", default=None)
+
+
+def take_prompts_from_tokens(chat: Any) -> None:
+    """Make vLLM's chat handler prompt the model with `_prompt_token_ids` where that is set.
+
+    Its messages are rendered as ever: what they say of tools stays checked.
+    """
+    render = chat.render_chat_request
+
+    async def render_chat_request(request: Any) -> Any:
+        rendered = await render(request)
+        token_ids = _prompt_token_ids.get()
+        if token_ids is None or not isinstance(rendered, tuple):  # or vLLM's error
+            return rendered
+        conversation, (prompt,) = rendered
+        if prompt.get("type", "token") != "token":
+            raise ValueError("tokens: a prompt with images or audio cannot be given as tokens")
+        prompt = {name: value for name, value in prompt.items() if name != "prompt"}
+        return conversation, [prompt | {"prompt_token_ids": token_ids}]
+
+    chat.render_chat_request = render_chat_request
+
+
 class WeightSyncRoutes:
     """ASGI middleware that answers /weight_sync/* and passes everything else to vLLM.
 
@@ -78,6 +108,7 @@ class WeightSyncRoutes:
         self.in_flight = InFlight()
         self.num_running = 0  # generation requests that vLLM has not answered
         self.is_salted = False
+        self.takes_tokens = False
         self.lock = asyncio.Lock()  # one update at a time
         self.open = asyncio.Event()  # cleared while an update counts the tokens in flight
         self.open.set()
@@ -91,7 +122,12 @@ class WeightSyncRoutes:
             status, reply = await self.answer(request)
             await JSONResponse(reply, status)(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] in GENERATION_PATHS:
-            await self.generate(scope, receive, send)
+            try:
+                await self.generate(scope, receive, send)
+            except BadRequest as error:
+                from starlette.responses import JSONResponse
+
+                await JSONResponse({"error": str(error)}, 400)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -99,15 +135,21 @@ class WeightSyncRoutes:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
         body = await read_body(receive)
         fields = json_object(body)
+        token_ids = None
+        if scope["path"] == TOKENS_PATH:
+            token_ids = self.take_tokens(fields, scope["app"].state)
+            scope = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}
         await self.open.wait()
         # Nothing else is awaited before the request is counted, so no update can miss it.
         headers = dict(scope["headers"])
         if b"x-request-id" not in headers:  # vLLM makes its own id of it
             headers[b"x-request-id"] = secrets.token_hex(16).encode()
         request_id = headers[b"x-request-id"].decode(errors="replace")
-        if self.is_salted and fields and fields.get("cache_salt") is None:
-            salt = f"policy-{self.policy_version}"
-            body = json.dumps(fields | {"cache_salt": salt}).encode()
+        needs_salt = self.is_salted and bool(fields) and fields.get("cache_salt") is None
+        if needs_salt:
+            fields["cache_salt"] = f"policy-{self.policy_version}"
+        if needs_salt or token_ids is not None:
+            body = json.dumps(fields).encode()
             headers[b"content-length"] = str(len(body)).encode()
         if self.policy_version is not None and is_one_completion(fields):
             self.in_flight.spans[request_id] = [(0, self.policy_version)]
@@ -121,12 +163,38 @@ class WeightSyncRoutes:
             await send(message)
 
         self.num_running += 1
+        context = _prompt_token_ids.set(token_ids)
         try:
             scope = {**scope, "headers": list(headers.items())}
             await self.app(scope, replay(body, receive), send_with_versions)
         finally:
+            _prompt_token_ids.reset(context)
             self.num_running -= 1
             self.in_flight.spans.pop(request_id, None)  # it was aborted
+
+    def take_tokens(self, fields: dict[str, Any], state: Any) -> list[int]:
+        """Takes `tokens` out of the fields of a request to TOKENS_PATH.
+
+        Raises:
+            BadRequest: it is no list of token ids of the model, or too long a one.
+        """
+        tokens = fields.pop("tokens", None)
+        config = state.engine_client.vllm_config.model_config
+        vocab_size, longest = config.get_vocab_size(), config.max_model_len
+        if not isinstance(tokens, list) or not tokens:
+            raise BadRequest("tokens: must be a list of token ids, at least one")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise BadRequest(f"tokens: {token!r} is no token id below {vocab_size}")
+        if len(tokens) >= longest:  # by these words verifiers knows a prompt that is too long
+            raise BadRequest(
+                f"tokens: a prompt of {len(tokens)} is longer than the model's context length "
+                f"less one for the reply (--max-model-len {longest})"
+            )
+        if not self.takes_tokens:
+            take_prompts_from_tokens(state.openai_serving_chat)
+            self.takes_tokens = True
+        return tokens
 
     async def answer(self, request: Any) -> tuple[int, dict[str, Any]]:
         given = request.headers.get("authorization", "")
@@ -380,6 +448,9 @@ def main() -> None:
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         die_with_parent(int(parent))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # verifiers declares its tools as strict. vLLM would then sample under a grammar, and logprobs
+    # under its mask are not those of the policy that is trained.
+    os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
     try:
         import uvloop
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

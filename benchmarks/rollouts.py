@@ -1,0 +1,165 @@
+"""Rollouts a second through the Orchestrator, against the same requests sent raw.
+
+    python benchmarks/rollouts.py [--concurrent 64 256 1024] [--clients ...] [--rounds 2]
+
+A real vf-vllm with a model of 0.85 M parameters, a `verifiers` environment of one turn and one of
+four. Ours: environment, scoring, advantages and samples included. Raw: the very bodies that ours
+sent, posted again by aiohttp, each rollout's turns one after the other and as many rollouts at a
+time; nothing is parsed but JSON. Every reply has the same number of tokens (`min_tokens`), and the
+server's prefix cache is off: raw would find all of its prompts there. Ours and raw take turns; each
+figure is the median over the rounds, the first left out. The clients that are not the default are
+measured at one concurrency only, the second.
+"""
+
+import argparse
+import asyncio
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import verifiers as vf
+from datasets import Dataset
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+GROUP, REPLY_TOKENS, TIMEOUT_S = 16, 8, 300.0
+CLIENT_TYPES = ("openai_chat_completions_token", "openai_chat_completions", "renderer")
+
+
+class Conversation(vf.MultiTurnEnv):
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        return [vf.UserMessage(content=f"and then, after {len(state['trajectory'])} of them?")]
+
+
+def make_env(num_turns: int) -> vf.Environment:
+    questions = [f"question {i:04d}: what is it that you say?" for i in range(512)]
+    dataset = Dataset.from_dict({"question": questions, "answer": ["a"] * len(questions)})
+
+    def length(completion: Any) -> float:
+        return float(len(completion))
+
+    return Conversation(
+        dataset=dataset, eval_dataset=dataset, rubric=vf.Rubric(funcs=[length]), max_turns=num_turns
+    )
+
+
+class Recorder:
+    """Keeps the bodies that a client posts, by rollout (a rollout is one task)."""
+
+    def __init__(self, client: Any) -> None:
+        self.conversations: dict[Any, list[tuple[str, Any]]] = {}
+        self.client = client
+        self.post = client.post
+        client.post = self.record
+
+    async def record(self, path: str, **kwargs: Any) -> Any:
+        key = asyncio.current_task()
+        self.conversations.setdefault(key, []).append((path, kwargs["body"]))
+        return await self.post(path, **kwargs)
+
+
+async def send_raw(url: str, conversations: list[list[tuple[str, Any]]], concurrent: int) -> float:
+    """Seconds for all of them."""
+    places = asyncio.Semaphore(concurrent)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def one(turns: list[tuple[str, Any]]) -> None:
+            async with places:
+                for path, body in turns:
+                    target = path if path.startswith("http") else f"{url}/v1{path}"
+                    async with session.post(target, json=body) as reply:
+                        reply.raise_for_status()
+                        await reply.json()
+
+        start = time.perf_counter()
+        await asyncio.gather(*map(one, conversations))
+        return time.perf_counter() - start
+
+
+def measure(url: str, model: str, tokenizer: Any, options: Any) -> None:
+    from verifiers_rl import Orchestrator, RLConfig
+    from verifiers_rl.environments import make_runner
+
+    print("| turns | client_type | concurrent | ours, rollouts/s | raw, rollouts/s | ours / raw |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for num_turns in (1, 4):
+        for client_type in options.clients:
+            is_default = client_type == CLIENT_TYPES[0]
+            if num_turns == 1 and not is_default:
+                continue  # the first turn is the default's too, or differs little
+            env = make_env(num_turns)
+            for concurrent in options.concurrent if is_default else options.concurrent[1:2]:
+                num_rollouts = max(concurrent, 512 // num_turns)
+                args = RLConfig(
+                    output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
+                    max_tokens=REPLY_TOKENS, client_type=client_type,
+                    batch_size=num_rollouts, rollouts_per_example=GROUP,
+                )  # fmt: skip
+                runner = make_runner(env, url, tokenizer, args)
+                sampling = args.sampling_args()
+                sampling["extra_body"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
+                orchestrator = Orchestrator(
+                    runner, lambda: None, batch_size=num_rollouts, rollouts_per_example=GROUP,
+                    sampling_args=sampling, max_concurrent=concurrent,
+                )  # fmt: skip
+                orchestrator.start()
+                times: dict[str, list[float]] = {"ours": [], "raw": []}
+                try:
+                    recorder = Recorder(runner._client.client)
+                    for step in range(options.rounds + 1):
+                        recorder.conversations.clear()
+                        start = time.perf_counter()
+                        orchestrator.submit(step, model, 0)
+                        batch = orchestrator.get()
+                        times["ours"].append(time.perf_counter() - start)
+                        sampled = sum(rollout.num_sampled_tokens for rollout in batch.rollouts)
+                        if sampled != num_rollouts * num_turns * REPLY_TOKENS:
+                            raise RuntimeError(f"{sampled} tokens sampled")
+                        sent = list(recorder.conversations.values())
+                        times["raw"].append(asyncio.run(send_raw(url, sent, concurrent)))
+                finally:
+                    orchestrator.stop()
+                ours, raw = (num_rollouts / statistics.median(t[1:]) for t in times.values())
+                print(
+                    f"| {num_turns} | {client_type} | {concurrent} | {ours:.0f} | {raw:.0f} | "
+                    f"{ours / raw:.2f} |",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--clients", choices=CLIENT_TYPES, nargs="+", default=CLIENT_TYPES)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+
+    from transformers import set_seed
+    from warm_start import make_model, make_tokenizer
+
+    from tests.conftest import running_server
+    from verifiers_rl.inference.client import TOKEN_VARIABLE
+
+    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(16))
+    with tempfile.TemporaryDirectory() as folder:
+        options.folder = folder
+        set_seed(0)
+        tokenizer = make_tokenizer()
+        make_model(tokenizer).save_pretrained(f"{folder}/model")
+        tokenizer.save_pretrained(f"{folder}/model")
+        flags = ("--max-model-len", "512", "--max-num-seqs", "256", "--no-enable-prefix-caching")
+        with running_server(Path(folder, "model"), Path(folder, "server.log"), *flags) as server:
+            measure(server.url, f"{folder}/model", tokenizer, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Make an example's model: a tiny Qwen3 and its byte-level tokenizer, from scratch,
+in a minute or two on 2 cores.
+
+Supervised training on clean demonstrations, then on noisy ones with mistakes in them. The model
+imitates the mistakes too. That is what RL has to mend, from rewards alone.
+
+    python examples/warm_start.py examples/reverse_text/reverse_text.py OUTPUT
+
+The environment's module says what a demonstration is:
+
+    def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
+        # num conversations: {"messages": [...], "tools": [...] where it uses tools};
+        # noise: the share of mistakes in what the assistant says
+    EXTRA_TOKENS = [...]    # what its chat template writes as one token each, beside SPECIAL_TOKENS
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+# {% generation %} marks what the assistant says, which is what supervised training trains.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}"
+    "{{- message['content'] or '' -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '<tool_call>{\"name\": ' + call['function']['name'] | tojson + ', \"arguments\": ' -}}"
+    "{{- call['function']['arguments'] | tojson + '}</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endgeneration -%}"
+    "{%- else -%}"
+    "{{- message['content'] + '<|end|>' -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def make_tokenizer(extra_tokens: list[str] | None = None) -> PreTrainedTokenizerFast:
+    """One token a byte, special tokens and the extra ones, a chat template of the usual form."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_tokens(extra_tokens or [])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, tie_word_embeddings: bool = False
+) -> Qwen3ForCausalLM:
+    """A Qwen3 of 0.9 M parameters in float32."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie_word_embeddings,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config).float()
+
+
+def supervised_batch(
+    tokenizer: PreTrainedTokenizerFast, conversations: list[dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """Conversations as tokens; labels -100 on padding and on what the assistant did not say.
+    (B, T) each.
+    """
+    rows = []
+    for conversation in conversations:
+        row = tokenizer.apply_chat_template(
+            conversation["messages"],
+            tools=conversation.get("tools"),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        rows.append((row["input_ids"], row["assistant_masks"]))
+    width = max(len(ids) for ids, _ in rows)
+    pad = tokenizer.pad_token_id
+    padding = [[0] * (width - len(ids)) for ids, _ in rows]
+    return {
+        "input_ids": torch.tensor(
+            [ids + [pad] * len(p) for (ids, _), p in zip(rows, padding, strict=True)]
+        ),
+        "labels": torch.tensor(
+            [
+                [i if said else -100 for i, said in zip(ids, mask, strict=True)] + [-100] * len(p)
+                for (ids, mask), p in zip(rows, padding, strict=True)
+            ]
+        ),
+        "attention_mask": torch.tensor(
+            [[1] * len(ids) + p for (ids, _), p in zip(rows, padding, strict=True)]
+        ),
+    }
+
+
+def load_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise SystemExit(f"warm_start.py: {path} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("environment", type=Path, help="the module with the demonstrations")
+    parser.add_argument("output", type=Path, help="folder for model and tokenizer")
+    parser.add_argument("--clean-steps", type=int, default=300)
+    parser.add_argument("--noisy-steps", type=int, default=50)
+    parser.add_argument(
+        "--noise", type=float, default=0.25, help="share of mistakes in noisy demonstrations"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    environment = load_module(args.environment)
+    set_seed(args.seed)
+    start = time.monotonic()
+    tokenizer = make_tokenizer(getattr(environment, "EXTRA_TOKENS", None))
+    model = make_model(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    num_steps = args.clean_steps + args.noisy_steps
+    for step in range(num_steps):
+        noise = 0.0 if step < args.clean_steps else args.noise
+        seed = 1_000_003 * (args.seed + 1) + step
+        batch = supervised_batch(tokenizer, environment.demonstrations(64, seed, noise))
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if (step + 1) % 50 == 0:
+            print(
+                f"warm start: step {step + 1}/{num_steps}, loss {loss.item():.3f}, "
+                f"{time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    print(f"warm start: {model.num_parameters():,} parameters written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

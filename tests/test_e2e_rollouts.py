@@ -1,0 +1,339 @@
+"""Rollouts of several turns on the real vLLM server: each token that was sampled is trained, once,
+after exactly the tokens that it was sampled after.
+"""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+import verifiers as vf
+from datasets import Dataset
+from transformers import set_seed
+
+from tests.conftest import running_server
+from tests.helpers import load_example
+from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+from verifiers_rl.environments import make_runner
+
+pytestmark = pytest.mark.e2e
+
+# The template would render this call with a space after each colon and comma.
+CALL = '<tool_call>{"name":"double","arguments":{"x":4}}</tool_call>'
+EXTRA_TOKENS = ["<|tool|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
+TRUNCATED = "truncated"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Drops the thinking of past turns, as Qwen3's template does."""
+    tokenizer = load_example("warm_start").make_tokenizer(EXTRA_TOKENS)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{- message['content'] or '' -}}",
+        "{%- if loop.last -%}{{- message['content'] or '' -}}"
+        "{%- else -%}{{- (message['content'] or '').split('</think>')[-1] -}}{%- endif -%}",
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_folder(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    warm_start = load_example("warm_start")
+    set_seed(0)
+    model = warm_start.make_model(tokenizer)
+    # Knows one thing by heart: to call the tool, and what to say to its result.
+    turns = [("user", "four"), ("assistant", CALL), ("tool", "8"), ("assistant", "it is 8")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    batch = warm_start.supervised_batch(tokenizer, [{"messages": messages}])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(300):
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.003  # a call of 57 tokens is right five times in six or more
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model_folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ["--max-model-len", "400", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    flags += ["--enable-lora", "--max-lora-rank", "16"]
+    with running_server(model_folder, log, *flags) as server:
+        yield server
+
+
+class Conversation(vf.MultiTurnEnv):
+    """Three turns, whatever is answered."""
+
+    def __init__(self, **options):
+        dataset = Dataset.from_dict({"question": ["ab", "cd"], "answer": ["", ""]})
+        rubric = vf.Rubric(funcs=[lambda completion: float(len(str(completion)) % 7)])
+        super().__init__(dataset=dataset, rubric=rubric, max_turns=3, **options)
+
+    async def env_response(self, messages, state, **kwargs):
+        return [vf.UserMessage(content=f"turn {len(state['trajectory']) + 1}?")]
+
+
+def double(x: int) -> int:
+    """Twice a number."""
+    return 2 * x
+
+
+def make_tool_env():
+    dataset = Dataset.from_dict({"question": ["four", "four"], "answer": ["", ""]})
+    rubric = vf.Rubric(funcs=[lambda completion: float(len(completion))])
+    return vf.ToolEnv(tools=[double], dataset=dataset, rubric=rubric, max_turns=3)
+
+
+def make_args(server, tmp_path, **options):
+    defaults = {"max_seq_len": 400, "max_tokens": 80, "temperature": 1.0, "batch_size": 8}
+    defaults |= {"rollouts_per_example": 4, "use_cpu": True, "max_steps": 2}
+    defaults |= {"output_dir": str(tmp_path / "run"), "vllm_server_port": server.port}
+    defaults |= {"save_strategy": "no", "num_rollouts_to_print": 0, "logging_steps": 1}
+    return RLConfig(**{**defaults, **options})
+
+
+def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
+    """Rollouts one after the other, each with the server's raw replies to it.
+
+    With `choices` every reply is one of these texts, so that tool calls and thinking come from a
+    model with random weights.
+    """
+    runner = make_runner(env, server.url, tokenizer, args)
+    sampling = args.sampling_args()
+    if choices:
+        sampling["extra_body"] |= {"structured_outputs": {"choice": choices}}
+    runner.sampling_args = sampling
+
+    async def run():
+        await runner.open()
+        post, replies, found = runner._client.client.post, [], []
+
+        async def recorded(path, **kwargs):
+            reply = await post(path, **kwargs)
+            replies.append((kwargs["body"], json.loads(reply.content)))
+            return reply
+
+        runner._client.client.post = recorded
+        try:
+            for _ in range(num_rollouts):
+                replies.clear()
+                group = await runner.run_group(
+                    "train", 0, 1, str(args.model_name), {}, 3, asyncio.Semaphore(1)
+                )
+                found.append((group[0], list(replies)))
+        finally:
+            await runner.close()
+        return found
+
+    args.model_name = model_name(server)
+    return asyncio.run(run())
+
+
+def model_name(server):
+    with urllib.request.urlopen(f"{server.url}/v1/models") as reply:
+        return json.load(reply)["data"][0]["id"]
+
+
+def sampled_of(body, reply):
+    """Prompt, sampled tokens and logprobs of a request of either kind and its raw reply."""
+    choice = reply["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    prompt = body.get("token_ids") or reply["prompt_token_ids"]
+    assert body.get("tokens", prompt) == prompt
+    return prompt, choice["token_ids"], logprobs
+
+
+def check_tokens(rollout, replies):
+    """The sampled tokens of all replies are those trained: each once, in order, with its logprob,
+    after exactly the tokens that the server was prompted with.
+    """
+    assert rollout.error is None, rollout.error
+    assert rollout.num_turns == len(replies)
+    trained = [
+        (sample.token_ids[:at], token, sample.inference_logprobs[at])
+        for sample in rollout.samples
+        for at, token in enumerate(sample.token_ids)
+        if sample.loss_mask[at]
+    ]
+    expected = []
+    for body, reply in replies:
+        prompt, tokens, logprobs = sampled_of(body, reply)
+        for at, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            expected.append(([*prompt, *tokens[:at]], token, logprob))
+    assert [token for _, token, _ in trained] == [token for _, token, _ in expected]
+    assert [logprob for *_, logprob in trained] == pytest.approx([lp for *_, lp in expected])
+    assert [context for context, *_ in trained] == [context for context, *_ in expected]
+
+
+CLIENT_TYPES = ["openai_chat_completions", "openai_chat_completions_token", "renderer"]
+
+
+@pytest.mark.parametrize("client_type", CLIENT_TYPES)
+def test_every_sampled_token_of_several_turns_is_trained_once(
+    server, tokenizer, tmp_path, client_type
+):
+    args = make_args(server, tmp_path, client_type=client_type)
+    found = roll_out(server, tokenizer, Conversation(), args, choices=["yes", "no, sir", "b c"])
+    for rollout, replies in found:
+        check_tokens(rollout, replies)
+        assert rollout.num_turns == 3
+        assert len(rollout.samples) == 1  # this template only ever adds
+        (sample,) = rollout.samples
+        versions = zip(sample.policy_versions, sample.loss_mask, strict=True)
+        assert {version for version, in_loss in versions if not in_loss} == {-1}
+
+
+@pytest.mark.parametrize("client_type", CLIENT_TYPES)
+def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tokenizer, tmp_path, client_type):
+    """Any bytes, most replies truncated. Breaks are allowed, wrong tokens are not."""
+    args = make_args(server, tmp_path, client_type=client_type, max_tokens=30, temperature=2.0)
+    found = roll_out(server, tokenizer, Conversation(), args)
+    for rollout, replies in found:
+        check_tokens(rollout, replies)
+    assert any(rollout.is_truncated for rollout, _ in found), found
+
+
+@pytest.mark.parametrize(
+    ("client_type", "num_samples"),
+    [("openai_chat_completions", 3), ("openai_chat_completions_token", 1)],
+)
+def test_a_template_that_drops_thinking_breaks_messages_but_not_tokens(
+    server, tokenizer, tmp_path, client_type, num_samples, caplog
+):
+    args = make_args(server, tmp_path, client_type=client_type)
+    choices = ["<think>hm</think>a", "<think>well</think>bc"]
+    found = roll_out(server, tokenizer, Conversation(), args, choices, num_rollouts=3)
+    for rollout, replies in found:
+        check_tokens(rollout, replies)
+        assert len(rollout.samples) == num_samples
+    warns = "drops the thinking of past turns" in caplog.text
+    assert warns == (client_type == "openai_chat_completions")
+
+
+@pytest.mark.parametrize(
+    "client_type", ["openai_chat_completions", "openai_chat_completions_token"]
+)
+def test_tool_calls_parsed_by_the_server_and_their_results(
+    server, tokenizer, tmp_path, client_type
+):
+    args = make_args(server, tmp_path, client_type=client_type)
+    found = roll_out(server, tokenizer, make_tool_env(), args, num_rollouts=10)
+    for rollout, replies in found:
+        check_tokens(rollout, replies)
+    several = [rollout for rollout, _ in found if rollout.num_turns == 2]
+    assert len(several) >= 3
+    assert any("double(" in r.completion and "tool: 8" in r.completion for r in several), several
+    exact = client_type == "openai_chat_completions_token"
+    for rollout in several:
+        assert len(rollout.samples) == (1 if exact else rollout.num_turns)
+
+
+def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path):
+    """verifiers declares tools as strict, under which vLLM would sample by a grammar of its own."""
+    args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
+    trainer = RLTrainer(str(model_folder), make_tool_env(), args)
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["num_turns"] > 1
+    assert row["importance_ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert row["mismatch_kl"] < 1e-6
+
+
+def post(server, body, path="/v1/chat/completions/tokens"):
+    request = urllib.request.Request(
+        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, tokenizer):
+    body = {"model": model_name(server), "messages": [{"role": "user", "content": "something"}]}
+    body |= {"max_tokens": 2, "return_token_ids": True, "tokens": [5, 6, 7]}
+    status, reply = post(server, body)
+    assert status == 200 and reply["prompt_token_ids"] == [5, 6, 7]
+    assert reply["usage"]["prompt_tokens"] == 3
+    for tokens, message in (
+        ([], "must be a list of token ids"),
+        ("abc", "must be a list of token ids"),
+        ([5, len(tokenizer)], f"{len(tokenizer)} is no token id below {len(tokenizer)}"),
+        ([5, -1], "-1 is no token id"),
+        ([5, True], "True is no token id"),
+        ([5] * 400, "a prompt of 400 is longer than the model's context length"),
+    ):
+        status, reply = post(server, body | {"tokens": tokens})
+        assert status == 400 and message in reply["error"], reply
+    # Requests without tokens are as before.
+    body.pop("tokens")
+    status, reply = post(server, body, "/v1/chat/completions")
+    assert status == 200 and len(reply["prompt_token_ids"]) == len("something") + 3
+
+
+def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path):
+    mixed = [
+        WeightedEnv(Conversation(), "talk", weight=3, sampling_args={"max_tokens": 5}),
+        WeightedEnv(make_tool_env(), "tools", sampling_args={"max_tokens": 9}),
+    ]
+    args = make_args(server, tmp_path, batch_size=32, rollouts_per_example=4, max_steps=4)
+    trainer = RLTrainer(str(model_folder), mixed, args)
+    evaluated = trainer.evaluate()
+    assert {"eval_talk/reward", "eval_tools/reward", "eval_reward"} <= evaluated.keys()
+    assert evaluated["eval_num_rollouts"] == 4  # both examples of each
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 4
+    shares = [row["talk/group_share"] for row in rows]
+    assert sum(shares) / len(shares) == pytest.approx(0.75, abs=0.05)
+    for row in rows:
+        assert row["talk/num_turns"] == 3 and row["tools/num_turns"] < 3
+        share = row["talk/group_share"]
+        both = share * row["talk/reward"] + (1 - share) * row["tools/reward"]
+        assert row["reward"] == pytest.approx(both)
+        assert row["talk/completion_tokens"] <= 15 < 27
+    longest = {
+        env: max(r.num_sampled_tokens / r.num_turns for r in trainer.batch.rollouts if r.env == env)
+        for env in ("talk", "tools")
+    }
+    assert longest["talk"] <= 5 < longest["tools"] <= 9
+
+
+@pytest.mark.parametrize("max_off_policy_steps", [0, 2])
+def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, max_off_policy_steps):
+    """With 2, weights change while requests run: tokens of one batch have several versions."""
+    args = make_args(
+        server, tmp_path, max_off_policy_steps=max_off_policy_steps, max_steps=6, max_tokens=60,
+        batch_size=16, learning_rate=1e-4,
+    )  # fmt: skip
+    seen = []
+
+    class Watching(RLTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            samples = self.batch.samples
+            seen.append({v for s in samples for v in s.policy_versions if v >= 0})
+            return loss
+
+    trainer = Watching(str(model_folder), Conversation(), args)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == len(seen) == 6
+    for step, versions in enumerate(seen):
+        assert step - max_off_policy_steps <= min(versions) <= max(versions) <= step
+        if max_off_policy_steps == 0:
+            assert versions == {step}
+    assert [row["staleness_max"] for row in rows] == [
+        float(step - min(versions)) for step, versions in enumerate(seen)
+    ]
+    if max_off_policy_steps == 2:
+        assert any(len(versions) > 1 for versions in seen)

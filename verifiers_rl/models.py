@@ -1,0 +1,54 @@
+"""The model that is trained: loaded in the dtype that training needs, under its adapter."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from verifiers_rl.config import RLConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
+    """The policy to train.
+
+    Full finetuning keeps float32 masters: in bfloat16 a small update is rounded away. Under an
+    adapter the frozen weights stay in bfloat16 where `args.bf16` computes in it.
+
+    Args:
+        model: a folder, a name on the hub, or a model that is there already; one that has an
+            adapter is returned as it is.
+        args: `use_lora`, `bf16` and the options of LoRA.
+        peft_config: any PEFT config in place of the LoRA that `args` describes.
+    """
+    if isinstance(model, str):
+        dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    if hasattr(model, "peft_config"):
+        return model
+    if peft_config is None and not args.use_lora:
+        if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+            logger.warning("the model's weights become float32 masters for full finetuning")
+        return model.float()
+    from peft import LoraConfig, get_peft_model
+
+    peft_config = peft_config or LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=args.lora_target_modules,
+        modules_to_save=args.lora_modules_to_save,
+        use_rslora=args.lora_use_rslora,
+    )
+    with warnings.catch_warnings():
+        # peft asks transformers for a property by its deprecated name.
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
+        )
+        return get_peft_model(model, peft_config)
