@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import torch
 from torch import distributed
@@ -51,6 +52,12 @@ def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[s
     return json.loads(bytes(payload.tolist()))
 
 
-def leave_process_group() -> None:
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+def let_gloo_threads_finish() -> None:
+    """To be called before the interpreter ends. A gloo thread lets go of its last collective's
+    tensors some time after that collective is done, for which it takes the interpreter's lock.
+    Before Python 3.14 a process aborts where this happens while the interpreter ends
+    (python/cpython#87135, pytorch/pytorch#179291). Nothing tells when it has happened, and
+    destroying the group joins its threads only if nothing else holds it, as
+    DistributedDataParallel does.
+    """
+    time.sleep(0.5)

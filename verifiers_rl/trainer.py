@@ -35,7 +35,7 @@ from transformers import AutoTokenizer, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, leave_process_group
+from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, let_gloo_threads_finish
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
     chunk_size_for,
@@ -165,8 +165,7 @@ class RLTrainer(Trainer):
             model=policy, args=args, processing_class=processing_class, **trainer_kwargs
         )
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
-            # gloo's threads must end before the interpreter does, which else may abort.
-            atexit.register(leave_process_group)
+            atexit.register(let_gloo_threads_finish)
         self.loss_is_scaled_for_ga = True  # by training_step, once, over the whole batch
         if orchestrator is not None and args.process_index == 0:
             self.orchestrator, self.weight_sync = orchestrator, weight_sync
