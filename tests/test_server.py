@@ -1,7 +1,10 @@
-"""The parts of vf-vllm that need no vLLM."""
+"""The parts of vf-vllm that need no running engine."""
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -147,3 +150,22 @@ def test_a_request_whose_body_arrives_in_an_update_waits_for_its_end():
         assert [list(spans.values()) for spans in passed] == [[[(0, 4)]]]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_processes_of_a_vf_vllm_on_a_cpu_sleep_where_vllm_spins(is_ours):
+    script = (
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "from vllm.distributed.device_communicators import shm_broadcast\n"
+        "print(shm_broadcast.sched_yield.__module__)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "VERIFIERS_RL_SERVER_PID"}
+    if is_ours:
+        environment["VERIFIERS_RL_SERVER_PID"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    module = done.stdout.splitlines()[-1]
+    assert (module == "verifiers_rl.inference.vllm_versions") == is_ours

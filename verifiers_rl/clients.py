@@ -61,20 +61,20 @@ class ServerClient(AsyncOpenAI):
         url = path if "://" in path else str(self.base_url).rstrip("/") + path
         headers = (kwargs.get("options") or {}).get("headers")
         data = json.dumps(kwargs["body"], default=_as_json).encode()
-        request = httpx.Request("POST", url)  # for errors and the reply
         for retries_left in (1, 0):
             try:
                 async with self._session.post(url, data=data, headers=headers) as reply:
                     content = await reply.read()
                 break
             except TimeoutError as error:  # aiohttp's own are both this and a ClientError
-                raise APITimeoutError(request) from error
+                raise APITimeoutError(httpx.Request("POST", url)) from error
             except aiohttp.ClientError as error:
                 if not retries_left:
-                    raise APIConnectionError(request=request) from error
+                    raise APIConnectionError(request=httpx.Request("POST", url)) from error
         _remember_policy_versions(reply.headers.get("X-Policy-Versions"))
-        response = httpx.Response(reply.status, content=content, request=request)
+        response = httpx.Response(reply.status, content=content)
         if response.is_error:
+            response.request = httpx.Request("POST", url)
             raise self._make_status_error_from_response(response)
         return response
 

@@ -16,6 +16,7 @@ saved cursor.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import threading
@@ -138,6 +139,9 @@ class Orchestrator:
         )
         self._thread.start()
         self._run(self.env.open()).result(timeout=60.0)
+        # Thousands of small objects a second make Python collect garbage often; walking all that
+        # torch and transformers hold each time would stop every thread for half a second.
+        gc.freeze()
 
     @property
     def num_pending(self) -> int:
@@ -203,6 +207,7 @@ class Orchestrator:
         """Cancel what is pending, close the environment's client and join the thread."""
         if self._loop is None or self._thread is None:
             return
+        gc.unfreeze()
         self._run(self._shut_down()).result(timeout=30.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30.0)

@@ -1,7 +1,12 @@
-"""What differs between vLLM 0.26 and 0.29. The rest of `inference/` uses what all of them have."""
+"""What differs between vLLM 0.26 and 0.29, and what is changed inside it.
+
+The rest of `inference/` uses what all of them have.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any, NamedTuple
 
 
@@ -34,3 +39,21 @@ def adapter_name_mapper(model: Any) -> Any:
     # 0.26 and 0.27 know it by the other name.
     rename = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
     return rename()
+
+
+def sleep_instead_of_spinning() -> None:
+    """Plugin of vLLM (`vllm.general_plugins` in pyproject.toml), run in each process of a server.
+
+    vLLM's engine and worker wait for each other in a loop around `sched_yield` that takes all of a
+    core. On a GPU host nobody misses it; on a laptop the API server and the trainer do, and a small
+    model generates at a third of the speed (benchmarks/README.md). So on a CPU they sleep instead,
+    in a vf-vllm only.
+    """
+    if "VERIFIERS_RL_SERVER_PID" not in os.environ:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.distributed.device_communicators import shm_broadcast
+
+        shm_broadcast.sched_yield = lambda: time.sleep(200e-6)

@@ -1,0 +1,138 @@
+"""The HTTP client of rollouts, against a real HTTP server on loopback."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+from aiohttp import web
+from verifiers.types import UserMessage
+
+from verifiers_rl.clients import ServerClient, make_client
+
+REPLY = {
+    "id": "1",
+    "object": "chat.completion",
+    "created": 0,
+    "model": "m",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "yes"},
+        }
+    ],
+}
+
+
+@asynccontextmanager
+async def serving(handler):
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handler)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def post(handler, timeout_s=10.0):
+    """One request to a server with this handler."""
+
+    async def run():
+        async with serving(handler) as url:
+            client = ServerClient(f"{url}/v1", timeout_s)
+            try:
+                return await client.post(
+                    "/chat/completions",
+                    cast_to=httpx.Response,
+                    body={"messages": [UserMessage(content="hello")]},
+                    options={"headers": {"X-One": "1"}},
+                )
+            finally:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_request_carries_the_token_the_headers_and_messages_as_json(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    seen = []
+
+    async def handler(request):
+        seen.append((request.headers, await request.json()))
+        return web.json_response(REPLY)
+
+    assert post(handler).json() == REPLY
+    [(headers, body)] = seen
+    assert headers["Authorization"] == "Bearer secret"
+    assert headers["X-One"] == "1"
+    assert body == {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_a_refusal_is_an_error_of_openai_with_the_servers_reason():
+    async def handler(request):
+        return web.json_response({"error": {"message": "no such model"}}, status=404)
+
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        post(handler)
+
+
+def test_a_lost_connection_is_tried_once_more():
+    tries = []
+
+    async def handler(request):
+        tries.append(request)
+        if len(tries) == 1:
+            request.transport.close()
+        return web.json_response(REPLY)
+
+    assert post(handler).json() == REPLY
+    assert len(tries) == 2
+
+
+def test_a_connection_that_is_lost_again_is_an_error():
+    tries = []
+
+    async def handler(request):
+        tries.append(request)
+        request.transport.close()
+        return web.json_response(REPLY)
+
+    with pytest.raises(openai.APIConnectionError):
+        post(handler)
+    assert len(tries) == 2
+
+
+def test_a_server_that_does_not_answer_in_time_is_a_timeout():
+    async def handler(request):
+        await asyncio.Event().wait()
+
+    with pytest.raises(openai.APITimeoutError):
+        post(handler, timeout_s=0.2)
+
+
+def test_a_reply_keeps_the_policy_versions_of_its_own_request():
+    async def handler(request):
+        version = (await request.json())["messages"][0]["content"]
+        await asyncio.sleep(0.05 if version == "3" else 0.0)  # the first to be asked answers last
+        headers = {"X-Policy-Versions": f"0:{version}"} if version != "none" else {}
+        return web.json_response(REPLY, headers=headers)
+
+    async def run():
+        async with serving(handler) as url:
+            client = make_client("openai_chat_completions", url, None, 10.0)
+            try:
+                asked = [
+                    client.get_response([UserMessage(content=text)], "m", {})
+                    for text in ("3", "4", "none")
+                ]
+                return [reply.policy_versions for reply in await asyncio.gather(*asked)]
+            finally:
+                await client.close()
+
+    assert asyncio.run(run()) == [[(0, 3)], [(0, 4)], None]
