@@ -50,7 +50,7 @@ def post(handler, timeout_s=10.0):
                 return await client.post(
                     "/chat/completions",
                     cast_to=httpx.Response,
-                    body={"messages": [UserMessage(content="hello")]},
+                    body={"messages": [UserMessage(role="user", content="hello")]},
                     options={"headers": {"X-One": "1"}},
                 )
             finally:

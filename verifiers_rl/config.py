@@ -190,6 +190,11 @@ class RLConfig(TrainingArguments):
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
     max_concurrent: int = _option(512, "Rollouts in flight at a time.")
+    env_workers: int = _option(
+        0,
+        "Processes for each environment, off the trainer's interpreter; 0 runs environments in a "
+        "thread of the trainer.",
+    )
     client_type: Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"] = (
         _option(
             "openai_chat_completions_token",
@@ -292,7 +297,8 @@ class RLConfig(TrainingArguments):
         num_batches = max(self.max_off_policy_steps, 1)
         num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
         waves = math.ceil(num_rollouts / self.max_concurrent)
-        waiting_s = (2 * waves + num_batches) * self.generation_timeout
+        # One more for env_workers to load their environments.
+        waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
         longest_s = waiting_s + 3 * self.vllm_server_timeout + 120
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":
@@ -336,6 +342,11 @@ class RLConfig(TrainingArguments):
                 _is_int(getattr(self, name)) and getattr(self, name) >= 1,
                 "must be an integer >= 1",
             )
+        check(
+            "env_workers",
+            _is_int(self.env_workers) and self.env_workers >= 0,
+            "must be an integer >= 0",
+        )
         for name in ("max_tokens", "max_prompt_len", "top_k", "max_tokens_per_microbatch"):
             value = getattr(self, name)
             check(

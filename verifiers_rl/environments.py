@@ -253,14 +253,36 @@ class ClassicEnvironment:
         policy_version: int,
         slots: asyncio.Semaphore,
     ) -> list[Rollout]:
-        """Roll out and score one example `num_rollouts` times. An error costs its own rollout only.
+        """Roll out and score one example `num_rollouts` times.
+        An error costs its own rollout only.
+        """
+        row = {**self._examples[split][index]}
+        row.setdefault("example_id", index)
+        return await self.run_row(
+            index,
+            row,
+            num_rollouts,
+            model,
+            self.sampling_args or sampling_args,
+            policy_version,
+            slots,
+        )
+
+    async def run_row(
+        self,
+        index: int,
+        row: dict[str, Any],
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: asyncio.Semaphore,
+    ) -> list[Rollout]:
+        """`run_group` for this example, which stands at `index` of its split.
 
         Rollouts run through `env.rollout` one by one, not `env.run_group`, because there an
         exception in one of them (a tool that raises, say) would lose the whole group.
         """
-        sampling_args = self.sampling_args or sampling_args
-        row = {**self._examples[split][index]}
-        row.setdefault("example_id", index)
         runs = [self._run(row, model, sampling_args, slots) for _ in range(num_rollouts)]
         results = await asyncio.gather(*runs)
         states = [state for state, error in results if error is None]
@@ -439,21 +461,31 @@ def make_runner(
             "importance ratios will be off, watch mismatch_kl",
             biased,
         )
-    parts = [
-        ClassicEnvironment(
-            one.env,
-            base_url,
-            tokenizer,
-            max_seq_len=args.max_seq_len,
-            max_prompt_len=args.max_prompt_len,
-            mask_env_responses=args.mask_env_responses,
-            timeout_s=args.generation_timeout,
-            client_type=args.client_type,
-            name=one.name,
-            sampling_args=sampled.sampling_args() if one.sampling_args else None,
-        )
-        for one, sampled in zip(mixed, sampling, strict=True)
-    ]
+    sum_of_weights = sum(one.weight for one in mixed)
+    parts: list[ClassicEnvironment] = []
+    for one, sampled in zip(mixed, sampling, strict=True):
+        options = {
+            "base_url": base_url,
+            "tokenizer": tokenizer,
+            "max_seq_len": args.max_seq_len,
+            "max_prompt_len": args.max_prompt_len,
+            "mask_env_responses": args.mask_env_responses,
+            "timeout_s": args.generation_timeout,
+            "client_type": args.client_type,
+            "name": one.name,
+            "sampling_args": sampled.sampling_args() if one.sampling_args else None,
+        }
+        if args.env_workers:
+            from verifiers_rl.env_workers import WorkerEnvironment
+
+            max_concurrent = math.ceil(args.max_concurrent * one.weight / sum_of_weights)
+            num_workers = args.env_workers
+            part: ClassicEnvironment = WorkerEnvironment(
+                one.env, num_workers=num_workers, max_concurrent=max_concurrent, **options
+            )
+        else:
+            part = ClassicEnvironment(one.env, **options)
+        parts.append(part)
     runner = MixedEnvironment(parts, [one.weight for one in mixed]) if len(parts) > 1 else parts[0]
     renders_anew = args.client_type == "openai_chat_completions" and runner.is_multi_turn
     if renders_anew and tokenizer and (problem := reason_against_chat_template(tokenizer)):

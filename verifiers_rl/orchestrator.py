@@ -138,7 +138,7 @@ class Orchestrator:
             target=self._loop.run_forever, name="orchestrator", daemon=True
         )
         self._thread.start()
-        self._run(self.env.open()).result(timeout=60.0)
+        self._run(self.env.open()).result(timeout=self.rollout_timeout_s + 60.0)
         # Thousands of small objects a second make Python collect garbage often; walking all that
         # torch and transformers hold each time would stop every thread for half a second.
         gc.freeze()

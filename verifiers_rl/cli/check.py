@@ -355,10 +355,10 @@ class Preflight:
         model, sampling = self.client.served_model_name, self.args.sampling_args()
 
         async def roll_out() -> Any:
-            await self.runner.open()
             one = asyncio.Semaphore(1)
             firsts = [0, *accumulate(self.runner.sizes("train"))][:-1]  # of each environment
             try:
+                await self.runner.open()
                 return [
                     rollout
                     for index in firsts

@@ -1,0 +1,261 @@
+"""Environments in worker processes, against a stand-in for the server that answers over HTTP."""
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+import textwrap
+from contextlib import asynccontextmanager
+
+import pytest
+import verifiers as vf
+from aiohttp import web
+
+from tests.helpers import load_example
+from verifiers_rl import RLConfig
+from verifiers_rl.config import ConfigError
+from verifiers_rl.env_workers import EnvWorkerError, WorkerEnvironment
+from verifiers_rl.environments import InvalidEnvironmentError, WeightedEnv, make_runner
+from verifiers_rl.orchestrator import Orchestrator
+
+make_tokenizer = load_example("warm_start").make_tokenizer
+
+MODULE = """
+    import os, time
+    import verifiers as vf
+    from datasets import Dataset
+
+    def load_environment(size=4, fail=False, only_in=None):
+        if only_in is not None and os.getpid() != only_in:
+            raise ValueError("a file of the worker is missing")
+        dataset = Dataset.from_dict(
+            {"question": [f"q{i}" for i in range(size)], "answer": ["a"] * size}
+        )
+
+        def pid(completion) -> float:
+            return float(os.getpid())
+
+        def score(completion, prompt) -> float:
+            question = prompt[-1]["content"]
+            if question == "q1" and fail:
+                class Odd(Exception):
+                    held = lambda self: None
+                raise Odd("no answer key")
+            if question == "q2" and fail:
+                os._exit(7)
+            return float(len(completion[-1]["content"]))
+
+        rubric = vf.Rubric(funcs=[score, pid], weights=[1.0, 0.0])
+        return vf.SingleTurnEnv(dataset=dataset, eval_dataset=dataset, rubric=rubric)
+"""
+
+
+@pytest.fixture
+def make_env(tmp_path, monkeypatch):
+    """Loads the environment above, which only this process's sys.path knows of."""
+    (tmp_path / "env_of_workers.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda **args: vf.load_environment("env-of-workers", **args)
+    sys.modules.pop("env_of_workers", None)
+
+
+@asynccontextmanager
+async def a_server():
+    """Answers each request with three tokens of version 5."""
+
+    async def answer(request):
+        body = await request.json()
+        logprob = {"token": "x", "logprob": -0.5, "top_logprobs": []}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "yes"},
+            "token_ids": [5, 6, 7],
+            "logprobs": {"content": [logprob] * 3},
+        }
+        reply = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [choice],
+            "prompt_token_ids": [1, 2],
+        }
+        return web.json_response(reply, headers={"X-Policy-Versions": "0:5"})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def roll_out(env, tmp_path, use, **options):
+    """What `use(run, runner)` returns, where `run(index)` gives a group of two rollouts."""
+    args = RLConfig(output_dir=str(tmp_path), max_seq_len=64, use_cpu=True, **options)
+
+    async def main():
+        async with a_server() as url:
+            runner = make_runner(env, url, make_tokenizer(), args)
+            slots = asyncio.Semaphore(args.max_concurrent)
+
+            async def run(index):
+                sampling = args.sampling_args()
+                return await runner.run_group("train", index, 2, "m", sampling, 2, slots)
+
+            try:
+                await runner.open()
+                return await use(run, runner)
+            finally:
+                await runner.close()
+
+    return asyncio.run(main())
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_rollouts_in_workers_are_those_of_this_process(make_env, tmp_path):
+    async def all_of_them(run, runner):
+        return await asyncio.gather(*map(run, range(4)))
+
+    env = make_env()
+    here = roll_out(env, tmp_path, all_of_them)
+    there = roll_out(env, tmp_path, all_of_them, env_workers=2)
+    pids = {rollout.metrics["pid"] for group in there for rollout in group}
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert not any(is_running(int(pid)) for pid in pids)
+    assert {r.metrics.pop("pid") for group in here for r in group} == {os.getpid()}
+    for group, same in zip(here, there, strict=True):
+        for rollout, other in zip(group, same, strict=True):
+            other.metrics.pop("pid")
+            assert rollout.generation_s > 0 and other.generation_s > 0
+            rollout.generation_s = other.generation_s = 0.0
+            assert rollout == other
+            assert other.samples[0].policy_versions == [-1, -1, 5, 5, 5]
+
+
+def test_an_error_costs_its_own_group_and_names_its_cause(make_env, tmp_path):
+    async def two(run, runner):
+        return await asyncio.gather(run(1), run(3))
+
+    failed, well = roll_out(make_env(fail=True), tmp_path, two, env_workers=1)
+    for rollout in failed:
+        assert isinstance(rollout.error, EnvWorkerError)
+        assert str(rollout.error) == "Odd: no answer key"
+        assert "env_of_workers.py" in rollout.error.__notes__[0]  # its traceback there
+    assert [rollout.reward for rollout in well] == [3.0, 3.0]
+
+
+def test_a_worker_that_dies_costs_its_rollouts_and_is_replaced(make_env, tmp_path):
+    async def through_death(run, runner):
+        lost = await run(2)
+        return lost, await run(3), await run(0)
+
+    lost, *well = roll_out(make_env(fail=True), tmp_path, through_death, env_workers=1)
+    assert len(lost) == 2
+    assert all("ended with status 7" in str(rollout.error) for rollout in lost)
+    assert [(r.prompt, r.reward) for group in well for r in group] == [
+        ("q3", 3.0), ("q3", 3.0), ("q0", 3.0), ("q0", 3.0),
+    ]  # fmt: skip
+
+
+def test_a_killed_worker_does_not_stop_the_others(make_env, tmp_path):
+    async def kill_one(run, runner):
+        first, second = (worker._process.pid for worker in runner._workers)
+        os.kill(first, signal.SIGKILL)
+        groups = await asyncio.gather(*map(run, range(4)))
+        return second, [rollout for group in groups for rollout in group]
+
+    second, rollouts = roll_out(make_env(), tmp_path, kill_one, env_workers=2)
+    lost = [rollout for rollout in rollouts if rollout.error]
+    assert len(lost) in (0, 2, 4)  # what had been given to it before its end was seen
+    assert second in {int(rollout.metrics["pid"]) for rollout in rollouts if not rollout.error}
+    assert not is_running(second)
+
+
+def test_a_cancelled_group_is_cancelled_in_its_worker(make_env, tmp_path):
+    async def cancel(run, runner):
+        group = asyncio.create_task(run(0))
+        await asyncio.sleep(0)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        assert runner._workers[0].num_groups == 0
+        return await run(1)
+
+    assert len(roll_out(make_env(), tmp_path, cancel, env_workers=1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("env_args", "message"),
+    [
+        ({"only_in": os.getpid()}, "'env', in a worker: .*a file of the worker is missing"),
+        ({"size": lambda: 3}, "cannot be sent to another process.*env_workers=0"),
+    ],
+)
+def test_an_environment_that_a_worker_cannot_load_is_one_error(
+    make_env, tmp_path, env_args, message
+):
+    env = make_env(**env_args) if "only_in" in env_args else make_env()
+    env.env_args = env_args
+    with pytest.raises(InvalidEnvironmentError, match=message):
+        roll_out(env, tmp_path, None, env_workers=2)
+
+
+def test_an_environment_without_an_id_is_told_apart(make_env, tmp_path):
+    env = make_env()
+    env.env_id = ""
+    with pytest.raises(InvalidEnvironmentError, match="it has none; make it with"):
+        roll_out(env, tmp_path, None, env_workers=1)
+
+
+def test_a_worker_that_does_not_load_in_time_is_an_error(make_env, tmp_path):
+    with pytest.raises(InvalidEnvironmentError, match="not loaded within"):
+        roll_out(make_env(), tmp_path, None, env_workers=1, generation_timeout=0.05)
+
+
+def test_workers_share_max_concurrent_and_each_environment_has_its_own(make_env, tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), max_concurrent=100, env_workers=2, use_cpu=True)
+    envs = [WeightedEnv(make_env(), "a", weight=3), WeightedEnv(make_env(size=2), "b")]
+    mix = make_runner(envs, "http://unused", make_tokenizer(), args)
+    assert all(isinstance(part, WorkerEnvironment) for part in mix.parts)
+    shares = [
+        [
+            pickle.loads(worker._setup[8:])["max_concurrent"] for worker in part._workers
+        ]  # of 75 and of 25
+        for part in mix.parts
+    ]
+    assert shares == [[38, 38], [13, 13]]
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_env_workers_must_be_a_number_of_processes(tmp_path, value):
+    with pytest.raises(ConfigError, match="env_workers"):
+        RLConfig(output_dir=str(tmp_path), env_workers=value)
+
+
+def test_stopping_the_orchestrator_ends_its_workers(make_env, tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), env_workers=2, use_cpu=True, batch_size=4,
+                    rollouts_per_example=2, max_seq_len=64)  # fmt: skip
+    runner = make_runner(make_env(), "http://127.0.0.1:9", make_tokenizer(), args)
+    orchestrator = Orchestrator(
+        runner, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}
+    )
+    orchestrator.start()
+    pids = [worker._process.pid for worker in runner._workers]
+    assert all(map(is_running, pids))
+    orchestrator.submit(0, "m", 0)
+    orchestrator.stop()
+    assert not any(map(is_running, pids))

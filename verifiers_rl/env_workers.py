@@ -1,0 +1,326 @@
+"""Environments in processes of their own: their Python code takes no time from the trainer's.
+
+    trainer process                                     worker process
+    WorkerEnvironment.run_row ── an example ─────────►  ClassicEnvironment.run_row: rollouts, scores
+                              ◄── their Rollouts ─────
+
+A worker loads the environment again, by its id and arguments. `verifiers` has an environment server
+of its own; its workers talk to the model through stock clients, which lose the policy versions and
+the empty replies of a policy, and one whose environment does not load is started again forever.
+
+Messages are pickled, over a socket pair that no other process can reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import logging
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+from verifiers_rl.environments import (
+    ClassicEnvironment,
+    InvalidEnvironmentError,
+    load_environment,
+)
+from verifiers_rl.rollouts import describe_error
+from verifiers_rl.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+EXIT_S = 10.0  # a worker has so long to end by itself
+
+
+class EnvWorkerError(RuntimeError):
+    """What happened to a rollout in a worker; the traceback there is a note of it."""
+
+
+class WorkerEnvironment(ClassicEnvironment):
+    """A `ClassicEnvironment` whose groups run in worker processes.
+
+    A group goes to the worker that has the fewest. When a worker dies, the rollouts that it had are
+    errors, and another is started for the next group.
+
+    Args:
+        env: made by `verifiers.load_environment`; what was changed in it since is not in the
+            workers.
+        num_workers: processes.
+        max_concurrent: rollouts in flight at a time, in all workers together.
+        options: of `ClassicEnvironment`.
+
+    Raises:
+        InvalidEnvironmentError: it has no id to be loaded by, or arguments that cannot be pickled.
+    """
+
+    def __init__(self, env: Any, *, num_workers: int, max_concurrent: int, **options: Any) -> None:
+        super().__init__(env, **options)
+        if not env.env_id:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: env_workers={num_workers} loads it again in other "
+                "processes, by its id, and it has none; make it with "
+                "verifiers.load_environment(id, ...) or set env_workers=0"
+            )
+        setup = {
+            "env_id": env.env_id,
+            "env_args": env.env_args,
+            # Examples come from here, already measured.
+            "options": options | {"max_prompt_len": None},
+            "max_concurrent": math.ceil(max_concurrent / num_workers),
+        }
+        try:
+            frame = _frame(setup)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: env_workers={num_workers}: its arguments or the "
+                f"tokenizer cannot be sent to another process: {error}; set env_workers=0"
+            ) from error
+        self._workers = [_Worker(self.name, frame, self.timeout_s) for _ in range(num_workers)]
+
+    async def open(self) -> None:
+        """Start the workers; returns when all have loaded the environment."""
+        starts = [worker.start() for worker in self._workers]
+        for problem in await asyncio.gather(*starts, return_exceptions=True):
+            if problem is not None:
+                await self.close()
+                raise problem
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    async def run_row(
+        self,
+        index: int,
+        row: dict[str, Any],
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: asyncio.Semaphore,
+    ) -> list[Rollout]:
+        """As the base does, without `slots`: each worker has its share of `max_concurrent`."""
+        worker = min(self._workers, key=lambda worker: worker.num_groups)
+        try:
+            return await worker.run_row(
+                index, row, num_rollouts, model, sampling_args, policy_version
+            )
+        except EnvWorkerError as error:
+            return [
+                self._rollout(index, row, None, error, policy_version) for _ in range(num_rollouts)
+            ]
+
+
+class _Worker:
+    """The trainer's side of one process.
+
+    Args:
+        name: of the environment, for messages.
+        setup: first message to the process.
+        timeout_s: deadline of its start.
+    """
+
+    def __init__(self, name: str, setup: bytes, timeout_s: float) -> None:
+        self.name = name
+        self.num_groups = 0  # that it has been given and not returned
+        self._setup = setup
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None]
+        self._replies: dict[int, asyncio.Future[list[Rollout]]] = {}
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process, and wait until it has loaded the environment.
+
+        Raises:
+            InvalidEnvironmentError: it could not, or not within the deadline.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            setup = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", MAIN, *setup],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._writer.write(self._setup)
+            problem = await asyncio.wait_for(_receive(reader), self._timeout_s)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            problem = await self._how_it_ended()
+        except TimeoutError:
+            problem = f"not loaded within generation_timeout ({self._timeout_s:g} s)"
+        except BaseException:
+            await self.close()
+            raise
+        if problem is not None:
+            await self.close()
+            raise InvalidEnvironmentError(f"environment {self.name!r}, in a worker: {problem}")
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def run_row(self, *args: Any) -> list[Rollout]:
+        """One group.
+
+        Raises:
+            EnvWorkerError: the process died, or could not send it back.
+        """
+        self.num_groups += 1
+        number = next(self._numbers)
+        try:
+            async with self._starting:
+                if self._process is None:
+                    await self.start()
+            reply = self._replies[number] = asyncio.get_running_loop().create_future()
+            self._send(number, args)
+            return await reply
+        except asyncio.CancelledError:
+            self._send(number, None)
+            raise
+        finally:
+            self.num_groups -= 1
+            self._replies.pop(number, None)
+
+    def _send(self, number: int, args: tuple[Any, ...] | None) -> None:
+        if self._writer is not None:
+            self._writer.write(_frame((number, args)))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                number, group, problem = await _receive(reader)
+                if (reply := self._replies.get(number)) and not reply.done():
+                    if problem is None:
+                        reply.set_result(group)
+                    else:
+                        reply.set_exception(EnvWorkerError(problem))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            problem = await self._how_it_ended()
+        except Exception as error:  # a reply that cannot be read: whatever unpickling raises
+            problem = f"unreadable reply: {describe_error(error)}"
+        logger.warning("environment %r: %s; another is started", self.name, problem)
+        lost, self._replies = self._replies, {}
+        await self.close()
+        for reply in lost.values():
+            if not reply.done():
+                reply.set_exception(EnvWorkerError(problem))
+
+    async def _how_it_ended(self) -> str:
+        assert self._process is not None
+        status = await asyncio.to_thread(_end, self._process)
+        return f"the worker process {self._process.pid} ended with status {status}"
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()  # which ends it
+        if process is not None:
+            await asyncio.to_thread(_end, process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Its exit status; kills it if it does not end by itself."""
+    try:
+        return process.wait(EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(EXIT_S)
+
+
+def _frame(message: Any) -> bytes:
+    data = pickle.dumps(message)
+    return len(data).to_bytes(8, "big") + data
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    size = int.from_bytes(await reader.readexactly(8), "big")
+    return pickle.loads(await reader.readexactly(size))
+
+
+# --- In the worker --------------------------------------------------------------------------------
+
+
+# Its path is ours, which may hold folders that only the trainer's script knows of.
+MAIN = """
+import json, sys
+descriptor, parent, path = sys.argv[1:]
+sys.path[:] = json.loads(path)
+from verifiers_rl.env_workers import main
+main(int(descriptor), int(parent))
+"""
+
+
+def main(descriptor: int, parent: int) -> None:
+    from verifiers_rl.inference.server import die_with_parent
+
+    die_with_parent(parent)  # also where the environment blocks the event loop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too: the trainer says when
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("verifiers").setLevel(logging.WARNING)
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    setup = await _receive(reader)
+    try:
+        env = load_environment(setup["env_id"], setup["env_args"])
+        runner = ClassicEnvironment(env, **setup["options"])
+        await runner.open()
+    except Exception as error:  # whatever the environment's own code raises
+        writer.write(_frame(describe_error(error)))
+        await writer.drain()
+        return
+    writer.write(_frame(None))
+    gc.freeze()  # as Orchestrator.start does
+    slots = asyncio.Semaphore(setup["max_concurrent"])
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(number: int, args: tuple[Any, ...]) -> None:
+        try:
+            index, row, num_rollouts, model, sampling, policy_version = args
+            group = await runner.run_row(
+                index, row, num_rollouts, model, sampling, policy_version, slots
+            )
+            for rollout in group:
+                if rollout.error is not None:
+                    rollout.error = _that_travels(rollout.error)
+            writer.write(_frame((number, group, None)))
+        except Exception as error:  # lest the trainer wait for it
+            writer.write(_frame((number, None, describe_error(error))))
+        finally:
+            del running[number]
+
+    try:
+        while True:
+            number, args = await _receive(reader)
+            if args is not None:
+                running[number] = asyncio.create_task(run(number, args))
+            elif number in running:
+                running[number].cancel()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass  # the trainer has closed its end, or is gone
+    tasks = list(running.values())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await runner.close()
+
+
+def _that_travels(error: BaseException) -> EnvWorkerError:
+    """The error of an environment may hold what cannot be pickled, or be unknown to the trainer."""
+    copy = EnvWorkerError(describe_error(error))
+    copy.add_note("".join(traceback.format_exception(error)))
+    return copy
