@@ -14,9 +14,9 @@ from datasets import Dataset
 from transformers import set_seed
 
 from tests.conftest import running_server
-from tests.helpers import load_example
+from tests.helpers import ROOT, load_example
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
-from verifiers_rl.environments import make_runner
+from verifiers_rl.environments import load_environment, make_runner
 
 pytestmark = pytest.mark.e2e
 
@@ -337,3 +337,42 @@ def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, max_of
     ]
     if max_off_policy_steps == 2:
         assert any(len(versions) > 1 for versions in seen)
+
+
+def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, tokenizer, tmp_path):
+    env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
+    options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time
+
+    def groups(env_workers):
+        args = make_args(server, tmp_path, env_workers=env_workers, **options)
+        runner = make_runner(env, server.url, tokenizer, args)
+        sampling, slots = args.sampling_args(), asyncio.Semaphore(4)
+
+        async def run():
+            try:
+                await runner.open()
+                return [
+                    await runner.run_group("train", i, 1, model_name(server), sampling, 3, slots)
+                    for i in range(6)
+                ]
+            finally:
+                await runner.close()
+
+        return [group[0] for group in asyncio.run(run())]
+
+    for here, there in zip(groups(0), groups(1), strict=True):
+        assert there.error is None and here.error is None
+        assert there.num_turns == here.num_turns > 1
+        assert there.reward == here.reward and there.completion == here.completion
+        assert len(there.samples) == len(here.samples)
+        for sample, same in zip(there.samples, here.samples, strict=True):
+            assert sample.token_ids == same.token_ids and sample.loss_mask == same.loss_mask
+            assert sample.policy_versions == same.policy_versions
+            assert sample.inference_logprobs == pytest.approx(same.inference_logprobs, abs=1e-4)
+
+    args = make_args(server, tmp_path, env_workers=2, max_tokens=4, max_steps=3)
+    trainer = RLTrainer(str(model_folder), env, args)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 3 and all(row["error_share"] == 0 for row in rows)
+    assert [row["staleness_max"] for row in rows] == [0, 1, 1]

@@ -135,7 +135,7 @@ class _Worker:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None]
+        self._reading: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[list[Rollout]]] = {}
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
@@ -161,6 +161,7 @@ class _Worker:
         except (asyncio.IncompleteReadError, ConnectionError):
             problem = await self._how_it_ended()
         except TimeoutError:
+            self._process.kill()
             problem = f"not loaded within generation_timeout ({self._timeout_s:g} s)"
         except BaseException:
             await self.close()
@@ -222,6 +223,9 @@ class _Worker:
         return f"the worker process {self._process.pid} ended with status {status}"
 
     async def close(self) -> None:
+        reading, self._reading = self._reading, None
+        if reading is not None and reading is not asyncio.current_task():
+            reading.cancel()
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         if writer is not None:
