@@ -1,6 +1,7 @@
 """Rollouts a second through the Orchestrator, against the same requests sent raw.
 
-    python benchmarks/rollouts.py [--concurrent 64 256 1024] [--clients ...] [--rounds 2]
+    python benchmarks/rollouts.py [--concurrent 64 256 1024] [--clients ...] [--rounds 5]
+    python benchmarks/rollouts.py --workers [0 1 2] [--rounds 5]
 
 A real vf-vllm with a model of 0.85 M parameters, a `verifiers` environment of one turn and one of
 four. Ours: environment, scoring, advantages and samples included. Raw: the very bodies that ours
@@ -9,6 +10,10 @@ time; nothing is parsed but JSON. Every reply has the same number of tokens (`mi
 server's prefix cache is off: raw would find all of its prompts there. Ours and raw take turns; each
 figure is the median over the rounds, the first left out. The clients that are not the default are
 measured at one concurrency only, the second.
+
+With --workers: the same environment of one turn in this process and in so many others, with a
+reward function that takes a while of Python, while this thread trains a small model as a trainer
+would: rollouts a second, and training steps over what they are with nothing beside them.
 """
 
 import argparse
@@ -19,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +43,14 @@ class Conversation(vf.MultiTurnEnv):
         return [vf.UserMessage(content=f"and then, after {len(state['trajectory'])} of them?")]
 
 
-def make_env(num_turns: int) -> vf.Environment:
+def load_environment(num_turns: int, scoring_s: float = 0.0) -> vf.Environment:
     questions = [f"question {i:04d}: what is it that you say?" for i in range(512)]
     dataset = Dataset.from_dict({"question": questions, "answer": ["a"] * len(questions)})
 
     def length(completion: Any) -> float:
+        end = time.perf_counter() + scoring_s
+        while time.perf_counter() < end:
+            pass
         return float(len(completion))
 
     return Conversation(
@@ -94,7 +103,7 @@ def measure(url: str, model: str, tokenizer: Any, options: Any) -> None:
             is_default = client_type == CLIENT_TYPES[0]
             if num_turns == 1 and not is_default:
                 continue  # the first turn is the default's too, or differs little
-            env = make_env(num_turns)
+            env = load_environment(num_turns)
             for concurrent in options.concurrent if is_default else options.concurrent[1:2]:
                 num_rollouts = max(concurrent, 512 // num_turns)
                 args = RLConfig(
@@ -134,13 +143,69 @@ def measure(url: str, model: str, tokenizer: Any, options: Any) -> None:
                 )
 
 
+def measure_workers(url: str, model: str, tokenizer: Any, options: Any) -> None:
+    import torch
+    from warm_start import make_model
+
+    from verifiers_rl import Orchestrator, RLConfig
+    from verifiers_rl.environments import make_runner
+
+    torch.set_num_threads(1)
+    trained = make_model(tokenizer)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+    ids = torch.randint(len(tokenizer), (4, 32))
+
+    def train_until(ended: Callable[[], bool]) -> float:
+        """Steps a second."""
+        start, steps = time.perf_counter(), 0
+        while not ended():
+            trained(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+        return steps / (time.perf_counter() - start)
+
+    num_rollouts = 512
+    print("| scoring ms | env_workers | rollouts/s | training steps over those alone |")
+    print("| --- | --- | --- | --- |")
+    for scoring_s in (0.0, 0.01):
+        env = vf.load_environment("rollouts", num_turns=1, scoring_s=scoring_s)
+        for env_workers in options.workers:
+            args = RLConfig(
+                output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
+                max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
+                env_workers=env_workers,
+            )  # fmt: skip
+            orchestrator = Orchestrator(
+                make_runner(env, url, tokenizer, args), lambda: None, batch_size=num_rollouts,
+                rollouts_per_example=GROUP, sampling_args=args.sampling_args(),
+            )  # fmt: skip
+            orchestrator.start()
+            rates, shares = [], []
+            try:
+                for step in range(options.rounds + 1):
+                    end = time.perf_counter() + 2
+                    alone = train_until(lambda end=end: time.perf_counter() > end)
+                    start = time.perf_counter()
+                    orchestrator.submit(step, model, 0)
+                    batch, _ = orchestrator._pending[0]
+                    shares.append(train_until(batch.done) / alone)
+                    orchestrator.get()
+                    rates.append(num_rollouts / (time.perf_counter() - start))
+            finally:
+                orchestrator.stop()
+            rate, share = (statistics.median(values[1:]) for values in (rates, shares))
+            print(f"| {1000 * scoring_s:.0f} | {env_workers} | {rate:.0f} | {share:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--clients", choices=CLIENT_TYPES, nargs="+", default=CLIENT_TYPES)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="*")
     options = parser.parse_args()
 
     from transformers import set_seed
@@ -158,7 +223,11 @@ def main() -> None:
         tokenizer.save_pretrained(f"{folder}/model")
         flags = ("--max-model-len", "512", "--max-num-seqs", "256", "--no-enable-prefix-caching")
         with running_server(Path(folder, "model"), Path(folder, "server.log"), *flags) as server:
-            measure(server.url, f"{folder}/model", tokenizer, options)
+            if options.workers is None:
+                measure(server.url, f"{folder}/model", tokenizer, options)
+            else:
+                options.workers = options.workers or [0, 1, 2]
+                measure_workers(server.url, f"{folder}/model", tokenizer, options)
 
 
 if __name__ == "__main__":
