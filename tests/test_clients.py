@@ -50,7 +50,7 @@ def post(handler, timeout_s=10.0):
                 return await client.post(
                     "/chat/completions",
                     cast_to=httpx.Response,
-                    body={"messages": [UserMessage(role="user", content="hello")]},
+                    body={"messages": [{"role": "user", "content": "hello"}]},
                     options={"headers": {"X-One": "1"}},
                 )
             finally:
@@ -93,6 +93,23 @@ def test_a_lost_connection_is_tried_once_more():
 
     assert post(handler).json() == REPLY
     assert len(tries) == 2
+
+
+def test_an_error_of_the_server_is_tried_once_more():
+    tries = []
+
+    async def handler(request):
+        tries.append(request)
+        return web.json_response(REPLY, status=503 if len(tries) == 1 else 200)
+
+    assert post(handler).json() == REPLY
+    assert len(tries) == 2
+
+    async def failing(request):
+        return web.json_response({"error": {"message": "no memory"}}, status=500)
+
+    with pytest.raises(openai.InternalServerError, match="no memory"):
+        post(failing)
 
 
 def test_a_connection_that_is_lost_again_is_an_error():

@@ -167,6 +167,7 @@ def test_other_ranks_wait_as_long_as_rank_0_may_take():
     assert RLConfig(**options).ddp_timeout == 9 * 1000 + 3 * 300 + 120
     filtered = RLConfig(**options, min_reward=0.1, max_oversampling=2.0)
     assert filtered.ddp_timeout == 17 * 1000 + 3 * 300 + 120
+    assert RLConfig(**options, env_workers=1).ddp_timeout == 10 * 1000 + 3 * 300 + 120
     assert RLConfig(use_cpu=True, ddp_timeout=9000).ddp_timeout == 9000
 
 

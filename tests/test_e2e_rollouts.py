@@ -17,6 +17,7 @@ from tests.conftest import running_server
 from tests.helpers import ROOT, load_example
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.environments import load_environment, make_runner
+from verifiers_rl.types import Slots
 
 pytestmark = pytest.mark.e2e
 
@@ -346,7 +347,7 @@ def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, to
     def groups(env_workers):
         args = make_args(server, tmp_path, env_workers=env_workers, **options)
         runner = make_runner(env, server.url, tokenizer, args)
-        sampling, slots = args.sampling_args(), asyncio.Semaphore(4)
+        sampling, slots = args.sampling_args(), Slots(4)
 
         async def run():
             try:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import pickle
 import signal
 import sys
 import textwrap
@@ -14,19 +13,20 @@ from aiohttp import web
 
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
-from verifiers_rl.env_workers import EnvWorkerError, WorkerEnvironment
+from verifiers_rl.env_workers import EnvWorkerError
 from verifiers_rl.environments import InvalidEnvironmentError, WeightedEnv, make_runner
 from verifiers_rl.orchestrator import Orchestrator
+from verifiers_rl.types import Slots
 
 MODULE = """
-    import os
+    import os, time
     import verifiers as vf
     from datasets import Dataset
 
     class Tokenizer:  # transformers takes seconds to load, in each worker
         pass
 
-    def load_environment(size=4, fail=False, only_in=None):
+    def load_environment(size=4, fail=False, forks=False, only_in=None):
         if only_in is not None and os.getpid() != only_in:
             raise ValueError("a file of the worker is missing")
         dataset = Dataset.from_dict(
@@ -43,6 +43,9 @@ MODULE = """
                     held = lambda self: None
                 raise Odd("no answer key")
             if question == "q2" and fail:
+                if forks and os.fork() == 0:
+                    time.sleep(5)
+                    os._exit(0)
                 os._exit(7)
             return float(len(completion[-1]["content"]))
 
@@ -60,12 +63,24 @@ def make_env(tmp_path, monkeypatch):
     sys.modules.pop("env_of_workers", None)
 
 
-@asynccontextmanager
-async def a_server():
-    """Answers each request with three tokens of version 5."""
+class Server:
+    """Answers each request with three tokens of version 5, unless it is to hold it."""
 
-    async def answer(request):
+    def __init__(self):
+        self.num_running = self.peak = self.num_aborted = 0
+        self.holds = False
+
+    async def answer(self, request):
         body = await request.json()
+        self.num_running += 1
+        self.peak = max(self.peak, self.num_running)
+        try:
+            await asyncio.sleep(3600 if self.holds else 0.02)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_running -= 1
         logprob = {"token": "x", "logprob": -0.5, "top_logprobs": []}
         choice = {
             "index": 0,
@@ -84,9 +99,12 @@ async def a_server():
         }
         return web.json_response(reply, headers={"X-Policy-Versions": "0:5"})
 
+
+@asynccontextmanager
+async def serving(server):
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app, shutdown_timeout=1)
+    app.router.add_post("/v1/chat/completions", server.answer)
+    runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -96,14 +114,16 @@ async def a_server():
         await runner.cleanup()
 
 
-def roll_out(env, tmp_path, use, **options):
+def roll_out(env, tmp_path, use, server=None, **options):
     """What `use(run, runner)` returns, where `run(index)` gives a group of two rollouts."""
     args = RLConfig(output_dir=str(tmp_path), max_seq_len=64, use_cpu=True, **options)
 
+    server = server or Server()
+
     async def main():
-        async with a_server() as url:
+        async with serving(server) as url:
             runner = make_runner(env, url, sys.modules["env_of_workers"].Tokenizer(), args)
-            slots = asyncio.Semaphore(args.max_concurrent)
+            slots = Slots(args.max_concurrent)
 
             async def run(index):
                 sampling = args.sampling_args()
@@ -164,19 +184,27 @@ def test_errors_cost_their_own_group_and_a_worker_that_dies_is_replaced(make_env
 
 
 def test_cancelled_groups_and_killed_workers_leave_the_others_alone(make_env, tmp_path):
+    server = Server()
+
     async def use(run, runner):
+        server.holds = True
         group = asyncio.create_task(run(0))
-        await asyncio.sleep(0)
+        while server.num_running < 2:
+            await asyncio.sleep(0.01)
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group
+        while server.num_running:  # until the worker has let go of its requests
+            await asyncio.sleep(0.01)
+        assert server.num_aborted == 2
         assert [worker.num_groups for worker in runner._workers] == [0, 0]
+        server.holds = False
         first, second = (worker._process.pid for worker in runner._workers)
         os.kill(first, signal.SIGKILL)
         groups = await asyncio.gather(*map(run, range(4)))
         return second, [rollout for group in groups for rollout in group]
 
-    second, rollouts = roll_out(make_env(), tmp_path, use, env_workers=2)
+    second, rollouts = roll_out(make_env(), tmp_path, use, server, env_workers=2)
     assert len(rollouts) == 8
     lost = [rollout for rollout in rollouts if rollout.error]
     assert len(lost) in (0, 2, 4)  # what had been given to it before its end was seen
@@ -208,23 +236,45 @@ def test_an_environment_without_an_id_is_told_apart(make_env, tmp_path):
         roll_out(env, tmp_path, None, env_workers=1)
 
 
-def test_a_worker_that_does_not_load_in_time_is_an_error(make_env, tmp_path):
+def test_a_worker_that_does_not_load_in_time_is_an_error(make_env, tmp_path, monkeypatch):
+    monkeypatch.setattr("verifiers_rl.env_workers.LOAD_S", 0.05)
     with pytest.raises(InvalidEnvironmentError, match="not loaded within"):
         roll_out(make_env(), tmp_path, None, env_workers=1, generation_timeout=0.05)
 
 
-def test_workers_share_max_concurrent_and_each_environment_has_its_own(make_env, tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), max_concurrent=100, env_workers=2, use_cpu=True)
+def test_a_worker_whose_environment_differs_is_an_error(make_env, tmp_path):
+    env = make_env()
+    env.rubric.add_reward_func(lambda completion: 1.0)
+    with pytest.raises(InvalidEnvironmentError, match=r"is not in the workers; set env_workers=0"):
+        roll_out(env, tmp_path, None, env_workers=1)
+
+
+def test_a_worker_that_leaves_a_process_behind_is_replaced_too(make_env, tmp_path):
+    """That process holds the worker's end of the connection."""
+
+    async def use(run, runner):
+        lost = await run(2)
+        return lost, await run(0)
+
+    lost, after = roll_out(make_env(fail=True, forks=True), tmp_path, use, env_workers=1)
+    assert all("ended with status 7" in str(rollout.error) for rollout in lost)
+    assert [rollout.reward for rollout in after] == [3.0, 3.0]
+
+
+def test_max_concurrent_holds_over_all_workers_and_environments(make_env, tmp_path):
+    server = Server()
     envs = [WeightedEnv(make_env(), "a", weight=3), WeightedEnv(make_env(size=2), "b")]
-    mix = make_runner(envs, "http://unused", None, args)
-    assert all(isinstance(part, WorkerEnvironment) for part in mix.parts)
-    shares = [
-        [
-            pickle.loads(worker._setup[8:])["max_concurrent"] for worker in part._workers
-        ]  # of 75 and of 25
-        for part in mix.parts
-    ]
-    assert shares == [[38, 38], [13, 13]]
+
+    async def use(run, runner):
+        return await asyncio.gather(*map(run, range(sum(runner.sizes("train")))))
+
+    options = {"env_workers": 1, "max_concurrent": 3}
+    groups = roll_out(envs, tmp_path, use, server, **options)
+    assert [rollout.error for group in groups for rollout in group] == [None] * 12
+    assert server.peak == 2  # a group of two, and no room for another
+    one_by_one = Server()
+    roll_out(make_env(), tmp_path, use, one_by_one, **options | {"max_concurrent": 1})
+    assert one_by_one.peak == 1
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True])

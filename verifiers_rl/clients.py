@@ -36,7 +36,8 @@ class ServerClient(AsyncOpenAI):
     """AsyncOpenAI with one short way for `post(..., cast_to=httpx.Response)`, which is how all
     clients here send their requests: aiohttp, without the layers of openai and httpx. With hundreds
     of small requests at once these take longer than all the rest of a rollout
-    (benchmarks/rollouts.py). What it raises is openai's.
+    (benchmarks/rollouts.py). What it raises is openai's; a lost connection and a status of 500
+    and more it tries once again.
 
     Args:
         base_url: of the API, with /v1.
@@ -60,12 +61,13 @@ class ServerClient(AsyncOpenAI):
             return await super().post(path, cast_to=cast_to, **kwargs)
         url = path if "://" in path else str(self.base_url).rstrip("/") + path
         headers = (kwargs.get("options") or {}).get("headers")
-        data = json.dumps(kwargs["body"], default=_as_json).encode()
+        data = json.dumps(kwargs["body"]).encode()
         for retries_left in (1, 0):
             try:
                 async with self._session.post(url, data=data, headers=headers) as reply:
                     content = await reply.read()
-                break
+                if reply.status < 500:
+                    break
             except TimeoutError as error:  # aiohttp's own are both this and a ClientError
                 raise APITimeoutError(httpx.Request("POST", url)) from error
             except aiohttp.ClientError as error:
@@ -81,11 +83,6 @@ class ServerClient(AsyncOpenAI):
     async def close(self) -> None:
         await self._session.close()
         await super().close()
-
-
-def _as_json(value: Any) -> Any:
-    """Messages and tools may hold pydantic models."""
-    return value.model_dump(mode="json", exclude_unset=True)
 
 
 def _remember_policy_versions(header: str | None) -> None:

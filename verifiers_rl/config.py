@@ -297,8 +297,9 @@ class RLConfig(TrainingArguments):
         num_batches = max(self.max_off_policy_steps, 1)
         num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
         waves = math.ceil(num_rollouts / self.max_concurrent)
-        # One more for env_workers to load their environments.
-        waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
+        waiting_s = (2 * waves + num_batches) * self.generation_timeout
+        if self.env_workers:  # load their environments first
+            waiting_s += max(self.generation_timeout, 300.0)
         longest_s = waiting_s + 3 * self.vllm_server_timeout + 120
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":

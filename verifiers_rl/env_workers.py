@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import itertools
 import json
 import logging
-import math
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -33,12 +34,14 @@ from verifiers_rl.environments import (
     InvalidEnvironmentError,
     load_environment,
 )
+from verifiers_rl.inference.parent import die_with_parent
 from verifiers_rl.rollouts import describe_error
-from verifiers_rl.types import Rollout
+from verifiers_rl.types import Rollout, Slots
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 10.0  # a worker has so long to end by itself
+LOAD_S = 300.0  # a worker has so long to load its environment, or generation_timeout if longer
+EXIT_S = 30.0  # a worker has so long to end by itself
 
 
 class EnvWorkerError(RuntimeError):
@@ -55,7 +58,7 @@ class WorkerEnvironment(ClassicEnvironment):
         env: made by `verifiers.load_environment`; what was changed in it since is not in the
             workers.
         num_workers: processes.
-        max_concurrent: rollouts in flight at a time, in all workers together.
+        max_concurrent: rollouts in flight in one process.
         options: of `ClassicEnvironment`.
 
     Raises:
@@ -75,7 +78,8 @@ class WorkerEnvironment(ClassicEnvironment):
             "env_args": env.env_args,
             # Examples come from here, already measured.
             "options": options | {"max_prompt_len": None},
-            "max_concurrent": math.ceil(max_concurrent / num_workers),
+            "max_concurrent": max_concurrent,
+            "looks": _looks(env),
         }
         try:
             frame = _frame(setup)
@@ -84,11 +88,12 @@ class WorkerEnvironment(ClassicEnvironment):
                 f"environment {self.name!r}: env_workers={num_workers}: its arguments or the "
                 f"tokenizer cannot be sent to another process: {error}; set env_workers=0"
             ) from error
-        self._workers = [_Worker(self.name, frame, self.timeout_s) for _ in range(num_workers)]
+        deadline_s = max(self.timeout_s, LOAD_S)
+        self._workers = [_Worker(self.name, frame, deadline_s) for _ in range(num_workers)]
 
     async def open(self) -> None:
         """Start the workers; returns when all have loaded the environment."""
-        starts = [worker.start() for worker in self._workers]
+        starts = [worker.open() for worker in self._workers]
         for problem in await asyncio.gather(*starts, return_exceptions=True):
             if problem is not None:
                 await self.close()
@@ -105,18 +110,30 @@ class WorkerEnvironment(ClassicEnvironment):
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: asyncio.Semaphore,
+        slots: Slots,
     ) -> list[Rollout]:
-        """As the base does, without `slots`: each worker has its share of `max_concurrent`."""
-        worker = min(self._workers, key=lambda worker: worker.num_groups)
+        """As the base does, with a slot for each rollout until all are done."""
         try:
-            return await worker.run_row(
-                index, row, num_rollouts, model, sampling_args, policy_version
-            )
+            async with slots.several(num_rollouts):
+                worker = min(self._workers, key=lambda worker: worker.num_groups)
+                return await worker.run_row(
+                    index, row, num_rollouts, model, sampling_args, policy_version
+                )
         except EnvWorkerError as error:
             return [
                 self._rollout(index, row, None, error, policy_version) for _ in range(num_rollouts)
             ]
+
+
+def _looks(env: Any) -> list[Any]:
+    """What two environments have in common if they are the same."""
+    names: list[str] = []
+    rubrics = [env.rubric]
+    for rubric in rubrics:
+        rubrics += getattr(rubric, "rubrics", [])
+        for func in map(inspect.unwrap, rubric.funcs):
+            names.append(getattr(func, "__name__", type(func).__name__))
+    return [type(env).__name__, len(env.get_dataset()), sorted(names)]
 
 
 class _Worker:
@@ -125,22 +142,26 @@ class _Worker:
     Args:
         name: of the environment, for messages.
         setup: first message to the process.
-        timeout_s: deadline of its start.
+        load_s: deadline of its start.
     """
 
-    def __init__(self, name: str, setup: bytes, timeout_s: float) -> None:
+    def __init__(self, name: str, setup: bytes, load_s: float) -> None:
         self.name = name
         self.num_groups = 0  # that it has been given and not returned
         self._setup = setup
-        self._timeout_s = timeout_s
+        self._load_s = load_s
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[list[Rollout]]] = {}
         self._numbers = itertools.count()
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Lock
 
-    async def start(self) -> None:
+    async def open(self) -> None:
+        self._starting = asyncio.Lock()  # of this event loop
+        await self._start()
+
+    async def _start(self) -> None:
         """Start the process, and wait until it has loaded the environment.
 
         Raises:
@@ -156,13 +177,14 @@ class _Worker:
             )
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
+            _feed_eof_at_the_end_of(self._process, reader)
             self._writer.write(self._setup)
-            problem = await asyncio.wait_for(_receive(reader), self._timeout_s)
+            problem = await asyncio.wait_for(_receive(reader), self._load_s)
         except (asyncio.IncompleteReadError, ConnectionError):
             problem = await self._how_it_ended()
         except TimeoutError:
             self._process.kill()
-            problem = f"not loaded within generation_timeout ({self._timeout_s:g} s)"
+            problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
         except BaseException:
             await self.close()
             raise
@@ -182,7 +204,7 @@ class _Worker:
         try:
             async with self._starting:
                 if self._process is None:
-                    await self.start()
+                    await self._start()
             reply = self._replies[number] = asyncio.get_running_loop().create_future()
             self._send(number, args)
             return await reply
@@ -234,6 +256,21 @@ class _Worker:
             await asyncio.to_thread(_end, process)
 
 
+def _feed_eof_at_the_end_of(process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
+    """What the process has started may hold its end of the connection, and outlive it."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        process.wait()
+        try:
+            # After a second for what it has sent at last.
+            loop.call_soon_threadsafe(loop.call_later, 1.0, reader.feed_eof)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits for it
+
+    threading.Thread(target=wait, name="environment worker's end", daemon=True).start()
+
+
 def _end(process: subprocess.Popen[bytes]) -> int:
     """Its exit status; kills it if it does not end by itself."""
     try:
@@ -267,29 +304,40 @@ main(int(descriptor), int(parent))
 
 
 def main(descriptor: int, parent: int) -> None:
-    from verifiers_rl.inference.server import die_with_parent
-
     die_with_parent(parent)  # also where the environment blocks the event loop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too: the trainer says when
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
-
-
-async def _serve(connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection)
-    setup = await _receive(reader)
+    connection = socket.socket(fileno=descriptor)
+    size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
+    setup = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
+    problem = None
     try:
+        # Not in the event loop: an environment may run one of its own to load its data.
         env = load_environment(setup["env_id"], setup["env_args"])
+        if _looks(env) != setup["looks"]:
+            problem = (
+                f"loaded by its id, {setup['env_id']!r}, it has (class, examples, rewards) "
+                f"{_looks(env)}, and the trainer's {setup['looks']}: what is changed after "
+                "load_environment is not in the workers; set env_workers=0"
+            )
         runner = ClassicEnvironment(env, **setup["options"])
-        await runner.open()
     except Exception as error:  # whatever the environment's own code raises
-        writer.write(_frame(describe_error(error)))
-        await writer.drain()
-        return
-    writer.write(_frame(None))
-    gc.freeze()  # as Orchestrator.start does
-    slots = asyncio.Semaphore(setup["max_concurrent"])
+        problem = describe_error(error)
+    connection.sendall(_frame(problem))
+    if problem is None:
+        # Ctrl-C reaches us too: the trainer says when. Environments set a handler of their own.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.collect()
+        gc.freeze()  # as Orchestrator.start does
+        asyncio.run(_serve(connection, runner, setup["max_concurrent"]))
+
+
+async def _serve(
+    connection: socket.socket, runner: ClassicEnvironment, max_concurrent: int
+) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    await runner.open()
+    slots = Slots(max_concurrent)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(number: int, args: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import verifiers as vf
 
 from verifiers_rl.clients import make_client, reason_against_chat_template
-from verifiers_rl.types import Rollout, Sample
+from verifiers_rl.types import Rollout, Sample, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +47,17 @@ def load_environment(
         importlib.invalidate_caches()
     where = f" (looked in {search_path} and the installed packages)" if search_path else ""
     try:
-        return vf.load_environment(env_id, **(env_args or {}))
+        env = vf.load_environment(env_id, **(env_args or {}))
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
         cause = error.__cause__ or error
         raise InvalidEnvironmentError(
             f"cannot load environment {env_id!r} with args {env_args or {}}{where}: "
             f"{type(cause).__name__}: {cause}"
         ) from error
+    # Not those of an environment that its module loaded and changed: workers load it by these.
+    if isinstance(env, vf.Environment):
+        env.env_id, env.env_args = env_id, env_args or {}
+    return env
 
 
 def samples_from_trajectory(
@@ -251,7 +255,7 @@ class ClassicEnvironment:
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: asyncio.Semaphore,
+        slots: Slots,
     ) -> list[Rollout]:
         """Roll out and score one example `num_rollouts` times.
         An error costs its own rollout only.
@@ -276,7 +280,7 @@ class ClassicEnvironment:
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: asyncio.Semaphore,
+        slots: Slots,
     ) -> list[Rollout]:
         """`run_group` for this example, which stands at `index` of its split.
 
@@ -304,7 +308,7 @@ class ClassicEnvironment:
         row: dict[str, Any],
         model: str,
         sampling_args: dict[str, Any],
-        slots: asyncio.Semaphore,
+        slots: Slots,
     ) -> tuple[Any, BaseException | None]:
         async with slots:
             start = time.monotonic()
@@ -416,12 +420,10 @@ class MixedEnvironment:
         return self.parts[0].eval_dataset
 
     async def open(self) -> None:
-        for part in self.parts:
-            await part.open()
+        await asyncio.gather(*(part.open() for part in self.parts))
 
     async def close(self) -> None:
-        for part in self.parts:
-            await part.close()
+        await asyncio.gather(*(part.close() for part in self.parts))
 
     async def run_group(self, split: Split, index: int, *args: Any, **kwargs: Any) -> list[Rollout]:
         starts = [0, *accumulate(self.sizes(split))]
@@ -461,7 +463,6 @@ def make_runner(
             "importance ratios will be off, watch mismatch_kl",
             biased,
         )
-    sum_of_weights = sum(one.weight for one in mixed)
     parts: list[ClassicEnvironment] = []
     for one, sampled in zip(mixed, sampling, strict=True):
         options = {
@@ -478,10 +479,11 @@ def make_runner(
         if args.env_workers:
             from verifiers_rl.env_workers import WorkerEnvironment
 
-            max_concurrent = math.ceil(args.max_concurrent * one.weight / sum_of_weights)
-            num_workers = args.env_workers
             part: ClassicEnvironment = WorkerEnvironment(
-                one.env, num_workers=num_workers, max_concurrent=max_concurrent, **options
+                one.env,
+                num_workers=args.env_workers,
+                max_concurrent=args.max_concurrent,
+                **options,
             )
         else:
             part = ClassicEnvironment(one.env, **options)

@@ -36,7 +36,7 @@ from verifiers_rl.rollouts import (
     describe_error,
     evaluation_metrics,
 )
-from verifiers_rl.types import Batch, Rollout
+from verifiers_rl.types import Batch, Rollout, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class GroupRunner(Protocol):
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: asyncio.Semaphore,
+        slots: Slots,
     ) -> list[Rollout]: ...
 
 
@@ -124,7 +124,7 @@ class Orchestrator:
         self.zero_truncated_completions = zero_truncated_completions
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._slots: asyncio.Semaphore
+        self._slots: Slots
         # Each with the number of batches that were pending with it.
         self._pending: deque[tuple[Future[Batch], int]] = deque()
 
@@ -133,12 +133,18 @@ class Orchestrator:
     def start(self) -> None:
         """Start the thread and open the environment's client."""
         self._loop = asyncio.new_event_loop()
-        self._slots = asyncio.Semaphore(self.max_concurrent)
+        self._slots = Slots(self.max_concurrent)
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="orchestrator", daemon=True
         )
         self._thread.start()
-        self._run(self.env.open()).result(timeout=self.rollout_timeout_s + 60.0)
+        # env_workers load their environments within max(rollout_timeout_s, 300).
+        deadline_s = max(self.rollout_timeout_s, 300.0) + 60.0
+        try:
+            self._run(self.env.open()).result(timeout=deadline_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"the environment was not ready within {deadline_s:g} s") from error
+        gc.collect()
         # Thousands of small objects a second make Python collect garbage often; walking all that
         # torch and transformers hold each time would stop every thread for half a second.
         gc.freeze()
@@ -208,7 +214,7 @@ class Orchestrator:
         if self._loop is None or self._thread is None:
             return
         gc.unfreeze()
-        self._run(self._shut_down()).result(timeout=30.0)
+        self._run(self._shut_down()).result(timeout=60.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30.0)
         if self._thread.is_alive():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -100,6 +103,30 @@ class Rollout:
     @property
     def num_sampled_tokens(self) -> int:
         return sum(version >= 0 for sample in self.samples for version in sample.policy_versions)
+
+
+class Slots(asyncio.Semaphore):
+    """Places for rollouts, of which a group may take several at once."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self._num_slots = num_slots
+        # One group at a time takes its places: two that each hold some would wait for each other.
+        self._taking = asyncio.Lock()
+
+    @asynccontextmanager
+    async def several(self, num: int) -> AsyncIterator[None]:
+        """`num` places, or all where there are fewer."""
+        num_taken = 0
+        try:
+            async with self._taking:
+                for _ in range(min(num, self._num_slots)):
+                    await self.acquire()
+                    num_taken += 1
+            yield
+        finally:
+            for _ in range(num_taken):
+                self.release()
 
 
 @dataclass(slots=True)

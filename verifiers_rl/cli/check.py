@@ -352,10 +352,12 @@ class Preflight:
         )
 
     def check_rollout(self) -> str:
+        from verifiers_rl.types import Slots
+
         model, sampling = self.client.served_model_name, self.args.sampling_args()
 
         async def roll_out() -> Any:
-            one = asyncio.Semaphore(1)
+            one = Slots(1)
             firsts = [0, *accumulate(self.runner.sizes("train"))][:-1]  # of each environment
             try:
                 await self.runner.open()

@@ -26,7 +26,7 @@ def main() -> None:
     # Under accelerate its launcher is our parent, and ends its workers itself.
     parent = os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None)
     if parent and "LOCAL_RANK" not in os.environ:
-        from verifiers_rl.inference.server import die_with_parent
+        from verifiers_rl.inference.parent import die_with_parent
 
         die_with_parent(int(parent))
     parser = argparse.ArgumentParser(prog="vf-train", usage=USAGE, description=__doc__)

@@ -400,21 +400,6 @@ def is_one_completion(fields: dict[str, Any]) -> bool:
     return wanted.get("n") in (None, 1) and not several and not wanted.get("use_beam_search")
 
 
-def die_with_parent(parent: int) -> None:
-    """On Linux, get SIGTERM when the process that started us dies, however it dies.
-
-    By prctl(PR_SET_PDEATHSIG); where `parent` is gone already, ends this process at once.
-    """
-    if sys.platform != "linux":
-        return
-    import ctypes
-    import signal
-
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit("the process that started this one is gone")
-
-
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
     """The first half of these cores, shared out to vLLM's workers, in the form of
     VLLM_CPU_OMP_THREADS_BIND: "0,1|2,3" for two workers.
@@ -446,6 +431,8 @@ def port_error(host: str, port: int) -> str | None:
 
 def main() -> None:
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+        from verifiers_rl.inference.parent import die_with_parent
+
         die_with_parent(int(parent))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # verifiers declares its tools as strict. vLLM would then sample under a grammar, and logprobs

@@ -45,9 +45,9 @@ def sleep_instead_of_spinning() -> None:
     """Plugin of vLLM (`vllm.general_plugins` in pyproject.toml), run in each process of a server.
 
     vLLM's engine and worker wait for each other in a loop around `sched_yield` that takes all of a
-    core. On a GPU host nobody misses it; on a laptop the API server and the trainer do, and a small
-    model generates at a third of the speed (benchmarks/README.md). So on a CPU they sleep instead,
-    in a vf-vllm only.
+    core. On a GPU host nobody misses it; on a laptop the API server and the trainer do, and
+    rollouts of a small model take three times as long (benchmarks/README.md). So on a CPU they
+    sleep instead, in a vf-vllm only.
     """
     if "VERIFIERS_RL_SERVER_PID" not in os.environ:
         return
