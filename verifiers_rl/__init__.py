@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verifiers_rl.chat_harness import ChatHarness
     from verifiers_rl.config import RLConfig
     from verifiers_rl.environments import WeightedEnv
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ChatHarness",
     "LossInputs",
     "LossOutputs",
     "Orchestrator",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "ChatHarness": "chat_harness",
     "LossInputs": "losses",
     "LossOutputs": "losses",
     "Orchestrator": "orchestrator",

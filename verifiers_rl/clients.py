@@ -27,7 +27,7 @@ from verifiers.legacy.clients.openai_chat_completions_token_client import (
 )
 from verifiers.legacy.errors import EmptyModelResponseError
 
-_policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
+policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
     "policy_versions", default=None
 )
 
@@ -89,7 +89,7 @@ def _remember_policy_versions(header: str | None) -> None:
     """The X-Policy-Versions header of a reply, "0:3,17:4" as [(0, 3), (17, 4)]."""
     if header:
         spans = [span.split(":") for span in header.split(",")]
-        _policy_versions.set([(int(start), int(version)) for start, version in spans])
+        policy_versions.set([(int(start), int(version)) for start, version in spans])
 
 
 class _Exact:
@@ -101,7 +101,7 @@ class _Exact:
     """
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
-        _policy_versions.set(None)
+        policy_versions.set(None)
         return await super().get_native_response(*args, **kwargs)  # type: ignore[misc]
 
     async def raise_from_native_response(self, response: Any) -> None:
@@ -114,7 +114,7 @@ class _Exact:
     async def from_native_response(self, response: Any) -> Any:
         parsed = await super().from_native_response(response)  # type: ignore[misc]
         # Set by `ServerClient.post` in this very task, which has awaited the request.
-        parsed.policy_versions = _policy_versions.get()
+        parsed.policy_versions = policy_versions.get()
         if parsed.message.content is None and not parsed.message.tool_calls:
             parsed.message.content = ""
         return parsed
@@ -148,14 +148,14 @@ class TokenClient(_Exact, OpenAIChatCompletionsTokenClient):
         options = {"add_generation_prompt": True, **(extra_kwargs or {})}
         options |= options.pop("chat_template_kwargs", {})
         return self.tokenizer.apply_chat_template(
-            [_as_vllm_renders(message) for message in messages],
+            [as_vllm_renders(message) for message in messages],
             tools=tools,
             return_dict=False,
             **options,
         )
 
 
-def _as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
+def as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
     """As vLLM gives it to a chat template: arguments of tool calls as an object, not as JSON, and
     parts of text as one text.
     """

@@ -1,5 +1,5 @@
-"""The one seam to `verifiers`: load an environment, run one group,
-turn its trajectories into token-exact samples.
+"""The seam to classic `verifiers` environments: load one, run one group,
+turn its trajectories into token-exact samples. `environments_v1.py` is the other.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class WeightedEnv:
     """One of several environments to train on.
 
     Attributes:
-        env: a classic `verifiers.Environment`.
+        env: a classic `verifiers.Environment`, or an `Env` or a `Taskset` of `verifiers.v1`.
         name: prefix of its metrics.
         weight: its share of the groups, up to a common factor.
         sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}. Not
@@ -189,7 +189,7 @@ class ClassicEnvironment:
     ) -> None:
         if not isinstance(env, vf.Environment):
             raise InvalidEnvironmentError(
-                "env: expected a verifiers.Environment (classic API, verifiers 0.3), "
+                "env: expected a verifiers.Environment, or an Env or a Taskset of verifiers.v1, "
                 f"got {type(env).__name__}; pass the result of verifiers.load_environment(...)"
             )
         self.env = env
@@ -394,7 +394,7 @@ class MixedEnvironment:
         InvalidEnvironmentError: two of one name.
     """
 
-    def __init__(self, parts: Sequence[ClassicEnvironment], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
         names = [part.name for part in parts]
         if twice := [name for name in names if names.count(name) > 1]:
             raise InvalidEnvironmentError(
@@ -432,13 +432,19 @@ class MixedEnvironment:
         return await part.run_group(split, index - starts[which], *args, **kwargs)
 
 
-def make_runner(
-    env: Any, base_url: str, tokenizer: Any, args: Any
-) -> ClassicEnvironment | MixedEnvironment:
+def _runner_class(env: Any) -> Any:
+    if isinstance(env, vf.Environment) or "verifiers.v1.env" not in sys.modules:
+        return ClassicEnvironment
+    from verifiers_rl.environments_v1 import V1Environment, is_v1
+
+    return V1Environment if is_v1(env) else ClassicEnvironment
+
+
+def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
     """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed.
 
     Args:
-        env: a `verifiers.Environment`, or WeightedEnvs.
+        env: a `verifiers.Environment`, an `Env` or a `Taskset` of `verifiers.v1`, or WeightedEnvs.
         base_url: of the inference server, without /v1.
         tokenizer: the model's.
         args: the `RLConfig`.
@@ -463,7 +469,7 @@ def make_runner(
             "importance ratios will be off, watch mismatch_kl",
             biased,
         )
-    parts: list[ClassicEnvironment] = []
+    parts: list[Any] = []
     for one, sampled in zip(mixed, sampling, strict=True):
         options = {
             "base_url": base_url,
@@ -476,18 +482,14 @@ def make_runner(
             "name": one.name,
             "sampling_args": sampled.sampling_args() if one.sampling_args else None,
         }
-        if args.env_workers:
+        runner_class = _runner_class(one.env)
+        if args.env_workers and runner_class is ClassicEnvironment:
             from verifiers_rl.env_workers import WorkerEnvironment
 
-            part: ClassicEnvironment = WorkerEnvironment(
-                one.env,
-                num_workers=args.env_workers,
-                max_concurrent=args.max_concurrent,
-                **options,
-            )
+            options |= {"num_workers": args.env_workers, "max_concurrent": args.max_concurrent}
+            parts.append(WorkerEnvironment(one.env, **options))
         else:
-            part = ClassicEnvironment(one.env, **options)
-        parts.append(part)
+            parts.append(runner_class(one.env, **options))
     runner = MixedEnvironment(parts, [one.weight for one in mixed]) if len(parts) > 1 else parts[0]
     renders_anew = args.client_type == "openai_chat_completions" and runner.is_multi_turn
     if renders_anew and tokenizer and (problem := reason_against_chat_template(tokenizer)):

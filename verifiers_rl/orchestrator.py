@@ -33,6 +33,7 @@ from verifiers_rl.rollouts import (
     ExampleOrder,
     GroupFilter,
     batch_metrics,
+    by_role,
     describe_error,
     evaluation_metrics,
 )
@@ -357,19 +358,17 @@ class Orchestrator:
         return groups
 
     def _set_advantages(self, group: list[Rollout]) -> None:
-        survivors = [rollout for rollout in group if rollout.error is None]
-        if not survivors:
-            return
-        for rollout in survivors:
-            if rollout.is_truncated and self.zero_truncated_completions:
-                rollout.reward = 0.0
-        rewards = torch.tensor([r.reward for r in survivors], dtype=torch.float64)
-        advantages = self.advantage_fn(rewards)
-        for rollout, advantage in zip(survivors, advantages.tolist(), strict=True):
-            if rollout.is_truncated and self.mask_truncated_completions:
-                for sample in rollout.samples:
-                    sample.loss_mask = [False] * len(sample.loss_mask)
-            rollout.set_advantage(advantage)
+        for survivors in by_role(group):
+            for rollout in survivors:
+                if rollout.is_truncated and self.zero_truncated_completions:
+                    rollout.reward = 0.0
+            rewards = torch.tensor([r.reward for r in survivors], dtype=torch.float64)
+            advantages = self.advantage_fn(rewards)
+            for rollout, advantage in zip(survivors, advantages.tolist(), strict=True):
+                if rollout.is_truncated and self.mask_truncated_completions:
+                    for sample in rollout.samples:
+                        sample.loss_mask = [False] * len(sample.loss_mask)
+                rollout.set_advantage(advantage)
 
     async def _evaluate(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int

@@ -68,10 +68,20 @@ class ExampleOrder:
         return examples
 
 
+def by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The surviving rollouts of each agent."""
+    roles: dict[str, list[Rollout]] = {}
+    for rollout in group:
+        if rollout.error is None:
+            roles.setdefault(rollout.role, []).append(rollout)
+    return list(roles.values())
+
+
 @dataclass(frozen=True)
 class GroupFilter:
-    """Which groups are worth training on, by the rewards of their surviving rollouts. A group
-    without survivors passes: were it replaced, an environment that always fails would end later.
+    """Which groups are worth training on, by the rewards of their surviving rollouts; with several
+    agents, those of any. A group without survivors passes: were it replaced, an environment that
+    always fails would end later.
 
     Attributes:
         min_reward_variance: a smaller variance (over n) does not pass; 0 lets all pass.
@@ -87,10 +97,12 @@ class GroupFilter:
         return self == GroupFilter()
 
     def passes(self, group: Sequence[Rollout]) -> bool:
-        if self.lets_all_pass:
-            return True
-        rewards = np.array([rollout.reward for rollout in group if rollout.error is None])
-        return not len(rewards) or bool(
+        roles = by_role(group)
+        return self.lets_all_pass or not roles or any(map(self._passes, roles))
+
+    def _passes(self, survivors: Sequence[Rollout]) -> bool:
+        rewards = np.array([rollout.reward for rollout in survivors])
+        return bool(
             rewards.var() >= self.min_reward_variance
             and (self.min_reward is None or rewards.mean() >= self.min_reward)
             and (self.max_reward is None or rewards.mean() <= self.max_reward)
@@ -119,11 +131,22 @@ def batch_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         if len(envs) > 1:
             metrics |= {f"{env}/{name}": value for name, value in _group_metrics(own).items()}
             metrics[f"{env}/group_share"] = len(own) / len(groups)
+        metrics |= _rewards_of_roles(env, survivors)
         for name in sorted({name for rollout in survivors for name in rollout.metrics}):
             if name not in metrics:
                 values = [rollout.metrics.get(name, 0.0) for rollout in survivors]
                 metrics[f"{env}/{name}"] = float(np.mean(values))
     return metrics
+
+
+def _rewards_of_roles(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    roles = by_role(rollouts)
+    if len(roles) < 2:
+        return {}
+    return {
+        f"{prefix}/{role[0].role}/reward": float(np.mean([r.reward for r in role]))
+        for role in roles
+    }
 
 
 def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
@@ -133,7 +156,7 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         return {"error_share": 1.0}
     rewards = np.array([rollout.reward for rollout in rollouts])
     tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
-    uniform = [len({r.reward for r in group if r.error is None}) <= 1 for group in groups]
+    uniform = [all(len({r.reward for r in role}) == 1 for role in by_role(g)) for g in groups]
     num_later_turns = sum(rollout.num_turns - 1 for rollout in rollouts)
     num_breaks = sum(len(rollout.samples) - 1 for rollout in rollouts)
     return {
@@ -179,7 +202,8 @@ def _evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]
         "truncated_share": sum(r.is_truncated for r in survivors) / len(rollouts),
         "num_rollouts": float(len(rollouts)),
     }
-    if (num_rollouts := len(groups[0])) > 1:
+    num_rollouts = max((len(role) for role in by_role(groups[0])), default=1)
+    if num_rollouts > 1:
         passed = sum(any(r.error is None and r.reward >= 1 for r in group) for group in groups)
         metrics[f"pass@{num_rollouts}"] = passed / len(groups)
     return metrics

@@ -69,6 +69,7 @@ class Rollout:
     Attributes:
         example_id: position of the example in its dataset split.
         env: name of its environment.
+        role: the agent's name where an episode has several, each with a baseline of its own.
         prompt: what was asked, as text, for people.
         completion: what was answered, as text, for people.
         reward: the environment's score; NaN when `error` is set.
@@ -85,6 +86,7 @@ class Rollout:
     prompt: str
     completion: str = ""
     env: str = "env"
+    role: str = ""
     reward: float = math.nan
     metrics: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)

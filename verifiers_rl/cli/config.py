@@ -7,6 +7,12 @@ model = "Qwen/Qwen3-0.6B"        # a name on the hub or a folder;
 id = "reverse_text"              # installed, or a module beside this file
 [env.args]                       # keyword arguments of its load_environment
 
+[env.taskset]                    # or an environment of verifiers.v1, with the keys of its EnvConfig
+id = "reverse_text_v1"
+[env.harness]                    # of its only agent; short for [env.agent.harness]
+id = "null"
+[env.eval_taskset]               # what differs in the taskset of evaluations
+
                                  # or several: [[env]] each with id, args and also
                                  # name = "..."  prefix of its metrics, by default its id
                                  # weight = 1    its share of the groups
@@ -28,7 +34,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +47,26 @@ class TomlError(ValueError):
 
 @dataclass
 class EnvTable:
-    """One [env] or [[env]]."""
+    """One [env] or [[env]]: classic ones have `id` and `args`, those of verifiers.v1 `v1`."""
 
-    id: str
+    id: str = ""
     args: dict[str, Any] = field(default_factory=dict)
     name: str = ""
     weight: float = 1.0
     sampling: dict[str, Any] = field(default_factory=dict)
+    v1: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.name = self.name or self.id
+
+    def load(self, search_path: Path) -> Any:
+        if self.v1 is None:
+            from verifiers_rl.environments import load_environment
+
+            return load_environment(self.id, self.args, search_path)
+        from verifiers_rl.environments_v1 import load_v1_environment
+
+        return load_v1_environment(self.v1, search_path)
 
 
 @dataclass
@@ -76,9 +92,9 @@ class RunConfig:
         Raises:
             InvalidEnvironmentError: one cannot be loaded.
         """
-        from verifiers_rl.environments import WeightedEnv, load_environment
+        from verifiers_rl.environments import WeightedEnv
 
-        loaded = [load_environment(env.id, env.args, search_path=self.folder) for env in self.envs]
+        loaded = [env.load(search_path=self.folder) for env in self.envs]
         if not self.is_mix:
             return loaded[0]
         return [
@@ -154,7 +170,15 @@ def _env_tables(path: Path, data: Any) -> list[EnvTable]:
         if not isinstance(env, dict):
             raise TomlError(f"{where} must be a table, not {env!r}")
         # One environment alone has no share, and its sampling is the run's.
-        check_keys(env, [f.name for f in fields(EnvTable)] if is_mix else ("id", "args"), where)
+        ours = ("name", "weight", "sampling") if is_mix else ()
+        if "taskset" in env:  # its other keys are checked by verifiers
+            v1 = {key: value for key, value in env.items() if key not in ours}
+            taskset = env["taskset"]
+            if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
+                raise TomlError(f"{where}: taskset={taskset!r} must be a table with an id")
+            env = {key: env[key] for key in ours if key in env} | {"id": taskset["id"], "v1": v1}
+        else:
+            check_keys(env, ("id", "args", *ours), where)
         for key, kind in (("id", str), ("name", str), ("args", dict), ("sampling", dict)):
             if key in env and not isinstance(env[key], kind):
                 expected = "string" if kind is str else "table"

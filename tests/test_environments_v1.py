@@ -1,0 +1,373 @@
+"""Environments of verifiers.v1, against a stand-in for vf-vllm that answers over HTTP."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+import verifiers.v1 as vf
+from aiohttp import web
+
+from tests.helpers import load_example
+from verifiers_rl import RLConfig
+from verifiers_rl.environments import InvalidEnvironmentError, make_runner
+from verifiers_rl.environments_v1 import V1Environment, load_v1_environment
+from verifiers_rl.orchestrator import Orchestrator
+from verifiers_rl.rollouts import GroupFilter
+from verifiers_rl.types import Rollout, Sample, Slots
+
+HERE = Path(__file__).parent / "v1"
+NULL = {"id": "null"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Drops the thinking of past turns, as Qwen3's template does."""
+    tokenizer = load_example("warm_start").make_tokenizer(["<|tool|>", "<tool_call>"])
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{- message['content'] or '' -}}",
+        "{%- if loop.last -%}{{- message['content'] or '' -}}"
+        "{%- else -%}{{- (message['content'] or '').split('</think>')[-1] -}}{%- endif -%}",
+    )
+    return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def load(taskset="small_tasks", harness=NULL, **table):
+    table = {"taskset": {"id": taskset} | table.pop("options", {})} | table
+    return load_v1_environment(table | ({"harness": harness} if harness else {}))
+
+
+class Server:
+    """Answers with what `say` returns for the messages: text, or a tool call as a dict."""
+
+    def __init__(self, tokenizer, say):
+        self.tokenizer, self.say = tokenizer, say
+        self.requests = []  # each with the tokens of its reply
+
+    async def answer(self, request):
+        body = await request.json()
+        said = self.say(body["messages"])
+        text = said if isinstance(said, str) else f"<tool_call>{json.dumps(said)}"
+        tokens = [*self.tokenizer(text, add_special_tokens=False).input_ids]
+        finish = "stop"
+        if len(tokens) >= body["max_tokens"]:
+            tokens, finish = tokens[: body["max_tokens"]], "length"
+            text = self.tokenizer.decode(tokens)
+        else:
+            tokens.append(self.tokenizer.eos_token_id)
+        version = len(self.requests)
+        self.requests.append((body, tokens))
+        message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
+        if not isinstance(said, str):
+            call = {"id": f"call-{version}", "type": "function", "function": said}
+            message |= {"content": None, "tool_calls": [call]}
+            finish = "tool_calls"
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": finish,
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token": "", "logprob": -0.1 * (t % 7)} for t in tokens]},
+        }
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+        reply |= {"choices": [choice], "usage": None}
+        return web.json_response(reply, headers={"X-Policy-Versions": f"0:{version}"})
+
+
+def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, **options):
+    """One group, and the requests that it made."""
+    defaults = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True}
+    args = RLConfig(output_dir=str(tmp_path), **defaults | options)
+    server = Server(tokenizer, say)
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions/tokens", server.answer)
+        site_runner = web.AppRunner(app, shutdown_timeout=1)
+        await site_runner.setup()
+        site = web.TCPSite(site_runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site_runner.addresses[0][1]}"
+        runner = make_runner(env, url, tokenizer, args)
+        try:
+            await runner.open()
+            slots = Slots(options.get("max_concurrent", 4))
+            sampling = args.sampling_args()
+            return await runner.run_group("train", index, num_rollouts, "m", sampling, 9, slots)
+        finally:
+            await runner.close()
+            await site_runner.cleanup()
+
+    return asyncio.run(run()), server.requests
+
+
+def check_tokens(rollouts, requests):
+    """The sampled tokens of all requests are those trained: each once, with its logprob and its
+    version, after exactly the tokens that the server was prompted with.
+    """
+    trained = sorted(
+        (sample.policy_versions[at], sample.token_ids[:at], token, sample.inference_logprobs[at])
+        for rollout in rollouts
+        for sample in rollout.samples
+        for at, token in enumerate(sample.token_ids)
+        if sample.loss_mask[at]
+    )
+    expected = sorted(
+        (version, [*body["tokens"], *tokens[:at]], token, -0.1 * (token % 7))
+        for version, (body, tokens) in enumerate(requests)
+        for at, token in enumerate(tokens)
+    )
+    assert trained == pytest.approx(expected) or trained == expected
+    for rollout in rollouts:
+        for sample in rollout.samples:
+            assert len(sample.token_ids) == len(sample.loss_mask) == len(sample.policy_versions)
+
+
+def test_a_taskset_is_played_by_one_agent(tokenizer, tmp_path):
+    rollouts, requests = play(load(), tokenizer, tmp_path, lambda _: "yes", num_rollouts=2)
+    for rollout in rollouts:
+        assert rollout.error is None, rollout.error
+        assert (rollout.reward, rollout.prompt, rollout.num_turns) == (3.0, "question 0", 1)
+        assert rollout.metrics == {"length": 3.0, "tools_called": 0.0}
+        assert not rollout.is_truncated and rollout.generation_s > 0
+    check_tokens(rollouts, requests)
+    body, _ = requests[0]
+    assert body["tokens"] == tokenizer.apply_chat_template(
+        [{"role": "user", "content": "question 0"}], add_generation_prompt=True, return_dict=False
+    )
+    assert body["return_token_ids"] is True and body["logprobs"] is True
+    assert (body["max_tokens"], body["temperature"], body["top_k"]) == (40, 1.0, -1)
+
+
+def test_a_system_prompt_leads(tokenizer, tmp_path):
+    (rollout,), requests = play(load(), tokenizer, tmp_path, lambda _: "yes", index=2)
+    assert rollout.error is None
+    assert [m["role"] for m in requests[0][0]["messages"]] == ["system", "user"]
+
+
+def test_an_error_of_the_environment_costs_its_episode(tokenizer, tmp_path):
+    (rollout,), _ = play(load(), tokenizer, tmp_path, lambda _: "yes", index=3)
+    assert "no answer key" in str(rollout.error) and not rollout.samples
+    assert "small_tasks.py" in rollout.error.__notes__[0]
+
+
+def think(messages):
+    return f"<think>hm</think>{len(messages)}"
+
+
+def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(tokenizer, tmp_path):
+    env = load(id="user_env", harness=None)
+    (rollout,), requests = play(env, tokenizer, tmp_path, think)
+    assert rollout.error is None, rollout.error
+    assert rollout.num_turns == 3 and len(rollout.samples) == 1
+    check_tokens([rollout], requests)
+    (sample,) = rollout.samples
+    # What the template writes between turns, with the user's words, and nothing twice.
+    assert tokenizer.decode(sample.token_ids).count("<think>hm</think>") == 3
+    assert "and? 18" in tokenizer.decode(sample.token_ids)
+    assert {v for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True) if m} == {
+        0, 1, 2,
+    }  # fmt: skip
+
+
+def test_environment_tokens_can_be_trained_too(tokenizer, tmp_path):
+    env = load(id="user_env", harness=None)
+    (rollout,), requests = play(env, tokenizer, tmp_path, think, mask_env_responses=False)
+    (sample,) = rollout.samples
+    first_prompt = len(requests[0][0]["tokens"])
+    assert not any(sample.loss_mask[:first_prompt]) and all(sample.loss_mask[first_prompt:])
+    between = [v == -1 for v in sample.policy_versions[first_prompt:]]
+    logprobs = sample.inference_logprobs[first_prompt:]
+    assert [p != p for p in logprobs] == between and any(between)
+
+
+def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, tmp_path):
+    def say(messages):
+        if messages[-1]["role"] == "tool":
+            return f"it is {messages[-1]['content']}"
+        return {"name": "double", "arguments": '{"x": 4}'}
+
+    (rollout,), requests = play(load("tool_tasks"), tokenizer, tmp_path, say)
+    assert rollout.error is None, rollout.error
+    assert rollout.metrics["tools_called"] == 1 and rollout.reward == len("it is 8")
+    assert requests[0][0]["tools"][0]["function"]["name"] == "double"
+    assert len(rollout.samples) == 1
+    check_tokens([rollout], requests)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ({"name": "halve", "arguments": "{}"}, "error: there is no tool 'halve'"),
+        ({"name": "double", "arguments": "[1]"}, "error: the arguments must be a JSON object"),
+        ({"name": "double", "arguments": "{"}, "error: the arguments are no JSON"),
+    ],
+)
+def test_a_wrong_call_is_answered(tokenizer, tmp_path, call, answer):
+    def say(messages):
+        return "well" if messages[-1]["role"] == "tool" else call
+
+    (rollout,), requests = play(load("tool_tasks"), tokenizer, tmp_path, say)
+    assert rollout.error is None, rollout.error
+    assert requests[1][0]["messages"][-1]["content"].startswith(answer)
+
+
+def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(tokenizer, tmp_path):
+    words = iter(["a", "bb", "c", "ddd", "eeee", "f"])
+    env = load(id="team_env", harness=None)
+    rollouts, requests = play(env, tokenizer, tmp_path, lambda _: next(words), num_rollouts=2,
+                              max_concurrent=1)  # fmt: skip
+    assert [rollout.error for rollout in rollouts] == [None] * 4
+    assert sorted({rollout.role for rollout in rollouts}) == ["critic", "writer"]
+    judged = sum(len(tokens) for _, tokens in requests)
+    trained = sum(rollout.num_sampled_tokens for rollout in rollouts)
+    assert trained < judged  # what the judge said is not trained
+    orchestrator = Orchestrator(
+        FakeRunner(), lambda: None, batch_size=2, rollouts_per_example=2, sampling_args={}
+    )
+    orchestrator._set_advantages(rollouts)
+    for role in ("writer", "critic"):
+        own = [rollout for rollout in rollouts if rollout.role == role]
+        assert sum(rollout.advantage for rollout in own) == pytest.approx(0)
+        mean = sum(rollout.reward for rollout in own) / 2
+        assert [r.advantage for r in own] == pytest.approx([r.reward - mean for r in own])
+
+
+class FakeRunner:
+    def sizes(self, split):
+        return [1]
+
+
+def test_a_group_passes_the_filter_if_one_role_does():
+    def rollout(role, reward):
+        return Rollout(0, "", role=role, reward=reward)
+
+    uniform = [rollout("a", 1.0), rollout("b", 5.0), rollout("a", 1.0), rollout("b", 5.0)]
+    assert not GroupFilter(min_reward_variance=0.1).passes(uniform)
+    varied = [*uniform[:3], rollout("b", 2.0)]
+    assert GroupFilter(min_reward_variance=0.1).passes(varied)
+
+
+def test_a_sequence_ends_at_max_seq_len(tokenizer, tmp_path):
+    env = load(id="user_env", harness=None)
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "x" * 30, max_seq_len=70)
+    assert rollout.error is None, rollout.error
+    assert rollout.is_truncated
+    assert all(len(sample.token_ids) <= 70 for sample in rollout.samples)
+    check_tokens([rollout], requests)
+
+
+def test_overlong_prompts_are_left_out(tokenizer, tmp_path):
+    args = {"max_seq_len": 200, "tokenizer": tokenizer, "base_url": "http://unused"}
+    env = load()
+    assert V1Environment(env, max_prompt_len=14, **args).sizes("train") == [3]  # but the one
+    with pytest.raises(InvalidEnvironmentError, match="4 were longer than max_prompt_len"):
+        V1Environment(env, max_prompt_len=5, **args)
+
+
+def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
+    env = load(eval_taskset={"num_tasks": 2})
+    runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    assert (runner.sizes("train"), runner.sizes("eval")) == ([4], [2])
+
+
+def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
+    from tests.test_environments import make_env
+    from verifiers_rl import WeightedEnv
+
+    taskset = load(harness=None).taskset.head(3)
+    args = RLConfig(output_dir=str(tmp_path))
+    runner = make_runner(taskset, "http://unused", tokenizer, args)
+    assert runner.sizes("train") == [3]
+    mix = [WeightedEnv(taskset, "new"), WeightedEnv(make_env(size=2), "classic")]
+    assert make_runner(mix, "http://unused", tokenizer, args).sizes("train") == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"taskset": {"id": "no_such_tasks"}}, "no_such_tasks"),
+        ({"taskset": {"id": "small_tasks", "sise": 3}}, "sise"),
+        ({"taskset": {"id": "small_tasks"}, "id": "no_such_env"}, "no_such_env"),
+        ({"taskset": {"id": "small_tasks"}, "harness": {"id": "no_harness"}}, "no_harness"),
+    ],
+)
+def test_what_verifiers_refuses_is_one_error(table, message):
+    with pytest.raises(InvalidEnvironmentError, match=message):
+        load_v1_environment(table)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"client_type": "renderer"}, "leave client_type out"),
+        ({"env_workers": 1}, "env_workers"),
+    ],
+)
+def test_options_of_classic_environments_are_refused(tokenizer, tmp_path, options, message):
+    args = RLConfig(output_dir=str(tmp_path), **options)
+    with pytest.raises(InvalidEnvironmentError, match=message):
+        make_runner(load(), "http://unused", tokenizer, args)
+
+
+def test_other_harnesses_and_runtimes_stay_as_they_are(tokenizer, tmp_path):
+    agent = {"runtime": {"type": "docker"}}
+    for table, harness, runtime in (
+        ({}, "verifiers_rl", "subprocess"),
+        ({"agent": agent}, "verifiers_rl", "docker"),
+        ({"harness": {"id": "bash"}, "agent": agent}, "bash", "docker"),
+    ):
+        env = load(**{"harness": NULL} | table)
+        runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+        agent_of_it = runner.env.config.agent
+        assert (agent_of_it.harness.id, agent_of_it.runtime.type) == (harness, runtime)
+
+
+def test_branches_share_their_tokens_and_train_them_once():
+    from verifiers_rl.environments_v1 import samples_from_trace
+
+    class Trace:
+        nodes = []
+
+        @property
+        def branches(self):
+            common, one, other = self.nodes
+            return [
+                vf.Branch(index=0, nodes=[common, one]),
+                vf.Branch(index=1, nodes=[common, other]),
+            ]
+
+    def node(prompt, sampled, logprob):
+        return vf.MessageNode(
+            message=vf.AssistantMessage(content="x"), sampled=True, token_ids=prompt + sampled,
+            mask=[False] * len(prompt) + [True] * len(sampled), logprobs=[logprob] * len(sampled),
+        )  # fmt: skip
+
+    trace = Trace()
+    trace.nodes = [node([1], [2, 3], -0.1), node([4], [5], -0.2), node([6], [7], -0.3)]
+    versions = {id(trace.nodes[0].message): [(0, 4), (1, 5)]}
+    assert samples_from_trace(trace, versions, policy_version=9) == [
+        Sample(
+            [1, 2, 3, 4, 5],
+            [False, True, True, False, True],
+            [0.0, -0.1, -0.1, 0.0, -0.2],
+            [-1, 4, 5, -1, 9],
+        ),
+        Sample(
+            [1, 2, 3, 6, 7],
+            [False, False, False, False, True],
+            [0.0, -0.1, -0.1, 0.0, -0.3],
+            [-1, -1, -1, -1, 9],
+        ),
+    ]
+    trace.nodes[1].mask = [False, False]
+    with pytest.raises(ValueError, match="rewritten"):
+        samples_from_trace(trace, versions, 9)
+    assert os.environ["PYTHONPATH"] == str(HERE)

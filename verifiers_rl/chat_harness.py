@@ -1,0 +1,127 @@
+"""verifiers' `null` harness, in the caller's event loop: a chat with tools, without a program.
+
+The stock one starts a Python process for each rollout. verifiers allows a harness to do without, as
+long as all model calls go to the interception endpoint (`verifiers.v1.Harness.launch`). An agent
+with `harness = { id = "null" }` gets this one.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+from verifiers.v1 import Harness, HarnessConfig, ProgramResult
+from verifiers.v1.dialects.chat import message_to_wire
+
+
+class ChatHarnessConfig(HarnessConfig):
+    id: str = "verifiers_rl"
+
+
+class ChatHarness(Harness[ChatHarnessConfig]):
+    """System prompt, messages, tools over MCP, until a reply calls no tool. Turn limits and stop
+    conditions are the endpoint's: it refuses the next request.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> ProgramResult:
+        system_prompt, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = []
+        if system_prompt:
+            messages.append({"role": "system", "content": system_prompt})
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        async with AsyncExitStack() as stack:
+            tools = _Tools(self.config.tool_timeout)
+            for server, url in mcp_urls.items():
+                await tools.connect(stack, server, url)
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"})
+            )
+            while True:
+                body = {"model": ctx.model, "messages": messages}
+                if tools.schemas:
+                    body["tools"] = tools.schemas
+                # No deadline of its own: the rollout's covers it.
+                timeout = aiohttp.ClientTimeout(total=None)
+                url = f"{endpoint}/chat/completions"
+                async with session.post(url, json=body, timeout=timeout) as reply:
+                    if reply.status != 200:
+                        return ProgramResult(1, "", f"{reply.status}: {await reply.text()}")
+                    message = (await reply.json())["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    return ProgramResult(0, "", "")
+                for call in message["tool_calls"]:
+                    content = await tools.call(call["function"])
+                    messages.append(
+                        {"role": "tool", "tool_call_id": call["id"], "content": content}
+                    )
+
+
+class _Tools:
+    """The tools of a rollout's MCP servers, as `<server>_<tool>`; of a server without a name, as
+    they are.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self._timeout_s = timeout_s
+        self._homes: dict[str, tuple[Any, str]] = {}  # session, name there
+
+    async def connect(self, stack: AsyncExitStack, server: str, url: str) -> None:
+        from mcp import ClientSession
+        from mcp.client.streamable_http import streamable_http_client
+
+        streams = await stack.enter_async_context(streamable_http_client(url))
+        session = await stack.enter_async_context(ClientSession(*streams[:2]))
+        await session.initialize()
+        for tool in (await session.list_tools()).tools:
+            name = f"{server}_{tool.name}" if server else tool.name
+            if name in self._homes:
+                raise ValueError(f"two tools are named {name!r}")
+            self._homes[name] = session, tool.name
+            function = {
+                "name": name,
+                "description": tool.description or "",
+                "parameters": tool.inputSchema,
+            }
+            self.schemas.append({"type": "function", "function": function})
+
+    async def call(self, function: dict[str, Any]) -> str:
+        """What the tool says, or what is wrong with the call: the model reads both."""
+        from datetime import timedelta
+
+        name = function["name"]
+        if name not in self._homes:
+            return f"error: there is no tool {name!r}"
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except json.JSONDecodeError as error:
+            return f"error: the arguments are no JSON: {error}"
+        if not isinstance(arguments, dict):
+            return f"error: the arguments must be a JSON object, not {arguments!r}"
+        session, name_there = self._homes[name]
+        timeout = timedelta(seconds=self._timeout_s)
+        result = await session.call_tool(name_there, arguments, read_timeout_seconds=timeout)
+        return "\n".join(
+            block.text if block.type == "text" else str(block) for block in result.content
+        )

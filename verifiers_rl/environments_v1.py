@@ -1,0 +1,481 @@
+"""Environments of `verifiers.v1`: tasksets, agents in harnesses, episodes; behind the same calls as
+classic ones.
+
+    episode            agents play a task; each leaves a trace of what it did
+    trace              one rollout, if its agent is trained: a graph of messages
+    branch             one sample: a path from the graph's root to a leaf, its tokens one after the
+                       other; what was sampled is in the loss once
+
+Model calls come to verifiers' interception endpoint, in this process. `_TokenClient` takes them
+from there to `vf-vllm` as tokens: those so far as they were, and those of new messages from the
+trainer's own tokenizer; so the turns of a trace are one sequence wherever its messages are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import verifiers.v1 as vf
+from pydantic import PrivateAttr
+from verifiers.v1.dialects import Dialect
+from verifiers.v1.errors import OverlongPromptError, model_error
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.interception import server as interception
+
+from verifiers_rl.clients import ServerClient, as_vllm_renders, policy_versions
+from verifiers_rl.environments import InvalidEnvironmentError, Split, versions_of_tokens
+from verifiers_rl.types import Rollout, Sample, Slots
+
+logger = logging.getLogger(__name__)
+
+IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
+
+
+class EpisodeError(RuntimeError):
+    """What verifiers recorded of an episode that failed; its traceback is a note."""
+
+
+def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = None) -> vf.Env:
+    """The environment of a TOML's table: `harness` of the only agent, `eval_taskset`, and whatever
+    else verifiers' `EnvConfig` takes.
+
+    Raises:
+        InvalidEnvironmentError: verifiers refuses it; the message is verifiers'.
+    """
+    from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
+
+    if search_path is not None and str(search_path) not in sys.path:
+        sys.path.insert(0, str(search_path))
+        # Its tool servers are processes of their own, which import it too.
+        paths = [str(search_path), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    table = dict(table)
+    try:
+        if "harness" in table:
+            agent = dict(table.get("agent", {}))
+            table["agent"] = agent | {"harness": table.pop("harness")}
+        of_evaluation = table.pop("eval_taskset", None)
+        env = load_environment(resolve_env_config(table))
+        if of_evaluation is not None:
+            config = {"taskset": dict(table["taskset"]) | of_evaluation}
+            env.eval_taskset = load_taskset(resolve_env_config(table | config).taskset)
+        return env
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise InvalidEnvironmentError(
+            f"cannot load the environment {table}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def is_v1(env: Any) -> bool:
+    return isinstance(env, vf.Env | vf.Taskset)
+
+
+class V1Environment:
+    """An environment of `verifiers.v1` for the orchestrator, with the calls of
+    `environments.ClassicEnvironment`.
+
+    An agent in the `null` harness gets `chat_harness.ChatHarness`, and the local runtime unless
+    another is set; other harnesses run as they are.
+
+    Args:
+        env: an `Env`, or a taskset, which one agent plays. Evaluations use its `eval_taskset`, if
+            it has one, else its taskset.
+        base_url, tokenizer, max_prompt_len, mask_env_responses, timeout_s, name, sampling_args: as
+            for `ClassicEnvironment`.
+        max_seq_len: replies end there, and the trace counts as truncated.
+        client_type: only the default.
+
+    Raises:
+        InvalidEnvironmentError: no tasks or infinitely many, another client_type.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        base_url: str,
+        tokenizer: Any,
+        max_seq_len: int,
+        max_prompt_len: int | None = None,
+        mask_env_responses: bool = True,
+        timeout_s: float = 600.0,
+        client_type: str = "openai_chat_completions_token",
+        name: str = "env",
+        sampling_args: dict[str, Any] | None = None,
+    ) -> None:
+        if client_type != "openai_chat_completions_token":
+            raise InvalidEnvironmentError(
+                f"environment {name!r}: client_type={client_type!r}: environments of verifiers.v1 "
+                'are run with "openai_chat_completions_token" only; leave client_type out'
+            )
+        if isinstance(env, vf.Taskset):
+            taskset, env = env, vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset=env.config))
+            env.taskset = taskset
+        self.env = _with_chat_harness(env)
+        self.base_url = base_url
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self.mask_env_responses = mask_env_responses
+        self.timeout_s = timeout_s
+        self.name = name
+        self.sampling_args = sampling_args
+        self.weights = [1.0]
+        self.is_multi_turn = True
+        # Of each trace that is running: replies, and the policy versions of their tokens.
+        self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
+        tasksets = {"train": env.taskset, "eval": getattr(env, "eval_taskset", env.taskset)}
+        self.num_overlong_prompts = 0
+        self._tasks = {
+            split: self._within(taskset, max_prompt_len) for split, taskset in tasksets.items()
+        }
+        if not self._tasks["train"]:
+            left_out = (
+                f", {self.num_overlong_prompts} were longer than max_prompt_len"
+                if self.num_overlong_prompts
+                else ""
+            )
+            raise InvalidEnvironmentError(f"environment {name!r} has no tasks{left_out}")
+        self._serving: asyncio.Task[None] | None = None
+
+    def _within(self, taskset: Any, max_prompt_len: int | None) -> list[Any]:
+        """Its tasks without those whose first prompt is too long."""
+        if taskset.INFINITE:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: its taskset is infinite; pass taskset.head(n)"
+            )
+        tasks = list(taskset)
+        if max_prompt_len is None:
+            return tasks
+        kept = [t for t in tasks if len(self.render(first_messages(t))) <= max_prompt_len]
+        if len(kept) < len(tasks):
+            self.num_overlong_prompts += len(tasks) - len(kept)
+            logger.warning(
+                "%d prompts longer than max_prompt_len=%d left out",
+                len(tasks) - len(kept),
+                max_prompt_len,
+            )
+        return kept
+
+    def sizes(self, split: Split) -> list[int]:
+        """Tasks of this split, one number for each environment."""
+        return [len(self._tasks[split])]
+
+    @property
+    def first_prompt(self) -> list[Any]:
+        return first_messages(self._tasks["train"][0])
+
+    @property
+    def eval_dataset(self) -> Any:
+        return self._tasks["eval"]
+
+    def render(self, messages: list[Any], tools: Any = None, is_prompt: bool = True) -> list[int]:
+        """Token ids of messages, with the beginning of a reply if `is_prompt`."""
+        return self.tokenizer.apply_chat_template(
+            [as_vllm_renders(message) for message in messages],
+            tools=tools,
+            add_generation_prompt=is_prompt,
+            return_dict=False,
+        )
+
+    async def open(self) -> None:
+        """Start what the environment shares between episodes."""
+        is_up = asyncio.get_running_loop().create_future()
+        self._stopping = asyncio.Event()
+
+        async def serve() -> None:  # in a task of its own: what opens a context also closes it
+            try:
+                async with self.env.serving():
+                    is_up.set_result(None)
+                    await self._stopping.wait()
+            except Exception as error:
+                if is_up.done():
+                    raise
+                is_up.set_exception(error)
+
+        self._serving = asyncio.create_task(serve())
+        await is_up
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            self._stopping.set()
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def run_group(
+        self,
+        split: Split,
+        index: int,
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: Slots,
+    ) -> list[Rollout]:
+        """`num_rollouts` episodes of one task, each a rollout for each trace of a trained agent. An
+        error costs its own episode only.
+        """
+        config = _TokenClientConfig(
+            base_url=self.base_url,
+            api_key_var="VLLM_API_KEY",
+            sampling=self.sampling_args or sampling_args,
+        )
+        config._environment = self
+        context = vf.ModelContext(model=model, client=config)  # type: ignore[arg-type]
+        task = self._tasks[split][index]
+        runs = [self._run(task, context, policy_version, slots) for _ in range(num_rollouts)]
+        rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
+        for rollout in rollouts:
+            rollout.example_id = index
+        return rollouts
+
+    async def _run(
+        self, task: vf.Task, context: vf.ModelContext, policy_version: int, slots: Slots
+    ) -> list[Rollout]:
+        (slot,) = self.env.slots(task)
+        failed = Rollout(0, task.data.prompt_text, env=self.name)
+        async with slots:
+            try:
+                episode = await asyncio.wait_for(self.env.run_slot(slot, context), self.timeout_s)
+                if not episode.ok:
+                    raise _failure_of(episode)
+                traces = [trace for trace in episode.traces if trace.agent.trainable]
+                if not traces:
+                    raise ValueError("no agent of the episode is trainable")
+                return [self._rollout(trace, policy_version) for trace in traces]
+            except TimeoutError:
+                failed.error = TimeoutError(
+                    f"an episode took longer than generation_timeout ({self.timeout_s:g} s)"
+                )
+            except Exception as error:  # whatever the environment's own code raises
+                failed.error = error
+            finally:
+                for trace in slot.traces:
+                    self.versions.pop(trace.id, None)
+        return [failed]
+
+    def _rollout(self, trace: vf.Trace, policy_version: int) -> Rollout:
+        """Raises ValueError for what cannot be trained."""
+        versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
+        scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
+        scores |= {name: value for name, value in trace.metrics.items() if value is not None}
+        # Not trace.is_truncated, for which max_turns is a truncation too.
+        last = next((call for call in reversed(trace.calls) if call.error is None), None)
+        is_cut = trace.stop_condition == "context_length"
+        rollout = Rollout(
+            example_id=0,
+            prompt=trace.task.data.prompt_text,
+            completion=trace.transcript,
+            env=self.name,
+            role=trace.agent.name,
+            reward=float(trace.reward),
+            metrics={name: float(value) for name, value in scores.items()},
+            samples=samples_from_trace(trace, versions, policy_version, self.mask_env_responses),
+            num_turns=trace.num_turns,
+            is_truncated=is_cut or (last is not None and last.finish_reason == "length"),
+            generation_s=trace.timing.agent.duration,
+        )
+        if not rollout.num_sampled_tokens:
+            raise ValueError(
+                "no token was sampled: the prompt fills max_seq_len, or the agent took no turn"
+            )
+        if not math.isfinite(rollout.reward):
+            raise ValueError(f"the environment's reward is {rollout.reward}")
+        return rollout
+
+
+def _failure_of(episode: vf.Episode) -> EpisodeError:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not errors:
+        return EpisodeError("the episode did not complete")
+    failure = EpisodeError(f"{errors[0].type}: {errors[0].message}")
+    failure.add_note(errors[0].traceback or "")
+    return failure
+
+
+def samples_from_trace(
+    trace: Any,
+    versions: Mapping[int, list[tuple[int, int]]],
+    policy_version: int,
+    mask_env_responses: bool = True,
+) -> list[Sample]:
+    """One sample for each branch; what branches share is in the loss of the first.
+
+    Args:
+        trace: a `verifiers.v1.Trace`.
+        versions: the policy versions of a reply's tokens, by the `id` of its message.
+        policy_version: for replies that are not there.
+        mask_env_responses: leave tokens that the environment put between turns out of the loss.
+
+    Raises:
+        ValueError: a reply without its tokens (an interceptor rewrote it).
+    """
+    trained: set[int] = set()
+    samples = []
+    for branch in trace.branches:
+        sample = Sample([], [], [], [])
+        has_begun = False
+        for node in branch.nodes:
+            if node.sampled and not any(node.mask):
+                raise ValueError("a reply was rewritten; its tokens are not those sampled")
+            is_new = id(node) not in trained
+            trained.add(id(node))
+            num_sampled = sum(node.mask)
+            spans = versions.get(id(node.message)) or [(0, policy_version)]
+            own = zip(node.logprobs, versions_of_tokens(spans, num_sampled), strict=True)
+            for token, is_sampled in zip(node.token_ids, node.mask, strict=True):
+                sample.token_ids.append(token)
+                logprob, version = next(own) if is_sampled else (0.0, -1)
+                is_between = has_begun and not is_sampled and not mask_env_responses
+                sample.loss_mask.append(is_new and (is_sampled or is_between))
+                # NaN: no policy sampled these; the loss takes the trainer's own logprob, ratio 1.
+                sample.inference_logprobs.append(math.nan if is_between else logprob)
+                sample.policy_versions.append(version if is_new else -1)
+                has_begun = has_begun or is_sampled
+        if any(sample.loss_mask):
+            samples.append(sample)
+    return samples
+
+
+def first_messages(task: vf.Task) -> list[dict[str, Any]]:
+    """The first prompt, as a chat template takes it."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    data = task.data
+    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    return messages + [message_to_wire(message) for message in data.prompt or []]
+
+
+def _with_chat_harness(env: vf.Env) -> vf.Env:
+    """The environment with our harness where it has the `null` one."""
+    changed = {}
+    for role, harness in env.config.agent_harnesses().items():
+        if harness.id in ("null", IN_PROCESS):
+            from verifiers_rl.chat_harness import ChatHarnessConfig
+
+            agent = getattr(env.config, role)
+            ours = ChatHarnessConfig(**harness.model_dump(exclude={"id"}))
+            runtime = (
+                agent.runtime if "runtime" in agent.model_fields_set else vf.SubprocessConfig()
+            )
+            changed[role] = agent.model_copy(update={"harness": ours, "runtime": runtime})
+    if not changed:
+        return env
+    copy = type(env)(env.config.model_copy(update=changed))
+    copy.taskset = env.taskset
+    return copy
+
+
+# --- Model calls ----------------------------------------------------------------------------------
+
+
+class _TokenClientConfig(vf.BaseClientConfig):
+    """Which of our environments a model call belongs to, and its sampling options."""
+
+    sampling: dict[str, Any]
+    _environment: V1Environment = PrivateAttr()
+
+
+class _TokenClient(vf.Client):
+    """From the interception endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
+
+    def __init__(self, config: _TokenClientConfig) -> None:
+        self._env = config._environment
+        self._sampling = {**config.sampling}
+        self._sampling |= self._sampling.pop("extra_body", {})
+        self._http = ServerClient(f"{config.base_url}/v1", self._env.timeout_s)
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: vf.SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> vf.Response:
+        prompt_ids = self._prompt_ids(body, turn)
+        room = self._env.max_seq_len - len(prompt_ids)
+        if room < 1:
+            raise OverlongPromptError(
+                f"{len(prompt_ids)} tokens fill max_seq_len={self._env.max_seq_len}"
+            )
+        options = self._sampling | sampling.wire_args()  # the agent's own
+        request = body | options | {"tokens": prompt_ids}
+        request["max_tokens"] = min(options.get("max_tokens") or room, room)
+        policy_versions.set(None)
+        try:
+            reply = await self._http.post(
+                "/chat/completions/tokens", cast_to=httpx.Response, body=request
+            )
+        except openai.OpenAIError as error:
+            raise model_error(str(error), status_code=getattr(error, "status_code", 503)) from error
+        completion = reply.json()
+        (choice,) = completion["choices"]
+        tokens, logprobs = choice.pop("token_ids"), choice.pop("logprobs")["content"]
+        completion.pop("prompt_token_ids", None)
+        response = dialect.parse_response(dialect.validate_response(completion))
+        response.raw = completion
+        response.tokens = vf.TurnTokens(
+            prompt_ids=prompt_ids,
+            completion_ids=tokens,
+            completion_logprobs=[entry["logprob"] for entry in logprobs],
+        )
+        if session_id and (spans := policy_versions.get()):
+            self._env.versions.setdefault(session_id, []).append((response.message, spans))
+        return response
+
+    def _prompt_ids(self, body: dict[str, Any], turn: PendingTurn | None) -> list[int]:
+        """The tokens so far and those of new messages; all anew where that cannot be."""
+        messages, tools = body["messages"], body.get("tools")
+        so_far = turn.previous_token_ids() if turn is not None else None
+        if so_far is not None and turn is not None:
+            num_new = len(turn.tail)
+            tokens = [*so_far[0], *so_far[1]]
+            if num_new and all(message.role != "assistant" for message in turn.tail):
+                added = self._tokens_after(messages, num_new, tokens[-1], tools)
+                if added is not None:
+                    return tokens + added
+        return self._env.render(messages, tools)
+
+    def _tokens_after(
+        self, messages: list[Any], num_new: int, last_token: int, tools: Any
+    ) -> list[int] | None:
+        """What the template writes after a reply that ended with this token, for the last
+        `num_new` messages; None if it has no such place.
+
+        After a short reply in place of the real one, whose tokens are known already, and which the
+        template may render otherwise than it was sampled.
+        """
+        reply = {**messages[-num_new - 1], "content": "."}
+        reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
+        stand_in = [{"role": "user", "content": "?"}, reply]
+        before = self._env.render(stand_in, tools, is_prompt=False)
+        after = self._env.render([*stand_in, *messages[-num_new:]], tools)
+        if last_token not in before or after[: len(before)] != before:
+            return None
+        return after[len(before) - before[::-1].index(last_token) :]
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+_stock_resolve_client = interception.resolve_client
+
+
+def _resolve_client(config: Any) -> vf.Client:
+    """verifiers makes its clients from their configurations, and knows two kinds."""
+    if isinstance(config, _TokenClientConfig):
+        return _TokenClient(config)
+    return _stock_resolve_client(config)
+
+
+interception.resolve_client = _resolve_client
