@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from transformers import set_seed
 from tests.conftest import running_server
 from tests.helpers import ROOT, load_example
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+from verifiers_rl.clients import ServerClient
 from verifiers_rl.environments import load_environment, make_runner
+from verifiers_rl.environments_v1 import load_v1_environment
 from verifiers_rl.types import Slots
 
 pytestmark = pytest.mark.e2e
@@ -377,3 +380,59 @@ def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, to
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == 3 and all(row["error_share"] == 0 for row in rows)
     assert [row["staleness_max"] for row in rows] == [0, 1, 1]
+
+
+NULL = {"id": "null"}
+V1_ENVIRONMENTS = {
+    "one turn": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "harness": NULL},
+    "a user": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "user_env"},
+    "tools": {"taskset": {"id": "tool_tasks", "num_tasks": 3, "prompt": "four"}, "harness": NULL},
+    "three agents": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "team_env"},
+}
+
+
+@pytest.mark.parametrize("name", V1_ENVIRONMENTS)
+def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
+    server, model_folder, tmp_path, monkeypatch, name
+):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "v1"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "v1"))
+    replies = []
+    post = ServerClient.post
+
+    async def recorded(self, path, **kwargs):
+        reply = await post(self, path, **kwargs)
+        replies.append((kwargs["body"], json.loads(reply.content)))
+        return reply
+
+    monkeypatch.setattr(ServerClient, "post", recorded)
+    env = load_v1_environment(V1_ENVIRONMENTS[name])
+    args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
+    trainer = RLTrainer(str(model_folder), env, args)
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["error_share"] == 0 and row["staleness_max"] == 0
+    assert row["importance_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert row["mismatch_kl"] < 1e-4
+
+    trained = Counter(
+        (tuple(sample.token_ids[: at + 1]), sample.inference_logprobs[at])
+        for sample in trainer.batch.samples
+        for at in range(len(sample.token_ids))
+        if sample.loss_mask[at]
+    )
+    sampled = Counter()
+    for body, reply in replies:
+        prompt, tokens, logprobs = sampled_of(body, reply)
+        sampled.update(
+            ((*prompt, *tokens[: at + 1]), logprob) for at, logprob in enumerate(logprobs)
+        )
+    if name == "three agents":  # one of them is not trained
+        assert trained <= sampled and len(trainer.batch.rollouts) == 2 * len(replies) / 3 == 16
+        assert row["env/critic/reward"] < 0 < row["env/writer/reward"]
+    else:
+        assert trained == sampled
+    turns = {"one turn": 1, "a user": 3, "tools": 1, "three agents": 1}[name]
+    assert row["num_turns"] > 1 if name == "tools" else row["num_turns"] == turns
+    if name == "tools":
+        assert row["env/tools_called"] > 0.5 and row["broken_turn_share"] == 0

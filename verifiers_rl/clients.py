@@ -162,12 +162,18 @@ def as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(parts := message.get("content"), list):
         message = {**message, "content": "\n".join(part["text"] for part in parts)}
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.loads(arguments)}}
-        if isinstance(arguments := call["function"]["arguments"], str)
-        else call
+        {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}
         for call in message.get("tool_calls") or []
+        for function in [call["function"]]
     ]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _as_object(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        return arguments  # the model's mistake, which the environment answers
 
 
 def _make_renderer_client(client: Any, tokenizer: Any) -> Any:

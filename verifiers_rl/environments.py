@@ -483,9 +483,14 @@ def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
             "sampling_args": sampled.sampling_args() if one.sampling_args else None,
         }
         runner_class = _runner_class(one.env)
-        if args.env_workers and runner_class is ClassicEnvironment:
+        if args.env_workers:
             from verifiers_rl.env_workers import WorkerEnvironment
 
+            if runner_class is not ClassicEnvironment:
+                raise InvalidEnvironmentError(
+                    f"environment {one.name!r}: env_workers={args.env_workers}: environments of "
+                    "verifiers.v1 run in the trainer's process only; leave env_workers out"
+                )
             options |= {"num_workers": args.env_workers, "max_concurrent": args.max_concurrent}
             parts.append(WorkerEnvironment(one.env, **options))
         else:

@@ -30,6 +30,7 @@ from verifiers.v1.dialects import Dialect
 from verifiers.v1.errors import OverlongPromptError, model_error
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
+from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.clients import ServerClient, as_vllm_renders, policy_versions
 from verifiers_rl.environments import InvalidEnvironmentError, Split, versions_of_tokens
@@ -131,11 +132,12 @@ class V1Environment:
         self.is_multi_turn = True
         # Of each trace that is running: replies, and the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
-        tasksets = {"train": env.taskset, "eval": getattr(env, "eval_taskset", env.taskset)}
         self.num_overlong_prompts = 0
-        self._tasks = {
-            split: self._within(taskset, max_prompt_len) for split, taskset in tasksets.items()
-        }
+        self._tasks = {"train": self._within(env.taskset, max_prompt_len)}
+        of_evaluation = getattr(env, "eval_taskset", None)
+        self._tasks["eval"] = (
+            self._within(of_evaluation, max_prompt_len) if of_evaluation else self._tasks["train"]
+        )
         if not self._tasks["train"]:
             left_out = (
                 f", {self.num_overlong_prompts} were longer than max_prompt_len"
@@ -187,6 +189,15 @@ class V1Environment:
 
     async def open(self) -> None:
         """Start what the environment shares between episodes."""
+        roles = self.env.config.agent_harnesses()
+        if any(getattr(self.env.config, role).runtime.type == "prime" for role in roles):
+            try:
+                ensure_prime_auth()
+            except SystemExit as error:
+                raise InvalidEnvironmentError(
+                    f"environment {self.name!r}: {error}; or set a runtime for the agent, "
+                    'runtime = { type = "docker" } or "subprocess"'
+                ) from error
         is_up = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
 
@@ -227,7 +238,7 @@ class V1Environment:
             sampling=self.sampling_args or sampling_args,
         )
         config._environment = self
-        context = vf.ModelContext(model=model, client=config)  # type: ignore[arg-type]
+        context = vf.ModelContext(model=model, client=config)
         task = self._tasks[split][index]
         runs = [self._run(task, context, policy_version, slots) for _ in range(num_rollouts)]
         rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
@@ -319,27 +330,26 @@ def samples_from_trace(
     trained: set[int] = set()
     samples = []
     for branch in trace.branches:
-        sample = Sample([], [], [], [])
+        token_ids, loss_mask, inference_logprobs, versions_of = [], [], [], []
         has_begun = False
         for node in branch.nodes:
             if node.sampled and not any(node.mask):
                 raise ValueError("a reply was rewritten; its tokens are not those sampled")
             is_new = id(node) not in trained
             trained.add(id(node))
-            num_sampled = sum(node.mask)
             spans = versions.get(id(node.message)) or [(0, policy_version)]
-            own = zip(node.logprobs, versions_of_tokens(spans, num_sampled), strict=True)
+            own = zip(node.logprobs, versions_of_tokens(spans, sum(node.mask)), strict=True)
             for token, is_sampled in zip(node.token_ids, node.mask, strict=True):
-                sample.token_ids.append(token)
                 logprob, version = next(own) if is_sampled else (0.0, -1)
                 is_between = has_begun and not is_sampled and not mask_env_responses
-                sample.loss_mask.append(is_new and (is_sampled or is_between))
+                token_ids.append(token)
+                loss_mask.append(is_new and (is_sampled or is_between))
                 # NaN: no policy sampled these; the loss takes the trainer's own logprob, ratio 1.
-                sample.inference_logprobs.append(math.nan if is_between else logprob)
-                sample.policy_versions.append(version if is_new else -1)
+                inference_logprobs.append(math.nan if is_between else logprob)
+                versions_of.append(version if is_new else -1)
                 has_begun = has_begun or is_sampled
-        if any(sample.loss_mask):
-            samples.append(sample)
+        if any(loss_mask):
+            samples.append(Sample(token_ids, loss_mask, inference_logprobs, versions_of))
     return samples
 
 
@@ -363,9 +373,9 @@ def _with_chat_harness(env: vf.Env) -> vf.Env:
 
             agent = getattr(env.config, role)
             ours = ChatHarnessConfig(**harness.model_dump(exclude={"id"}))
-            runtime = (
-                agent.runtime if "runtime" in agent.model_fields_set else vf.SubprocessConfig()
-            )
+            default = type(agent).model_fields["runtime"].default
+            is_default = agent.runtime.model_dump() == default.model_dump()
+            runtime = vf.SubprocessConfig() if is_default else agent.runtime
             changed[role] = agent.model_copy(update={"harness": ours, "runtime": runtime})
     if not changed:
         return env

@@ -7,7 +7,7 @@ __all__ = ["SmallTaskset"]
 
 class SmallConfig(vf.TasksetConfig):
     num_tasks: int = 4
-    opens: bool = True  # the task has a prompt; else the user opens
+    prompt: str = ""  # of all tasks; by default each has its own
 
 
 class SmallTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
@@ -25,6 +25,6 @@ class SmallTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 class SmallTaskset(vf.Taskset[SmallTask, SmallConfig]):
     def load(self):
         for i in range(self.config.num_tasks):
-            prompt = f"question {i}" if self.config.opens else None
+            prompt = self.config.prompt or f"question {i}"
             data = vf.TaskData(idx=i, prompt=prompt, system_prompt="be brief" if i == 2 else None)
             yield SmallTask(data, self.config.task)
