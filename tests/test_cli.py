@@ -84,9 +84,30 @@ def test_the_environments_of_a_toml_come_with_their_weights(write_toml):
     assert second.sampling_args == {"max_tokens": 4} and second.env.max_turns == 5
 
 
+def test_environments_of_v1_and_classic_ones_come_from_one_toml(write_toml):
+    path = write_toml(
+        '[[env]]\nid = "reverse_text"\nargs = { num_train = 8, num_eval = 2 }\n'
+        '[[env]]\nname = "new"\nweight = 2\ntaskset = { id = "reverse_text_v1", num_tasks = 5 }\n'
+        'agent = { max_turns = 3 }\nharness = { id = "null" }\n'
+        "eval_taskset = { held_out = true, num_tasks = 3 }\n"
+    )
+    for name in ("reverse_text", "reverse_text_v1"):
+        text = (ROOT / "examples" / name / f"{name}.py").read_text()
+        (path.parent / f"{name}.py").write_text(text)
+    classic, new = load_run_config(path).load_envs()
+    assert (classic.name, new.name, new.weight) == ("reverse_text", "new", 2)
+    agent = new.env.config.agent
+    assert (agent.harness.id, agent.max_turns) == ("null", 3)
+    assert len(list(new.env.taskset)) == 5 and len(list(new.env.eval_taskset)) == 3
+    held_out = {task.data.prompt for task in new.env.eval_taskset}
+    assert not held_out & {task.data.prompt for task in new.env.taskset}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("[env.taskset]\nsize = 3\n", r"\[env\]: taskset=\{'size': 3\} must be a table with an id"),
+        ('[env]\ntaskset = "t"\n', r"\[env\]: taskset='t' must be a table with an id"),
         ("env = []\n", r"env must be one \[env\] or several \[\[env\]\]"),
         ("env = 3\n", r"env must be one \[env\] or several \[\[env\]\], not 3"),
         ('[[env]]\nid = "e"\n[[env]]\nid = 2\n', r"\[\[env\]\] 2: id=2 must be a string"),
