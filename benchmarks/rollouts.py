@@ -2,6 +2,7 @@
 
     python benchmarks/rollouts.py [--concurrent 64 256 1024] [--clients ...] [--rounds 5]
     python benchmarks/rollouts.py --workers [0 1 2] [--rounds 5]
+    python benchmarks/rollouts.py --v1 [--rounds 5]
 
 A real vf-vllm with a model of 0.85 M parameters, a `verifiers` environment of one turn and one of
 four. Ours: environment, scoring, advantages and samples included. Raw: the very bodies that ours
@@ -14,6 +15,9 @@ measured at one concurrency only, the second.
 With --workers: the same environment of one turn in this process and in so many others, with a
 reward function that takes a while of Python, while this thread trains a small model as a trainer
 would: rollouts a second, and training steps over what they are with nothing beside them.
+
+With --v1: the same conversations as an environment of verifiers.v1, in our chat harness and in the
+stock `null` harness (16 rollouts of it, each a Python process), over the classic environment.
 """
 
 import argparse
@@ -24,18 +28,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import verifiers as vf
+import verifiers.v1 as vf1
 from datasets import Dataset
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 GROUP, REPLY_TOKENS, TIMEOUT_S = 16, 8, 300.0
 CLIENT_TYPES = ("openai_chat_completions_token", "openai_chat_completions", "renderer")
+
+
+__all__ = ["Talk", "TalkTaskset"]  # of the plugin for verifiers.v1
 
 
 class Conversation(vf.MultiTurnEnv):
@@ -56,6 +64,34 @@ def load_environment(num_turns: int, scoring_s: float = 0.0) -> vf.Environment:
     return Conversation(
         dataset=dataset, eval_dataset=dataset, rubric=vf.Rubric(funcs=[length]), max_turns=num_turns
     )
+
+
+class TalkTask(vf1.Task[vf1.TaskData, vf1.State, vf1.TaskConfig]):
+    @vf1.reward
+    async def length(self, trace: vf1.Trace) -> float:
+        return float(len(trace.nodes))
+
+
+class TalkTaskset(vf1.Taskset[TalkTask, vf1.TasksetConfig]):
+    def load(self) -> Iterator[TalkTask]:
+        for i in range(512):
+            prompt = f"question {i:04d}: what is it that you say?"
+            yield TalkTask(vf1.TaskData(idx=i, prompt=prompt), self.config.task)
+
+
+class TalkConfig(vf1.EnvConfig):
+    agent: vf1.AgentConfig = vf1.AgentConfig(
+        harness=vf1.HarnessConfig(id="null"), runtime=vf1.SubprocessConfig()
+    )
+    num_turns: int = 1
+
+
+class Talk(vf1.Env[TalkConfig]):
+    async def run(self, task: vf1.Task, agents: vf1.Agents) -> None:
+        async with agents.agent.interaction(task) as interaction:
+            await interaction.turn()
+            for turn in range(1, self.config.num_turns):
+                await interaction.turn(f"and then, after {turn} of them?")
 
 
 class Recorder:
@@ -198,6 +234,52 @@ def measure_workers(url: str, model: str, tokenizer: Any, options: Any) -> None:
             print(f"| {1000 * scoring_s:.0f} | {env_workers} | {rate:.0f} | {share:.2f} |")
 
 
+def measure_v1(url: str, model: str, tokenizer: Any, options: Any) -> None:
+    from verifiers_rl import Orchestrator, RLConfig, environments_v1
+    from verifiers_rl.environments import make_runner
+
+    print("| turns | environment | rollouts/s | over classic |")
+    print("| --- | --- | --- | --- |")
+    ours = environments_v1._with_chat_harness
+    for num_turns in (1, 4):
+        table = {"taskset": {"id": "rollouts"}, "num_turns": num_turns}
+        v1 = environments_v1.load_v1_environment(table)
+        classic_rate = 0.0
+        for name, env, num_rollouts, num_rounds in (
+            ("classic", load_environment(num_turns), 512 // num_turns, options.rounds),
+            ("v1, chat harness", v1, 512 // num_turns, options.rounds),
+            ("v1, stock null harness", v1, 16, 1),
+        ):
+            is_stock = name.endswith("stock null harness")
+            environments_v1._with_chat_harness = (lambda env: env) if is_stock else ours
+            args = RLConfig(
+                output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
+                max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
+            )  # fmt: skip
+            sampling = args.sampling_args()
+            sampling["extra_body"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
+            orchestrator = Orchestrator(
+                make_runner(env, url, tokenizer, args), lambda: None, batch_size=num_rollouts,
+                rollouts_per_example=GROUP, sampling_args=sampling, max_concurrent=256,
+            )  # fmt: skip
+            orchestrator.start()
+            times = []
+            try:
+                for step in range(num_rounds + 1):
+                    start = time.perf_counter()
+                    orchestrator.submit(step, model, 0)
+                    batch = orchestrator.get()
+                    times.append(time.perf_counter() - start)
+                    sampled = sum(rollout.num_sampled_tokens for rollout in batch.rollouts)
+                    if sampled != num_rollouts * num_turns * REPLY_TOKENS:
+                        raise RuntimeError(f"{sampled} tokens sampled")
+            finally:
+                orchestrator.stop()
+            rate = num_rollouts / statistics.median(times[1:])
+            classic_rate = classic_rate or rate
+            print(f"| {num_turns} | {name} | {rate:.1f} | {rate / classic_rate:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -206,6 +288,7 @@ def main() -> None:
     parser.add_argument("--clients", choices=CLIENT_TYPES, nargs="+", default=CLIENT_TYPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="*")
+    parser.add_argument("--v1", action="store_true")
     options = parser.parse_args()
 
     from transformers import set_seed
@@ -223,7 +306,9 @@ def main() -> None:
         tokenizer.save_pretrained(f"{folder}/model")
         flags = ("--max-model-len", "512", "--max-num-seqs", "256", "--no-enable-prefix-caching")
         with running_server(Path(folder, "model"), Path(folder, "server.log"), *flags) as server:
-            if options.workers is None:
+            if options.v1:
+                measure_v1(server.url, f"{folder}/model", tokenizer, options)
+            elif options.workers is None:
                 measure(server.url, f"{folder}/model", tokenizer, options)
             else:
                 options.workers = options.workers or [0, 1, 2]

@@ -1,6 +1,7 @@
 """Environments of verifiers.v1, against a stand-in for vf-vllm that answers over HTTP."""
 
 import asyncio
+import copy
 import json
 import os
 from pathlib import Path
@@ -23,11 +24,11 @@ NULL = {"id": "null"}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Drops the thinking of past turns, as Qwen3's template does."""
+    """Drops the thinking of past turns and writes some for the last, as Qwen3's template does."""
     tokenizer = load_example("warm_start").make_tokenizer(["<|tool|>", "<tool_call>"])
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{- message['content'] or '' -}}",
-        "{%- if loop.last -%}{{- message['content'] or '' -}}"
+        "{%- if loop.last -%}{{- '<think></think>' + (message['content'] or '') -}}"
         "{%- else -%}{{- (message['content'] or '').split('</think>')[-1] -}}{%- endif -%}",
     )
     return tokenizer
@@ -45,7 +46,7 @@ def load(taskset="small_tasks", harness=NULL, **table):
 
 
 class Server:
-    """Answers with what `say` returns for the messages: text, or a tool call as a dict."""
+    """Answers with what `say` returns for the prompt's text: text, or a tool call as a dict."""
 
     def __init__(self, tokenizer, say):
         self.tokenizer, self.say = tokenizer, say
@@ -53,7 +54,7 @@ class Server:
 
     async def answer(self, request):
         body = await request.json()
-        said = self.say(body["messages"])
+        said = self.say(self.tokenizer.decode(body["tokens"]))
         text = said if isinstance(said, str) else f"<tool_call>{json.dumps(said)}"
         tokens = [*self.tokenizer(text, add_special_tokens=False).input_ids]
         finish = "stop"
@@ -150,7 +151,8 @@ def test_a_taskset_is_played_by_one_agent(tokenizer, tmp_path):
 def test_a_system_prompt_leads(tokenizer, tmp_path):
     (rollout,), requests = play(load(), tokenizer, tmp_path, lambda _: "yes", index=2)
     assert rollout.error is None
-    assert [m["role"] for m in requests[0][0]["messages"]] == ["system", "user"]
+    prompt = tokenizer.decode(requests[0][0]["tokens"])
+    assert prompt == "<|system|>be brief<|end|><|user|>question 2<|end|><|assistant|>"
 
 
 def test_an_error_of_the_environment_costs_its_episode(tokenizer, tmp_path):
@@ -159,8 +161,8 @@ def test_an_error_of_the_environment_costs_its_episode(tokenizer, tmp_path):
     assert "small_tasks.py" in rollout.error.__notes__[0]
 
 
-def think(messages):
-    return f"<think>hm</think>{len(messages)}"
+def think(prompt):
+    return f"<think>hm</think>{prompt.count('<|user|>')}"
 
 
 def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(tokenizer, tmp_path):
@@ -170,12 +172,63 @@ def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(tok
     assert rollout.num_turns == 3 and len(rollout.samples) == 1
     check_tokens([rollout], requests)
     (sample,) = rollout.samples
-    # What the template writes between turns, with the user's words, and nothing twice.
-    assert tokenizer.decode(sample.token_ids).count("<think>hm</think>") == 3
-    assert "and? 18" in tokenizer.decode(sample.token_ids)
+    assert tokenizer.decode(sample.token_ids) == (
+        "<|user|>question 0<|end|><|assistant|><think>hm</think>1<|end|>"
+        "<|user|>and? 18<|end|><|assistant|><think>hm</think>2<|end|>"
+        "<|user|>more? 18<|end|><|assistant|><think>hm</think>3<|end|>"
+    )
     assert {v for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True) if m} == {
         0, 1, 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "num_samples"), [("x?yx?", 1), ("<think>hm", 1), ("</think>", 3)])
+def test_after_a_cut_reply_the_prompt_is_rendered_anew(tokenizer, tmp_path, text, num_samples):
+    """The template then ends the reply, or rewrites it, which starts a sample."""
+    env = load(id="user_env", harness=None)
+    limit = len(tokenizer(text, add_special_tokens=False).input_ids)
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: text, max_tokens=limit)
+    assert rollout.error is None, rollout.error
+    assert rollout.is_truncated and rollout.num_turns == 3
+    assert len(rollout.samples) == num_samples
+    check_tokens([rollout], requests)
+    history = [{"role": "user", "content": "question 0"}, {"role": "assistant", "content": text}]
+    history.append({"role": "user", "content": f"and? {limit}"})
+    second = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+    assert requests[1][0]["tokens"] == second
+
+
+def test_an_agent_samples_at_the_trainers_temperature_or_not_at_all(tokenizer, tmp_path):
+    for sampling, error in (
+        ({"temperature": 0.2}, "'agent' samples at temperature=0.2, and the trainer"),
+        ({"temperature": 0.7, "top_p": 0.5, "max_tokens": 2}, None),
+    ):
+        env = load(agent={"sampling": sampling})
+        (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
+        if error:
+            assert error in str(rollout.error)
+        else:
+            assert rollout.error is None
+            assert (requests[0][0]["top_p"], requests[0][0]["max_tokens"]) == (0.5, 2)
+
+
+def test_a_template_gets_the_agents_arguments(tokenizer, tmp_path):
+    with_prefix = copy.deepcopy(tokenizer)
+    with_prefix.chat_template = "{{- prefix or '' -}}" + tokenizer.chat_template
+    env = load(agent={"sampling": {"chat_template_kwargs": {"prefix": "hello"}}})
+    (rollout,), requests = play(env, with_prefix, tmp_path, lambda _: "yes")
+    assert rollout.error is None, rollout.error
+    assert tokenizer.decode(requests[0][0]["tokens"]).startswith("hello<|user|>")
+
+
+def test_a_truncation_of_any_turn_counts(tokenizer, tmp_path):
+    env = load(id="user_env", harness=None)
+
+    def say(prompt):
+        return "x" * 50 if prompt.count("<|user|>") == 1 else "ok"
+
+    (rollout,), _ = play(env, tokenizer, tmp_path, say)
+    assert rollout.error is None and rollout.is_truncated and rollout.num_turns == 3
 
 
 def test_environment_tokens_can_be_trained_too(tokenizer, tmp_path):
@@ -190,12 +243,12 @@ def test_environment_tokens_can_be_trained_too(tokenizer, tmp_path):
 
 
 def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, tmp_path):
-    def say(messages):
-        if messages[-1]["role"] == "tool":
-            return f"it is {messages[-1]['content']}"
-        return {"name": "double", "arguments": '{"x": 4}'}
+    def say(prompt):
+        if "<|tool|>8<|end|>" in prompt:
+            return "it is 8"
+        return {"name": "double", "arguments": '{"x":4}'}
 
-    (rollout,), requests = play(load("tool_tasks"), tokenizer, tmp_path, say)
+    (rollout,), requests = play(load("tool_tasks"), tokenizer, tmp_path, say, max_tokens=90)
     assert rollout.error is None, rollout.error
     assert rollout.metrics["tools_called"] == 1 and rollout.reward == len("it is 8")
     assert requests[0][0]["tools"][0]["function"]["name"] == "double"
@@ -212,12 +265,12 @@ def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, 
     ],
 )
 def test_a_wrong_call_is_answered(tokenizer, tmp_path, call, answer):
-    def say(messages):
-        return "well" if messages[-1]["role"] == "tool" else call
+    def say(prompt):
+        return "well" if "<|tool|>" in prompt else call
 
     (rollout,), requests = play(load("tool_tasks"), tokenizer, tmp_path, say)
     assert rollout.error is None, rollout.error
-    assert requests[1][0]["messages"][-1]["content"].startswith(answer)
+    assert f"<|tool|>{answer}" in tokenizer.decode(requests[1][0]["tokens"])
 
 
 def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(tokenizer, tmp_path):
@@ -287,6 +340,13 @@ def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
     args = RLConfig(output_dir=str(tmp_path))
     runner = make_runner(taskset, "http://unused", tokenizer, args)
     assert runner.sizes("train") == [3]
+    assert runner.env.config.agent.harness.id == "verifiers_rl"
+    (rollout,), _ = play(taskset, tokenizer, tmp_path, lambda _: "yes")
+    assert rollout.error is None and rollout.reward == 3
+    nameless = copy.copy(taskset)
+    nameless.config = vf.TasksetConfig()
+    with pytest.raises(InvalidEnvironmentError, match="taskset"):
+        make_runner(nameless, "http://unused", tokenizer, args)
     mix = [WeightedEnv(taskset, "new"), WeightedEnv(make_env(size=2), "classic")]
     assert make_runner(mix, "http://unused", tokenizer, args).sizes("train") == [3, 2]
 
@@ -323,6 +383,14 @@ def test_a_remote_runtime_without_its_key_is_one_error(tokenizer, tmp_path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(InvalidEnvironmentError, match=r"not authenticated.*set a runtime"):
         play(load(harness={"id": "bash"}), tokenizer, tmp_path, lambda _: "yes")
+
+
+def test_what_was_set_on_an_environment_stays(tokenizer, tmp_path):
+    env = load()
+    env.index = {"a": 1}
+    env.taskset = env.taskset.head(2)
+    runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    assert runner.env.index == {"a": 1} and runner.sizes("train") == [2]
 
 
 def test_other_harnesses_and_runtimes_stay_as_they_are(tokenizer, tmp_path):

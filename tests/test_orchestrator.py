@@ -9,7 +9,7 @@ from tests.helpers import make_samples
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import Orchestrator, RolloutError
-from verifiers_rl.rollouts import ExampleOrder, GroupFilter, example_index
+from verifiers_rl.rollouts import ExampleOrder, GroupFilter, evaluation_metrics, example_index
 from verifiers_rl.types import Rollout
 
 IN_TURN = ExampleOrder([10_000], shuffle=False)
@@ -488,3 +488,16 @@ def test_a_batch_of_failures_truncations_and_survivors_adds_up(make_orchestrator
         group = [rollout for rollout in batch.rollouts if rollout.example_id == index]
         mean = sum(rollout.reward for rollout in group) / len(group)
         assert [r.advantage for r in group] == pytest.approx([r.reward - mean for r in group])
+
+
+def test_k_of_pass_at_k_counts_failed_rollouts_and_an_agent_once():
+    def group(*rewards, role=""):
+        errors = [ValueError("x") if reward is None else None for reward in rewards]
+        return [
+            Rollout(0, "", role=role, reward=reward or 0.0, error=error)
+            for reward, error in zip(rewards, errors, strict=True)
+        ]
+
+    assert evaluation_metrics([group(None, 0.0, 1.0), group(0.0, 0.0, 0.0)])["pass@3"] == 0.5
+    both = [*group(1.0, 0.0, role="writer"), *group(1.0, 0.0, role="critic")]
+    assert evaluation_metrics([both])["pass@2"] == 1.0

@@ -7,6 +7,7 @@ with `harness = { id = "null" }` gets this one.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import aiohttp
 from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
+
+CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -41,6 +44,17 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         mcp_urls: dict[str, str],
         data: Any,
     ) -> ProgramResult:
+        try:
+            return await self._chat(ctx.model, endpoint, secret, mcp_urls, data)
+        except BaseExceptionGroup as group:  # of a session's task group; the cause is inside
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
+            raise error from None
+
+    async def _chat(
+        self, model: str, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+    ) -> ProgramResult:
         system_prompt, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = []
         if system_prompt:
@@ -51,13 +65,14 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             messages += [message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
             tools = _Tools(self.config.tool_timeout)
-            for server, url in mcp_urls.items():
-                await tools.connect(stack, server, url)
+            async with asyncio.timeout(CONNECT_S):
+                for server, url in mcp_urls.items():
+                    await tools.connect(stack, server, url)
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"})
             )
             while True:
-                body = {"model": ctx.model, "messages": messages}
+                body = {"model": model, "messages": messages}
                 if tools.schemas:
                     body["tools"] = tools.schemas
                 # No deadline of its own: the rollout's covers it.

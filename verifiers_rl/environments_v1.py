@@ -25,9 +25,11 @@ from typing import Any
 import httpx
 import openai
 import verifiers.v1 as vf
+from jinja2 import TemplateError
 from pydantic import PrivateAttr
 from verifiers.v1.dialects import Dialect
-from verifiers.v1.errors import OverlongPromptError, model_error
+from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
+from verifiers.v1.errors import OverlongPromptError, ProviderError, model_error
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.utils.prime import ensure_prime_auth
@@ -54,11 +56,13 @@ def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = Non
     """
     from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
 
-    if search_path is not None and str(search_path) not in sys.path:
-        sys.path.insert(0, str(search_path))
+    if search_path is not None:
+        if str(search_path) not in sys.path:
+            sys.path.insert(0, str(search_path))
         # Its tool servers are processes of their own, which import it too.
-        paths = [str(search_path), os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if str(search_path) not in paths:
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(search_path), *filter(None, paths)])
     table = dict(table)
     try:
         if "harness" in table:
@@ -88,7 +92,8 @@ class V1Environment:
     another is set; other harnesses run as they are.
 
     Args:
-        env: an `Env`, or a taskset, which one agent plays. Evaluations use its `eval_taskset`, if
+        env: an `Env`, or a taskset, which one agent plays (in a chat, if it has no harness of its
+            own). Evaluations use its `eval_taskset`, if
             it has one, else its taskset.
         base_url, tokenizer, max_prompt_len, mask_env_responses, timeout_s, name, sampling_args: as
             for `ClassicEnvironment`.
@@ -117,12 +122,14 @@ class V1Environment:
                 f"environment {name!r}: client_type={client_type!r}: environments of verifiers.v1 "
                 'are run with "openai_chat_completions_token" only; leave client_type out'
             )
-        if isinstance(env, vf.Taskset):
-            taskset, env = env, vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset=env.config))
-            env.taskset = taskset
-        self.env = _with_chat_harness(env)
+        try:
+            env = _played_by_one_agent(env) if isinstance(env, vf.Taskset) else env
+            self.env = _with_chat_harness(env)
+        except (ValueError, TypeError) as error:
+            raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
         self.base_url = base_url
         self.tokenizer = tokenizer
+        self.special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.max_seq_len = max_seq_len
         self.mask_env_responses = mask_env_responses
         self.timeout_s = timeout_s
@@ -172,19 +179,23 @@ class V1Environment:
 
     @property
     def first_prompt(self) -> list[Any]:
-        return first_messages(self._tasks["train"][0])
+        return next((m for task in self._tasks["train"] if (m := first_messages(task))), [])
 
     @property
     def eval_dataset(self) -> Any:
         return self._tasks["eval"]
 
-    def render(self, messages: list[Any], tools: Any = None, is_prompt: bool = True) -> list[int]:
-        """Token ids of messages, with the beginning of a reply if `is_prompt`."""
+    def render(self, messages: list[Any], is_prompt: bool = True, **template: Any) -> list[int]:
+        """Token ids of messages, with the beginning of a reply if `is_prompt`; `template` goes to
+        the chat template. Of no messages (a user opens the conversation) none.
+        """
+        if not messages:
+            return []
         return self.tokenizer.apply_chat_template(
             [as_vllm_renders(message) for message in messages],
-            tools=tools,
             add_generation_prompt=is_prompt,
             return_dict=False,
+            **template,
         )
 
     async def open(self) -> None:
@@ -259,7 +270,8 @@ class V1Environment:
                 traces = [trace for trace in episode.traces if trace.agent.trainable]
                 if not traces:
                     raise ValueError("no agent of the episode is trainable")
-                return [self._rollout(trace, policy_version) for trace in traces]
+                temperature = context.client.sampling["temperature"]
+                return [self._rollout(trace, policy_version, temperature) for trace in traces]
             except TimeoutError:
                 failed.error = TimeoutError(
                     f"an episode took longer than generation_timeout ({self.timeout_s:g} s)"
@@ -271,14 +283,24 @@ class V1Environment:
                     self.versions.pop(trace.id, None)
         return [failed]
 
-    def _rollout(self, trace: vf.Trace, policy_version: int) -> Rollout:
+    def _rollout(self, trace: vf.Trace, policy_version: int, temperature: float) -> Rollout:
         """Raises ValueError for what cannot be trained."""
+        if not isinstance(trace.agent.config.client, _TokenClientConfig):
+            raise ValueError(
+                f"the agent {trace.agent.name!r} has a client of its own, so its tokens are not of "
+                "the model that is trained; mark it trainable = False in the environment's setup()"
+            )
+        own = trace.agent.config.sampling
+        if own is not None and own.temperature not in (None, temperature):
+            raise ValueError(
+                f"the agent {trace.agent.name!r} samples at temperature={own.temperature:g}, and "
+                f"the trainer takes logprobs at {temperature:g}; take it out of its sampling"
+            )
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
         scores |= {name: value for name, value in trace.metrics.items() if value is not None}
         # Not trace.is_truncated, for which max_turns is a truncation too.
-        last = next((call for call in reversed(trace.calls) if call.error is None), None)
-        is_cut = trace.stop_condition == "context_length"
+        is_cut = any(call.finish_reason == "length" for call in trace.calls)
         rollout = Rollout(
             example_id=0,
             prompt=trace.task.data.prompt_text,
@@ -289,7 +311,7 @@ class V1Environment:
             metrics={name: float(value) for name, value in scores.items()},
             samples=samples_from_trace(trace, versions, policy_version, self.mask_env_responses),
             num_turns=trace.num_turns,
-            is_truncated=is_cut or (last is not None and last.finish_reason == "length"),
+            is_truncated=is_cut or trace.stop_condition == "context_length",
             generation_s=trace.timing.agent.duration,
         )
         if not rollout.num_sampled_tokens:
@@ -355,8 +377,6 @@ def samples_from_trace(
 
 def first_messages(task: vf.Task) -> list[dict[str, Any]]:
     """The first prompt, as a chat template takes it."""
-    from verifiers.v1.dialects.chat import message_to_wire
-
     data = task.data
     messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
     if isinstance(data.prompt, str):
@@ -380,8 +400,19 @@ def _with_chat_harness(env: vf.Env) -> vf.Env:
     if not changed:
         return env
     copy = type(env)(env.config.model_copy(update=changed))
-    copy.taskset = env.taskset
+    own = {name: value for name, value in vars(env).items() if name not in vars(copy)}
+    vars(copy).update(own, taskset=env.taskset)
     return copy
+
+
+def _played_by_one_agent(taskset: vf.Taskset) -> vf.Env:
+    """In the taskset's own harness, if it has one, else in a chat."""
+    config = vf.SingleAgentEnvConfig(taskset=taskset.config)
+    if config.agent_harnesses()["agent"].id == "bash":  # verifiers' default
+        config = vf.SingleAgentEnvConfig(taskset=taskset.config, agent={"harness": {"id": "null"}})
+    env = vf.SingleAgentEnv(config)
+    env.taskset = taskset
+    return env
 
 
 # --- Model calls ----------------------------------------------------------------------------------
@@ -412,15 +443,26 @@ class _TokenClient(vf.Client):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> vf.Response:
-        prompt_ids = self._prompt_ids(body, turn)
+        if not isinstance(dialect, ChatDialect):
+            raise ProviderError(
+                f"{type(dialect).__name__}: only chat completions can be trained on; use a harness "
+                "that asks for them",
+                status_code=400,
+            )
+        options = self._sampling | sampling.wire_args()  # the agent's own
+        template = {"tools": body.get("tools")}
+        template |= options.pop("chat_template_kwargs", body.get("chat_template_kwargs", {}))
+        prompt_ids = self._prompt_ids(body["messages"], turn, template)
         room = self._env.max_seq_len - len(prompt_ids)
         if room < 1:
             raise OverlongPromptError(
                 f"{len(prompt_ids)} tokens fill max_seq_len={self._env.max_seq_len}"
             )
-        options = self._sampling | sampling.wire_args()  # the agent's own
         request = body | options | {"tokens": prompt_ids}
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
+        # The tokens are the prompt. vLLM renders messages all the same, and refuses them if they,
+        # rendered anew, have more tokens than those.
+        request["messages"] = [{"role": "user", "content": "."}]
         policy_versions.set(None)
         try:
             reply = await self._http.post(
@@ -443,36 +485,47 @@ class _TokenClient(vf.Client):
             self._env.versions.setdefault(session_id, []).append((response.message, spans))
         return response
 
-    def _prompt_ids(self, body: dict[str, Any], turn: PendingTurn | None) -> list[int]:
+    def _prompt_ids(
+        self, messages: list[Any], turn: PendingTurn | None, template: dict[str, Any]
+    ) -> list[int]:
         """The tokens so far and those of new messages; all anew where that cannot be."""
-        messages, tools = body["messages"], body.get("tools")
         so_far = turn.previous_token_ids() if turn is not None else None
-        if so_far is not None and turn is not None:
-            num_new = len(turn.tail)
+        if turn is not None and so_far is not None:
             tokens = [*so_far[0], *so_far[1]]
-            if num_new and all(message.role != "assistant" for message in turn.tail):
-                added = self._tokens_after(messages, num_new, tokens[-1], tools)
+            last = turn.prefix_node_ids[-1]
+            was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
+            all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)
+            if all_new and not was_cut:
+                added = self._tokens_after(messages, len(turn.tail), tokens[-1], template)
                 if added is not None:
                     return tokens + added
-        return self._env.render(messages, tools)
+        return self._env.render(messages, **template)
 
     def _tokens_after(
-        self, messages: list[Any], num_new: int, last_token: int, tools: Any
+        self, messages: list[Any], num_new: int, last_token: int, template: dict[str, Any]
     ) -> list[int] | None:
         """What the template writes after a reply that ended with this token, for the last
-        `num_new` messages; None if it has no such place.
+        `num_new` messages; None if that is no token by which replies end.
 
-        After a short reply in place of the real one, whose tokens are known already, and which the
-        template may render otherwise than it was sampled.
+        A short reply stands in for the real one, whose tokens are known, and which the template
+        may render otherwise than it was sampled.
         """
+        if last_token not in self._env.special_ids:
+            return None
+        question = {"role": "user", "content": "?"}
         reply = {**messages[-num_new - 1], "content": "."}
         reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
-        stand_in = [{"role": "user", "content": "?"}, reply]
-        before = self._env.render(stand_in, tools, is_prompt=False)
-        after = self._env.render([*stand_in, *messages[-num_new:]], tools)
-        if last_token not in before or after[: len(before)] != before:
-            return None
-        return after[len(before) - before[::-1].index(last_token) :]
+        try:
+            before = self._env.render([question], is_prompt=False, **template)
+            after = self._env.render([question, reply, *messages[-num_new:]], **template)
+        except TemplateError:
+            return None  # it takes no such conversation
+        ends = [at for at, token in enumerate(after) if token == last_token]
+        num_before = before.count(last_token)
+        return after[ends[num_before] + 1 :] if len(ends) > num_before else None
+
+    async def relay(self, *args: Any, **kwargs: Any) -> Any:
+        raise ProviderError("streamed replies cannot be trained on", status_code=400)
 
     async def close(self) -> None:
         await self._http.close()

@@ -202,7 +202,8 @@ def _evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]
         "truncated_share": sum(r.is_truncated for r in survivors) / len(rollouts),
         "num_rollouts": float(len(rollouts)),
     }
-    num_rollouts = max((len(role) for role in by_role(groups[0])), default=1)
+    num_failed = sum(r.error is not None for r in groups[0])
+    num_rollouts = num_failed + max((len(role) for role in by_role(groups[0])), default=0)
     if num_rollouts > 1:
         passed = sum(any(r.error is None and r.reward >= 1 for r in group) for group in groups)
         metrics[f"pass@{num_rollouts}"] = passed / len(groups)
