@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from aiohttp import web
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from verifiers_rl.types import Batch, Rollout, Sample
@@ -156,3 +158,17 @@ class StubSink:
 
     def close(self) -> None:
         self.policy_version = None
+
+
+@asynccontextmanager
+async def serving(handler, path="/v1/chat/completions"):
+    """The base URL of an HTTP server on loopback that answers this path with the handler."""
+    app = web.Application()
+    app.router.add_post(path, handler)
+    runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

@@ -1,7 +1,6 @@
 """The HTTP client of rollouts, against a real HTTP server on loopback."""
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import httpx
 import openai
@@ -9,6 +8,7 @@ import pytest
 from aiohttp import web
 from verifiers.types import UserMessage
 
+from tests.helpers import serving
 from verifiers_rl.clients import ServerClient, make_client
 
 REPLY = {
@@ -24,20 +24,6 @@ REPLY = {
         }
     ],
 }
-
-
-@asynccontextmanager
-async def serving(handler):
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", handler)
-    runner = web.AppRunner(app, shutdown_timeout=1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def post(handler, timeout_s=10.0):

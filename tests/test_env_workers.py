@@ -5,12 +5,12 @@ import os
 import signal
 import sys
 import textwrap
-from contextlib import asynccontextmanager
 
 import pytest
 import verifiers as vf
 from aiohttp import web
 
+from tests.helpers import serving
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
 from verifiers_rl.env_workers import EnvWorkerError
@@ -100,20 +100,6 @@ class Server:
         return web.json_response(reply, headers={"X-Policy-Versions": "0:5"})
 
 
-@asynccontextmanager
-async def serving(server):
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", server.answer)
-    runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 def roll_out(env, tmp_path, use, server=None, **options):
     """What `use(run, runner)` returns, where `run(index)` gives a group of two rollouts."""
     args = RLConfig(output_dir=str(tmp_path), max_seq_len=64, use_cpu=True, **options)
@@ -121,7 +107,7 @@ def roll_out(env, tmp_path, use, server=None, **options):
     server = server or Server()
 
     async def main():
-        async with serving(server) as url:
+        async with serving(server.answer) as url:
             runner = make_runner(env, url, sys.modules["env_of_workers"].Tokenizer(), args)
             slots = Slots(args.max_concurrent)
 

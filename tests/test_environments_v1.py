@@ -10,7 +10,7 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import load_example
+from tests.helpers import load_example, serving
 from verifiers_rl import RLConfig
 from verifiers_rl.environments import InvalidEnvironmentError, make_runner
 from verifiers_rl.environments_v1 import V1Environment, load_v1_environment
@@ -89,14 +89,10 @@ def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, **options):
     server = Server(tokenizer, say)
 
     async def run():
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions/tokens", server.answer)
-        site_runner = web.AppRunner(app, shutdown_timeout=1)
-        await site_runner.setup()
-        site = web.TCPSite(site_runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{site_runner.addresses[0][1]}"
-        runner = make_runner(env, url, tokenizer, args)
+        async with serving(server.answer, "/v1/chat/completions/tokens") as url:
+            return await use(make_runner(env, url, tokenizer, args))
+
+    async def use(runner):
         try:
             await runner.open()
             slots = Slots(options.get("max_concurrent", 4))
@@ -104,7 +100,6 @@ def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, **options):
             return await runner.run_group("train", index, num_rollouts, "m", sampling, 9, slots)
         finally:
             await runner.close()
-            await site_runner.cleanup()
 
     return asyncio.run(run()), server.requests
 
@@ -254,6 +249,19 @@ def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, 
     assert requests[0][0]["tools"][0]["function"]["name"] == "double"
     assert len(rollout.samples) == 1
     check_tokens([rollout], requests)
+
+
+def test_tool_servers_that_do_not_answer_are_named(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("verifiers_rl.chat_harness.CONNECT_S", 0.0)
+    (rollout,), _ = play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes")
+    assert "the tool servers [''] did not answer within 0 s" in str(rollout.error)
+
+
+def test_an_environment_that_does_not_start_in_time_is_one_error(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("verifiers_rl.environments_v1.LOAD_S", 0.05)
+    options = {"generation_timeout": 0.05}
+    with pytest.raises(InvalidEnvironmentError, match="not ready within"):
+        play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes", **options)
 
 
 @pytest.mark.parametrize(

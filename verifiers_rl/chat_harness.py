@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
-from verifiers.v1 import Harness, HarnessConfig, ProgramResult
+from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
@@ -65,9 +65,14 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             messages += [message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
             tools = _Tools(self.config.tool_timeout)
-            async with asyncio.timeout(CONNECT_S):
-                for server, url in mcp_urls.items():
-                    await tools.connect(stack, server, url)
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    for server, url in mcp_urls.items():
+                        await tools.connect(stack, server, url)
+            except TimeoutError as error:
+                raise HarnessError(
+                    f"the tool servers {list(mcp_urls)} did not answer within {CONNECT_S:g} s"
+                ) from error
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"})
             )

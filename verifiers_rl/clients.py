@@ -62,6 +62,10 @@ class ServerClient(AsyncOpenAI):
         url = path if "://" in path else str(self.base_url).rstrip("/") + path
         headers = (kwargs.get("options") or {}).get("headers")
         data = json.dumps(kwargs["body"]).encode()
+
+        def request() -> httpx.Request:  # for errors only: it takes longer than the rest here
+            return httpx.Request("POST", url)
+
         for retries_left in (1, 0):
             try:
                 async with self._session.post(url, data=data, headers=headers) as reply:
@@ -69,14 +73,14 @@ class ServerClient(AsyncOpenAI):
                 if reply.status < 500:
                     break
             except TimeoutError as error:  # aiohttp's own are both this and a ClientError
-                raise APITimeoutError(httpx.Request("POST", url)) from error
+                raise APITimeoutError(request()) from error
             except aiohttp.ClientError as error:
                 if not retries_left:
-                    raise APIConnectionError(request=httpx.Request("POST", url)) from error
+                    raise APIConnectionError(request=request()) from error
         _remember_policy_versions(reply.headers.get("X-Policy-Versions"))
         response = httpx.Response(reply.status, content=content)
         if response.is_error:
-            response.request = httpx.Request("POST", url)
+            response.request = request()
             raise self._make_status_error_from_response(response)
         return response
 

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.losses import make_loss
 from verifiers_rl.rollouts import GroupFilter
+from verifiers_rl.types import LOAD_S
 
 # Not temperature: the trainer takes the logprobs of a batch at one.
 _SAMPLING_OF_ONE_ENV = (
@@ -299,7 +300,7 @@ class RLConfig(TrainingArguments):
         waves = math.ceil(num_rollouts / self.max_concurrent)
         waiting_s = (2 * waves + num_batches) * self.generation_timeout
         if self.env_workers:  # load their environments first
-            waiting_s += max(self.generation_timeout, 300.0)
+            waiting_s += max(self.generation_timeout, LOAD_S)
         longest_s = waiting_s + 3 * self.vllm_server_timeout + 120
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":

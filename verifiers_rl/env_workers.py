@@ -36,11 +36,10 @@ from verifiers_rl.environments import (
 )
 from verifiers_rl.inference.parent import die_with_parent
 from verifiers_rl.rollouts import describe_error
-from verifiers_rl.types import Rollout, Slots
+from verifiers_rl.types import LOAD_S, Rollout, Slots
 
 logger = logging.getLogger(__name__)
 
-LOAD_S = 300.0  # a worker has so long to load its environment, or generation_timeout if longer
 EXIT_S = 30.0  # a worker has so long to end by itself
 
 
@@ -308,8 +307,8 @@ def main(descriptor: int, parent: int) -> None:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     connection = socket.socket(fileno=descriptor)
-    size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
-    setup = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
+    with connection.makefile("rb") as stream:  # nothing else comes before our answer
+        setup = pickle.loads(stream.read(int.from_bytes(stream.read(8), "big")))
     problem = None
     try:
         # Not in the event loop: an environment may run one of its own to load its data.

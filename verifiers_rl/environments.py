@@ -433,6 +433,7 @@ class MixedEnvironment:
 
 
 def _runner_class(env: Any) -> Any:
+    # Who has one of verifiers.v1 has imported it; importing it here would take a second for others.
     if isinstance(env, vf.Environment) or "verifiers.v1.env" not in sys.modules:
         return ClassicEnvironment
     from verifiers_rl.environments_v1 import V1Environment, is_v1

@@ -36,11 +36,12 @@ from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.clients import ServerClient, as_vllm_renders, policy_versions
 from verifiers_rl.environments import InvalidEnvironmentError, Split, versions_of_tokens
-from verifiers_rl.types import Rollout, Sample, Slots
+from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
 
 logger = logging.getLogger(__name__)
 
 IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
+EXIT_S = 30.0  # an environment has so long to end what its episodes share
 
 
 class EpisodeError(RuntimeError):
@@ -93,8 +94,7 @@ class V1Environment:
 
     Args:
         env: an `Env`, or a taskset, which one agent plays (in a chat, if it has no harness of its
-            own). Evaluations use its `eval_taskset`, if
-            it has one, else its taskset.
+            own). Evaluations use its `eval_taskset`, if it has one, else its taskset.
         base_url, tokenizer, max_prompt_len, mask_env_responses, timeout_s, name, sampling_args: as
             for `ClassicEnvironment`.
         max_seq_len: replies end there, and the trace counts as truncated.
@@ -199,7 +199,11 @@ class V1Environment:
         )
 
     async def open(self) -> None:
-        """Start what the environment shares between episodes."""
+        """Start what the environment shares between episodes.
+
+        Raises:
+            InvalidEnvironmentError: a runtime that needs a login, or not ready in time.
+        """
         roles = self.env.config.agent_harnesses()
         if any(getattr(self.env.config, role).runtime.type == "prime" for role in roles):
             try:
@@ -223,12 +227,22 @@ class V1Environment:
                 is_up.set_exception(error)
 
         self._serving = asyncio.create_task(serve())
-        await is_up
+        deadline_s = max(self.timeout_s, LOAD_S)
+        try:
+            await asyncio.wait_for(is_up, deadline_s)
+        except TimeoutError as error:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: not ready within {deadline_s:g} s; raise "
+                "generation_timeout"
+            ) from error
 
     async def close(self) -> None:
         if self._serving is not None:
             self._stopping.set()
-            await asyncio.gather(self._serving, return_exceptions=True)
+            _, late = await asyncio.wait([self._serving], timeout=EXIT_S)
+            for task in late:
+                logger.warning("environment %r: not closed within %g s", self.name, EXIT_S)
+                task.cancel()
 
     async def run_group(
         self,

@@ -37,7 +37,7 @@ from verifiers_rl.rollouts import (
     describe_error,
     evaluation_metrics,
 )
-from verifiers_rl.types import Batch, Rollout, Slots
+from verifiers_rl.types import LOAD_S, Batch, Rollout, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +139,7 @@ class Orchestrator:
             target=self._loop.run_forever, name="orchestrator", daemon=True
         )
         self._thread.start()
-        # env_workers load their environments within max(rollout_timeout_s, 300).
-        deadline_s = max(self.rollout_timeout_s, 300.0) + 60.0
+        deadline_s = max(self.rollout_timeout_s, LOAD_S) + 60.0  # a minute after its own
         try:
             self._run(self.env.open()).result(timeout=deadline_s)
         except TimeoutError as error:

@@ -97,8 +97,10 @@ class GroupFilter:
         return self == GroupFilter()
 
     def passes(self, group: Sequence[Rollout]) -> bool:
+        if self.lets_all_pass:
+            return True
         roles = by_role(group)
-        return self.lets_all_pass or not roles or any(map(self._passes, roles))
+        return not roles or any(map(self._passes, roles))
 
     def _passes(self, survivors: Sequence[Rollout]) -> bool:
         rewards = np.array([rollout.reward for rollout in survivors])

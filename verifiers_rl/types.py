@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LOAD_S = 300.0  # an environment has so long to start, or generation_timeout if longer
+
+
 @dataclass(slots=True)
 class Sample:
     """One token sequence to train on. All lists have one length, T.
