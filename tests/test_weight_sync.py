@@ -444,6 +444,7 @@ from peft import LoraConfig, get_peft_model
 from tests.helpers import make_tiny_model
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl import weight_sync
+from verifiers_rl.distributed import let_gloo_threads_finish
 from verifiers_rl.weight_sync import full_sources, merged_sources, send_buckets, take_part
 
 dist.init_process_group("gloo")
@@ -509,6 +510,7 @@ if rank == 0:
 else:
     take_part(sources)
 dist.destroy_process_group()
+let_gloo_threads_finish()
 """
 
 
