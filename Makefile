@@ -1,8 +1,10 @@
-# make demo | make test | make check. Each makes .venv itself; a second run installs nothing.
+# make demo | make test | make test-all | make check. Each makes .venv itself; a second run installs nothing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-VENV := .venv
+# CLASSIC=1: an environment of its own with verifiers<0.4 and the vLLM that goes with it.
+CLASSIC :=
+VENV := .venv$(if $(CLASSIC),-classic)
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -13,14 +15,17 @@ EXTRA := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),vllm,cpu)
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 LOCAL_TORCH := $(wildcard $(addsuffix /torch-*cpu*.whl,$(PIP_FIND_LINKS)))
 TORCH := $(if $(filter cpu,$(EXTRA)),$(if $(LOCAL_TORCH),,--torch-backend=cpu))
+comma := ,
+EXTRAS := $(EXTRA),dev$(if $(CLASSIC),$(comma)classic)
 INSTALLED := $(VENV)/installed-$(EXTRA)
 
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test test-all check format clean
 
 help:
-	@echo "make demo    train the example on this machine and watch its reward rise"
-	@echo "make test    all tests, with the real vLLM server"
-	@echo "make check   ruff and types"
+	@echo "make demo      train the example on this machine and watch its reward rise"
+	@echo "make test      all tests, with the real vLLM server"
+	@echo "make test-all  the same, and again with verifiers<0.4 and its vLLM"
+	@echo "make check     ruff and types"
 
 install: $(INSTALLED)
 
@@ -28,17 +33,20 @@ $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; found none. Name one: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.9.8,<1'
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(TORCH) -e '.[$(EXTRA),dev]'
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
 
-EXAMPLE := examples/reverse_text
+EXAMPLE := examples/reverse_text_v1
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
+	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text_v1.py $(EXAMPLE)/outputs/warm_start
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-all: test
+	$(MAKE) CLASSIC=1 test
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -50,4 +58,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-classic .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """Train with a loss of your own: REINFORCE with the group baseline, without any importance ratio.
 
-Runs like examples/reverse_text/train.py, against the same server:
+Runs like examples/reverse_text_v1/train.py, against the same server:
 
     python examples/custom_loss.py [--steps 100] [--port 8000]
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verifiers_rl import LossInputs, LossOutputs, RLConfig, RLTrainer
 
-EXAMPLE = Path(__file__).parent / "reverse_text"
+EXAMPLE = Path(__file__).parent / "reverse_text_v1"
 sys.path.insert(0, str(EXAMPLE))
 
 
@@ -25,7 +25,7 @@ def reinforce(inputs: LossInputs) -> LossOutputs:
 
 
 def main() -> None:
-    from reverse_text import load_environment
+    from train import make_taskset
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,8 +47,10 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
     )
+    taskset = make_taskset()
+    taskset.eval_taskset = make_taskset(held_out=True, num_tasks=256)
     model = str(EXAMPLE / "outputs" / "warm_start")
-    trainer = RLTrainer(model, load_environment(instruction=""), args, loss_fn=reinforce)
+    trainer = RLTrainer(model, taskset, args, loss_fn=reinforce)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()

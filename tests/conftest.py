@@ -12,12 +12,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import EXAMPLE
+from tests.helpers import CLASSIC_REASON, EXAMPLE, HAS_CLASSIC
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+
+
+def pytest_report_header() -> str:
+    left_out = "" if HAS_CLASSIC else f", so tests/classic is left out: {CLASSIC_REASON}"
+    return f"verifiers {version('verifiers')}{left_out}"
 
 
 @dataclass
@@ -94,7 +100,7 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's model, trained a little shorter than in the demo."""
     folder = tmp_path_factory.mktemp("warm_start")
     command = [sys.executable, str(EXAMPLE.parent / "warm_start.py")]
-    command += [str(EXAMPLE / "reverse_text.py"), str(folder)]
+    command += [str(EXAMPLE / f"{EXAMPLE.name}.py"), str(folder)]
     command += ["--clean-steps", "220", "--noisy-steps", "40"]
     subprocess.run(command, check=True, capture_output=True, timeout=500)
     return folder

@@ -5,18 +5,26 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 from aiohttp import web
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.types import Batch, Rollout, Sample
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "reverse_text"
+# The installed verifiers decides which kind of environment tests of other things use.
+HAS_CLASSIC = importlib.util.find_spec("verifiers.legacy") is not None
+CLASSIC_REASON = "classic environments need verifiers<0.4; `make test-all` runs this with it"
+needs_classic = pytest.mark.skipif(not HAS_CLASSIC, reason=CLASSIC_REASON)
+EXAMPLE = ROOT / "examples" / ("reverse_text" if HAS_CLASSIC else "reverse_text_v1")
 
 
 def load_example(name: str) -> ModuleType:
@@ -30,6 +38,62 @@ def load_example(name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def example_table(num_train: int = 4096, num_eval: int = 256) -> EnvTable:
+    """The example's environment as a TOML would name it."""
+    if HAS_CLASSIC:
+        args = {"num_train": num_train, "num_eval": num_eval, "instruction": ""}
+        return EnvTable("reverse_text", args)
+    v1 = {
+        "taskset": {"id": "reverse_text_v1", "num_tasks": num_train, "instruction": ""},
+        "eval_taskset": {"held_out": True, "num_tasks": num_eval},
+        "harness": {"id": "null"},
+    }
+    return EnvTable("reverse_text_v1", v1=v1)
+
+
+def example_env() -> Any:
+    return example_table().load(EXAMPLE)
+
+
+def make_env(
+    questions: Mapping[str, str],
+    reward: Callable[[str, str, str], float],
+    setup: Callable[[], None] = lambda: None,
+) -> Any:
+    """An environment of one turn for these questions and their answers.
+
+    Args:
+        reward: of question, reply and answer.
+        setup: runs at the beginning of each rollout, as code of the environment's own.
+    """
+    if HAS_CLASSIC:
+        from tests.classic.env import make_classic_env
+
+        return make_classic_env(questions, reward, setup)
+    from tests.v1.given_tasks import make_taskset
+
+    return make_taskset(questions, reward, setup)
+
+
+def write_environment(
+    folder: Path, name: str, questions: Mapping[str, str], setup: str = "None"
+) -> str:
+    """A module with `make_env` of these arguments, and the lines of a TOML that name it."""
+    kind = "classic/env.py" if HAS_CLASSIC else "v1/given_tasks.py"
+    (folder / "given.py").write_text((Path(__file__).parent / kind).read_text())
+    head = f"import given\n\n\ndef setup():\n    {setup}\n\n\n"
+    if HAS_CLASSIC:
+        body = "def load_environment():\n"
+        body += f"    return given.make_classic_env({dict(questions)}, lambda *a: 1.0, setup)\n"
+        lines = f'[env]\nid = "{name}"\n'
+    else:
+        body = '__all__ = ["Given"]\n\n\nclass Given(given.GivenTaskset):\n'
+        body += f"    questions = {dict(questions)}\n    functions = (lambda *a: 1.0, setup)\n"
+        lines = f'[env.taskset]\nid = "{name}"\n[env.harness]\nid = "null"\n'
+    (folder / f"{name}.py").write_text(head + body)
+    return lines
 
 
 def make_tiny_model(tie_word_embeddings: bool = False, seed: int = 0) -> Qwen3ForCausalLM:

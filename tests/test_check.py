@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import free_port
-from tests.helpers import EXAMPLE, load_example, make_tiny_model
+from tests.helpers import EXAMPLE, HAS_CLASSIC, example_table, load_example, make_tiny_model
 from tests.test_e2e_train import processes_of, write_run
 from verifiers_rl.cli.check import Preflight, check_versions
 from verifiers_rl.cli.config import EnvTable, RunConfig, toml_argument
@@ -22,16 +22,13 @@ def model_folder(tmp_path):
     return tmp_path / "model"
 
 
-ENV_ARGS = {"num_train": 8, "num_eval": 4, "instruction": ""}
-
-
 @pytest.fixture
 def make_preflight(model_folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also restores what check_gpus sets
 
     def make(trainer_args=None, **options):
         options = {
-            "envs": [EnvTable("reverse_text", ENV_ARGS)],
+            "envs": [example_table(8, 4)],
             "inference_gpus": 0,
             "trainer_gpus": 0,
             "trainer_args": {"max_seq_len": 64, "vllm_server_port": free_port()}
@@ -115,12 +112,20 @@ def test_a_tokenizer_without_template_or_end(make_preflight, lines, model_folder
 
 
 def test_an_environment_that_does_not_load(make_preflight, lines):
-    line = lines(make_preflight(envs=[EnvTable("nowhere", ENV_ARGS)]), "options", "environment")[1]
-    assert line.startswith("FIX   environment: cannot load environment 'nowhere'")
+    def said(table):
+        line = lines(make_preflight(envs=[table]), "options", "environment")[1]
+        assert line.startswith("FIX   environment: ")
+        return line
+
+    line = said(EnvTable("nowhere", v1={"taskset": {"id": "nowhere"}}))
+    assert "cannot load the environment" in line and "'nowhere'" in line
+    line = said(EnvTable("nowhere"))
+    if not HAS_CLASSIC:
+        assert "[env] id='nowhere' without [env.taskset] is a classic environment" in line
+        assert "uv pip install 'verifiers-rl[classic,cpu]'" in line
+        return
     assert "No module named 'nowhere'" in line
-    line = lines(
-        make_preflight(envs=[EnvTable("reverse_text", {"size": 3})]), "options", "environment"
-    )[1]
+    line = said(EnvTable("reverse_text", {"size": 3}))
     assert "'size': 3" in line and "unexpected keyword argument 'size'" in line
 
 
@@ -129,7 +134,7 @@ def test_prompts_that_do_not_fit(make_preflight, lines):
     line = lines(make_preflight({"max_seq_len": 6}), *names)[3]
     assert "max_seq_len=6 leaves none for the reply; raise max_seq_len" in line
     line = lines(make_preflight({"max_prompt_len": 4}), *names)[2]
-    assert "training dataset is empty, 12 were longer than max_prompt_len" in line
+    assert "12 were longer than max_prompt_len" in line
 
 
 def test_an_adapter_that_fits_nowhere(make_preflight, lines):

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import free_port, processes_of
-from tests.helpers import ROOT, load_example, make_tiny_model
+from tests.helpers import (
+    HAS_CLASSIC,
+    ROOT,
+    load_example,
+    make_tiny_model,
+    needs_classic,
+    write_environment,
+)
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import (
     EnvTable,
@@ -69,6 +76,7 @@ def test_several_environments_are_read(write_toml):
     assert config.envs[0].name == "e"
 
 
+@needs_classic
 def test_the_environments_of_a_toml_come_with_their_weights(write_toml):
     path = write_toml(
         '[[env]]\nid = "reverse_text"\nweight = 3\nargs = { num_train = 8, num_eval = 2 }\n'
@@ -84,6 +92,7 @@ def test_the_environments_of_a_toml_come_with_their_weights(write_toml):
     assert second.sampling_args == {"max_tokens": 4} and second.env.max_turns == 5
 
 
+@needs_classic
 def test_environments_of_v1_and_classic_ones_come_from_one_toml(write_toml):
     path = write_toml(
         '[[env]]\nid = "reverse_text"\nargs = { num_train = 8, num_eval = 2 }\n'
@@ -232,6 +241,7 @@ def test_every_shipped_toml_is_valid(path, monkeypatch):
 
 
 def test_the_training_script_describes_a_valid_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text_v1"))
     script = load_example("train")
     seen, calls = {}, []
 
@@ -248,7 +258,12 @@ def test_the_training_script_describes_a_valid_run(monkeypatch):
     monkeypatch.setattr(script, "RLTrainer", Recorder)
     script.main()
     assert calls == ["evaluate", "train", "evaluate"]
-    assert seen["args"].groups_per_batch == 8 and len(seen["env"].get_eval_dataset()) == 256
+    assert seen["args"].groups_per_batch == 8
+    train, held_out = (
+        {task.data.prompt for task in taskset}
+        for taskset in (seen["env"], seen["env"].eval_taskset)
+    )
+    assert len(train) == 4096 and len(held_out) == 256 and not train & held_out
 
 
 def run(module, *args, **environment):
@@ -299,38 +314,32 @@ def test_a_port_in_use_is_one_clear_error(write_toml):
 
 
 @pytest.fixture
-def write_environment(tmp_path, write_toml):
+def write_run(tmp_path, write_toml):
     """The environment `tiny_env` and a TOML that trains a tiny model on it."""
 
     def write(questions, trainer_args):
-        (tmp_path / "tiny_env.py").write_text(
-            "import verifiers as vf\nfrom datasets import Dataset\n"
-            "def load_environment():\n"
-            f"    data = Dataset.from_dict({{'question': {questions}, 'answer': {questions}}})\n"
-            "    rubric = vf.Rubric(funcs=[lambda completion: 1.0])\n"
-            "    return vf.SingleTurnEnv(dataset=data, rubric=rubric)\n"
-        )
+        env = write_environment(tmp_path, "tiny_env", dict.fromkeys(questions, ""))
         load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
         return write_toml(
-            '[env]\nid = "tiny_env"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
-            f"[trainer.args]\n{trainer_args}"
+            f"{env}[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n{trainer_args}"
         )
 
     return write
 
 
-def test_no_server_is_one_clear_error(write_environment):
-    toml = write_environment(["a"], "vllm_server_port = 1\nvllm_server_timeout = 1\n")
+def test_no_server_is_one_clear_error(write_run):
+    toml = write_run(["a"], "vllm_server_port = 1\nvllm_server_timeout = 1\n")
     done = run("verifiers_rl.cli.train", "@", toml)
     assert done.returncode == 1
     assert "no server at http://127.0.0.1:1 after 1 s (vllm_server_timeout)" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(write_environment, tmp_path):
-    toml = write_environment([], f"vllm_server_port = {free_port()}\nmax_seq_len = 32\n")
+def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(write_run, tmp_path):
+    toml = write_run([], f"vllm_server_port = {free_port()}\nmax_seq_len = 32\n")
     done = run("verifiers_rl.cli.rl", "@", toml, "--no-tmux", VF_RL_TEST=str(tmp_path))
     assert done.returncode == 1
     said = [line for line in done.stdout.splitlines() if line.startswith("[trainer]")]
-    assert said[-1] == "[trainer] vf-train: error: the environment's training dataset is empty"
+    why = "the environment's training dataset is empty" if HAS_CLASSIC else "'env' has no tasks"
+    assert said[-1].startswith("[trainer] vf-train: error: ") and said[-1].endswith(why)
     assert processes_of(tmp_path) == {}

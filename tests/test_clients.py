@@ -6,10 +6,9 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
-from verifiers.types import UserMessage
 
 from tests.helpers import serving
-from verifiers_rl.clients import ServerClient, make_client
+from verifiers_rl.server_client import ServerClient, policy_versions
 
 REPLY = {
     "id": "1",
@@ -126,15 +125,16 @@ def test_a_reply_keeps_the_policy_versions_of_its_own_request():
         headers = {"X-Policy-Versions": f"0:{version}"} if version != "none" else {}
         return web.json_response(REPLY, headers=headers)
 
+    async def ask(client, text):
+        body = {"messages": [{"role": "user", "content": text}]}
+        await client.post("/chat/completions", cast_to=httpx.Response, body=body)
+        return policy_versions.get()
+
     async def run():
         async with serving(handler) as url:
-            client = make_client("openai_chat_completions", url, None, 10.0)
+            client = ServerClient(f"{url}/v1", 10.0)
             try:
-                asked = [
-                    client.get_response([UserMessage(content=text)], "m", {})
-                    for text in ("3", "4", "none")
-                ]
-                return [reply.policy_versions for reply in await asyncio.gather(*asked)]
+                return await asyncio.gather(*(ask(client, text) for text in ("3", "4", "none")))
             finally:
                 await client.close()
 

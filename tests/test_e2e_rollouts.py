@@ -10,17 +10,18 @@ from collections import Counter
 
 import pytest
 import torch
-import verifiers as vf
-from datasets import Dataset
 from transformers import set_seed
 
 from tests.conftest import running_server
-from tests.helpers import ROOT, load_example
+from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
-from verifiers_rl.clients import ServerClient
-from verifiers_rl.environments import load_environment, make_runner
+from verifiers_rl.environments import make_runner
 from verifiers_rl.environments_v1 import load_v1_environment
+from verifiers_rl.server_client import ServerClient
 from verifiers_rl.types import Slots
+
+if HAS_CLASSIC:
+    from tests.classic.env import Conversation, make_tool_env
 
 pytestmark = pytest.mark.e2e
 
@@ -28,6 +29,22 @@ pytestmark = pytest.mark.e2e
 CALL = '<tool_call>{"name":"double","arguments":{"x":4}}</tool_call>'
 EXTRA_TOKENS = ["<|tool|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 TRUNCATED = "truncated"
+
+
+NULL = {"id": "null"}
+V1_ENVIRONMENTS = {
+    "one turn": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "harness": NULL},
+    "a user": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "user_env"},
+    "tools": {"taskset": {"id": "tool_tasks", "num_tasks": 3, "prompt": "four"}, "harness": NULL},
+    "three agents": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "team_env"},
+}
+
+
+@pytest.fixture
+def v1_path(monkeypatch):
+    """The tasksets of tests/v1 are found, by their tool servers too."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "v1"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "v1"))
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +88,6 @@ def server(model_folder, tmp_path_factory):
     flags += ["--enable-lora", "--max-lora-rank", "16"]
     with running_server(model_folder, log, *flags) as server:
         yield server
-
-
-class Conversation(vf.MultiTurnEnv):
-    """Three turns, whatever is answered."""
-
-    def __init__(self, **options):
-        dataset = Dataset.from_dict({"question": ["ab", "cd"], "answer": ["", ""]})
-        rubric = vf.Rubric(funcs=[lambda completion: float(len(str(completion)) % 7)])
-        super().__init__(dataset=dataset, rubric=rubric, max_turns=3, **options)
-
-    async def env_response(self, messages, state, **kwargs):
-        return [vf.UserMessage(content=f"turn {len(state['trajectory']) + 1}?")]
-
-
-def double(x: int) -> int:
-    """Twice a number."""
-    return 2 * x
-
-
-def make_tool_env():
-    dataset = Dataset.from_dict({"question": ["four", "four"], "answer": ["", ""]})
-    rubric = vf.Rubric(funcs=[lambda completion: float(len(completion))])
-    return vf.ToolEnv(tools=[double], dataset=dataset, rubric=rubric, max_turns=3)
 
 
 def make_args(server, tmp_path, **options):
@@ -180,6 +174,7 @@ def check_tokens(rollout, replies):
 CLIENT_TYPES = ["openai_chat_completions", "openai_chat_completions_token", "renderer"]
 
 
+@needs_classic
 @pytest.mark.parametrize("client_type", CLIENT_TYPES)
 def test_every_sampled_token_of_several_turns_is_trained_once(
     server, tokenizer, tmp_path, client_type
@@ -195,6 +190,7 @@ def test_every_sampled_token_of_several_turns_is_trained_once(
         assert {version for version, in_loss in versions if not in_loss} == {-1}
 
 
+@needs_classic
 @pytest.mark.parametrize("client_type", CLIENT_TYPES)
 def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tokenizer, tmp_path, client_type):
     """Any bytes, most replies truncated. Breaks are allowed, wrong tokens are not."""
@@ -205,6 +201,7 @@ def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tokenizer, tmp
     assert any(rollout.is_truncated for rollout, _ in found), found
 
 
+@needs_classic
 @pytest.mark.parametrize(
     ("client_type", "num_samples"),
     [("openai_chat_completions", 3), ("openai_chat_completions_token", 1)],
@@ -222,6 +219,7 @@ def test_a_template_that_drops_thinking_breaks_messages_but_not_tokens(
     assert warns == (client_type == "openai_chat_completions")
 
 
+@needs_classic
 @pytest.mark.parametrize(
     "client_type", ["openai_chat_completions", "openai_chat_completions_token"]
 )
@@ -240,6 +238,7 @@ def test_tool_calls_parsed_by_the_server_and_their_results(
         assert len(rollout.samples) == (1 if exact else rollout.num_turns)
 
 
+@needs_classic
 def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path):
     """verifiers declares tools as strict, under which vLLM would sample by a grammar of its own."""
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
@@ -284,6 +283,7 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     assert status == 200 and len(reply["prompt_token_ids"]) == len("something") + 3
 
 
+@needs_classic
 def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path):
     mixed = [
         WeightedEnv(Conversation(), "talk", weight=3, sampling_args={"max_tokens": 5}),
@@ -313,7 +313,9 @@ def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_p
 
 
 @pytest.mark.parametrize("max_off_policy_steps", [0, 2])
-def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, max_off_policy_steps):
+def test_no_token_is_older_than_the_bound(
+    server, model_folder, tmp_path, v1_path, max_off_policy_steps
+):
     """With 2, weights change while requests run: tokens of one batch have several versions."""
     args = make_args(
         server, tmp_path, max_off_policy_steps=max_off_policy_steps, max_steps=6, max_tokens=60,
@@ -328,7 +330,8 @@ def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, max_of
             seen.append({v for s in samples for v in s.policy_versions if v >= 0})
             return loss
 
-    trainer = Watching(str(model_folder), Conversation(), args)
+    env = Conversation() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["a user"])
+    trainer = Watching(str(model_folder), env, args)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == len(seen) == 6
@@ -343,7 +346,10 @@ def test_no_token_is_older_than_the_bound(server, model_folder, tmp_path, max_of
         assert any(len(versions) > 1 for versions in seen)
 
 
+@needs_classic
 def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, tokenizer, tmp_path):
+    from verifiers_rl.environments_classic import load_environment
+
     env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
     options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time
 
@@ -382,21 +388,10 @@ def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, to
     assert [row["staleness_max"] for row in rows] == [0, 1, 1]
 
 
-NULL = {"id": "null"}
-V1_ENVIRONMENTS = {
-    "one turn": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "harness": NULL},
-    "a user": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "user_env"},
-    "tools": {"taskset": {"id": "tool_tasks", "num_tasks": 3, "prompt": "four"}, "harness": NULL},
-    "three agents": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "team_env"},
-}
-
-
 @pytest.mark.parametrize("name", V1_ENVIRONMENTS)
 def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
-    server, model_folder, tmp_path, monkeypatch, name
+    server, model_folder, tmp_path, monkeypatch, v1_path, name
 ):
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "v1"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "v1"))
     replies = []
     post = ServerClient.post
 

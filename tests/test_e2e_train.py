@@ -11,11 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import verifiers as vf
-from datasets import Dataset
 
 from tests.conftest import free_port, processes_of, running_server
-from tests.helpers import EXAMPLE, ROOT, load_example
+from tests.helpers import EXAMPLE, ROOT, example_env, make_env, write_environment
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.orchestrator import RolloutError
@@ -58,7 +56,7 @@ def history(trainer, name):
 
 
 def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_trainer):
-    env = load_example("reverse_text").load_environment(instruction="")
+    env = example_env()
     trainer = make_trainer(env, max_steps=40, eval_examples=64, eval_rollouts_per_example=2)
     before = trainer.evaluate()
     trainer.train()
@@ -75,7 +73,7 @@ def test_the_reward_rises_and_every_token_is_as_the_server_sampled_it(make_train
 
 
 def test_synchronous_batches_have_ratio_one_at_any_temperature(make_trainer):
-    env = load_example("reverse_text").load_environment(instruction="")
+    env = example_env()
     options = {"loss": "ppo", "advantage": "leave_one_out"}
     trainer = make_trainer(env, max_off_policy_steps=0, temperature=0.6, max_tokens=None, **options)
     trainer.train()
@@ -89,7 +87,7 @@ def test_synchronous_batches_have_ratio_one_at_any_temperature(make_trainer):
 
 
 def test_sampling_options_change_what_the_server_samples(make_trainer, caplog):
-    env = load_example("reverse_text").load_environment(instruction="")
+    env = example_env()
 
     def completions(**options):
         trainer = make_trainer(env, max_steps=1, **options)
@@ -107,25 +105,18 @@ def test_sampling_options_change_what_the_server_samples(make_trainer, caplog):
     assert history(trainer, "truncated_share")[0] > 0.9
 
 
-class FragileEnv(vf.SingleTurnEnv):
-    """Raises in the rollouts that `breaks(count)` names, in code of its own."""
-
-    def __init__(self, breaks, **options):
-        super().__init__(**options)
-        self.breaks = breaks
-        self.count = 0
-
-    async def setup_state(self, state):
-        self.count += 1
-        if self.breaks(self.count):
-            raise RuntimeError("the sandbox is not there")
-        return state
-
-
 def make_fragile(breaks):
-    dataset = Dataset.from_dict({"question": ["abc", "defg"], "answer": ["cba", "gfed"]})
-    rubric = vf.Rubric(funcs=[lambda completion, answer: float(len(completion[-1]["content"]))])
-    return FragileEnv(breaks, dataset=dataset, rubric=rubric)
+    """Raises in the rollouts that `breaks(count)` names, in code of its own."""
+    count = 0
+
+    def setup():
+        nonlocal count
+        count += 1
+        if breaks(count):
+            raise RuntimeError("the sandbox is not there")
+
+    questions = {"abc": "cba", "defg": "gfed"}
+    return make_env(questions, lambda question, reply, answer: float(len(reply)), setup)
 
 
 def test_an_error_in_one_rollout_costs_only_that_rollout(make_trainer):
@@ -136,15 +127,13 @@ def test_an_error_in_one_rollout_costs_only_that_rollout(make_trainer):
 
 
 def test_groups_that_teach_nothing_are_replaced(make_trainer):
-    def reward(completion, prompt, answer):
+    def reward(question, reply, answer):
         """Always the same for one of the two examples, letters in the right place for the other."""
-        if prompt[-1]["content"] == "abc":
+        if question == "abc":
             return 0.5
-        pairs = zip(completion[-1]["content"], answer, strict=False)
-        return float(sum(given == right for given, right in pairs))
+        return float(sum(given == right for given, right in zip(reply, answer, strict=False)))
 
-    dataset = Dataset.from_dict({"question": ["abc", "defg"], "answer": ["cba", "gfed"]})
-    env = vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[reward]))
+    env = make_env({"abc": "cba", "defg": "gfed"}, reward)
     options = {"batch_size": 32, "min_reward_variance": 1e-6, "max_oversampling": 2.0}
     trainer = make_trainer(env, max_steps=1, **options)
     trainer.train()
@@ -166,20 +155,18 @@ def test_an_error_in_every_rollout_ends_training_with_its_cause(make_trainer):
 
 
 def test_it_ends_vf_train_with_status_1(server, warm_start, tmp_path):
-    (tmp_path / "fragile.py").write_text(
-        "from tests.test_e2e_train import make_fragile\n"
-        "def load_environment():\n    return make_fragile(lambda count: True)\n"
-    )
+    raises = "raise RuntimeError('the sandbox is not there')"
+    env = write_environment(tmp_path, "fragile", {"abc": "cba"}, setup=raises)
     toml = tmp_path / "config.toml"
     toml.write_text(
-        f'model = "{warm_start}"\n[env]\nid = "fragile"\n[trainer]\ngpus = 0\n[trainer.args]\n'
+        f'model = "{warm_start}"\n{env}[trainer]\ngpus = 0\n[trainer.args]\n'
         f"output_dir = '{tmp_path}/run'\nvllm_server_port = {server.port}\nmax_seq_len = 64\n"
         "batch_size = 32\n"
     )
     command = [sys.executable, "-m", "verifiers_rl.cli.train", "@", str(toml)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 1
-    assert "in setup_state" in done.stderr  # where the environment failed
+    assert "in setup" in done.stderr  # where the environment failed
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("vf-train: error: ")]
     assert "all 32 rollouts failed" in said and "the sandbox is not there" in said
 
@@ -187,7 +174,7 @@ def test_it_ends_vf_train_with_status_1(server, warm_start, tmp_path):
 def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
     port = free_port()
     flags = ("--enable-lora", "--max-lora-rank", "16")
-    env = load_example("reverse_text").load_environment(instruction="")
+    env = example_env()
     options = {
         "output_dir": str(tmp_path / "run"),
         "use_cpu": True,
@@ -258,7 +245,7 @@ def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path)
     shutil.copytree(
         ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("outputs")
     )
-    outputs = tmp_path / "examples" / "reverse_text" / "outputs"
+    outputs = tmp_path / "examples" / "reverse_text_v1" / "outputs"
     outputs.mkdir()
     shutil.copytree(warm_start, outputs / "warm_start")
     script = str(tmp_path / "examples" / "custom_loss.py")
@@ -281,7 +268,7 @@ def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path)
 def write_run(folder, warm_start, **options):
     """The example's TOML with another model, port, folder and length."""
     text = (EXAMPLE / "rl.toml").read_text()
-    shutil.copy(EXAMPLE / "reverse_text.py", folder)
+    shutil.copy(EXAMPLE / f"{EXAMPLE.name}.py", folder)
     options = {"max_steps": 4, "output_dir": f'"{folder}/run"', "logging_steps": 1, **options}
     options |= {
         "vllm_server_port": free_port(),

@@ -10,8 +10,8 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import load_example, serving
-from verifiers_rl import RLConfig
+from tests.helpers import load_example, make_env, serving
+from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.environments import InvalidEnvironmentError, make_runner
 from verifiers_rl.environments_v1 import V1Environment, load_v1_environment
 from verifiers_rl.orchestrator import Orchestrator
@@ -341,9 +341,6 @@ def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
 
 
 def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
-    from tests.test_environments import make_env
-    from verifiers_rl import WeightedEnv
-
     taskset = load(harness=None).taskset.head(3)
     args = RLConfig(output_dir=str(tmp_path))
     runner = make_runner(taskset, "http://unused", tokenizer, args)
@@ -355,8 +352,12 @@ def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
     nameless.config = vf.TasksetConfig()
     with pytest.raises(InvalidEnvironmentError, match="taskset"):
         make_runner(nameless, "http://unused", tokenizer, args)
-    mix = [WeightedEnv(taskset, "new"), WeightedEnv(make_env(size=2), "classic")]
+    other = make_env({"a": "b", "c": "d"}, lambda *_: 1.0)  # a classic one where there are some
+    mix = [WeightedEnv(taskset, "new"), WeightedEnv(other, "other")]
     assert make_runner(mix, "http://unused", tokenizer, args).sizes("train") == [3, 2]
+    assert make_runner("small_tasks", "http://unused", tokenizer, args).sizes("train") == [4]
+    with pytest.raises(InvalidEnvironmentError, match="cannot load the taskset 'no_such_tasks'"):
+        make_runner("no_such_tasks", "http://unused", tokenizer, args)
 
 
 @pytest.mark.parametrize(

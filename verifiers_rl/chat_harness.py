@@ -122,14 +122,13 @@ class _Tools:
             function = {
                 "name": name,
                 "description": tool.description or "",
-                "parameters": tool.inputSchema,
+                # Its name in MCP; that of the attribute depends on the version of `mcp`.
+                "parameters": tool.model_dump(by_alias=True)["inputSchema"],
             }
             self.schemas.append({"type": "function", "function": function})
 
     async def call(self, function: dict[str, Any]) -> str:
         """What the tool says, or what is wrong with the call: the model reads both."""
-        from datetime import timedelta
-
         name = function["name"]
         if name not in self._homes:
             return f"error: there is no tool {name!r}"
@@ -140,8 +139,13 @@ class _Tools:
         if not isinstance(arguments, dict):
             return f"error: the arguments must be a JSON object, not {arguments!r}"
         session, name_there = self._homes[name]
-        timeout = timedelta(seconds=self._timeout_s)
-        result = await session.call_tool(name_there, arguments, read_timeout_seconds=timeout)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await session.call_tool(name_there, arguments)
+        except TimeoutError as error:
+            raise HarnessError(
+                f"the tool {name!r} did not answer within {self._timeout_s:g} s (tool_timeout)"
+            ) from error
         return "\n".join(
             block.text if block.type == "text" else str(block) for block in result.content
         )

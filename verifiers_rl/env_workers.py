@@ -29,11 +29,8 @@ import threading
 import traceback
 from typing import Any
 
-from verifiers_rl.environments import (
-    ClassicEnvironment,
-    InvalidEnvironmentError,
-    load_environment,
-)
+from verifiers_rl.environments import InvalidEnvironmentError
+from verifiers_rl.environments_classic import ClassicEnvironment, load_environment
 from verifiers_rl.inference.parent import die_with_parent
 from verifiers_rl.rollouts import describe_error
 from verifiers_rl.types import LOAD_S, Rollout, Slots

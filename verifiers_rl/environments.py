@@ -1,28 +1,26 @@
-"""The seam to classic `verifiers` environments: load one, run one group,
-turn its trajectories into token-exact samples. `environments_v1.py` is the other.
+"""Environments of both generations of `verifiers` as one: what the orchestrator runs.
+
+    environments_classic.py  `verifiers.Environment`, up to verifiers 0.3
+    environments_v1.py       `verifiers.v1`: tasksets, agents, episodes
+
+Each imports its own part of `verifiers`, and only where there is an environment of its kind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-import functools
-import importlib
-import inspect
 import logging
 import math
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal
 
-import verifiers as vf
-
-from verifiers_rl.clients import make_client, reason_against_chat_template
-from verifiers_rl.types import Rollout, Sample, Slots
+from verifiers_rl.chat_template import reason_against_chat_template
+from verifiers_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -33,100 +31,27 @@ class InvalidEnvironmentError(ValueError):
     """The environment cannot be used for training; the message says why and what to change."""
 
 
-def load_environment(
-    env_id: str, env_args: dict[str, Any] | None = None, search_path: Path | None = None
-) -> Any:
-    """`verifiers.load_environment`,
-    which also finds a module in `search_path` without its being installed.
-
-    Raises:
-        InvalidEnvironmentError: no such module, no `load_environment` in it, or it raised.
-    """
-    if search_path is not None and str(search_path) not in sys.path:
-        sys.path.insert(0, str(search_path))
-        importlib.invalidate_caches()
-    where = f" (looked in {search_path} and the installed packages)" if search_path else ""
-    try:
-        env = vf.load_environment(env_id, **(env_args or {}))
-    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-        cause = error.__cause__ or error
-        raise InvalidEnvironmentError(
-            f"cannot load environment {env_id!r} with args {env_args or {}}{where}: "
-            f"{type(cause).__name__}: {cause}"
-        ) from error
-    # Not those of an environment that its module loaded and changed: workers load it by these.
-    if isinstance(env, vf.Environment):
-        env.env_id, env.env_args = env_id, env_args or {}
-    return env
-
-
-def samples_from_trajectory(
-    steps: Sequence[dict[str, Any]], policy_version: int, mask_env_responses: bool = True
-) -> list[Sample]:
-    """Merge the turns of one rollout into as few samples as stay token-exact.
-
-    A turn whose prompt begins with all tokens so far continues the sample: what the environment
-    added between is appended without loss. A turn whose prompt does not (a template that drops
-    thinking, a compaction) starts a new sample. So every sampled token is in exactly one sample,
-    after exactly the tokens that it was sampled after.
+def check_classic(what: str) -> None:
+    """Raise InvalidEnvironmentError where the installed verifiers has no classic environments.
 
     Args:
-        steps: the trajectory, each with `tokens` as the server returned them, and `response`, whose
-            `policy_versions` says which weights sampled them.
-        policy_version: for steps whose server does not say.
-        mask_env_responses: leave tokens that the environment put between turns out of the loss.
-
-    Raises:
-        ValueError: a step without token ids, or with a different number of tokens and logprobs.
+        what: the classic thing that is asked for.
     """
-    samples: list[Sample] = []
-    for turn, step in enumerate(steps):
-        tokens = step["tokens"]
-        if tokens is None:
-            raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
-        prompt, completion = list(tokens["prompt_ids"]), list(tokens["completion_ids"])
-        logprobs = [float(logprob) for logprob in tokens["completion_logprobs"]]
-        if len(completion) != len(logprobs):
-            raise ValueError(f"turn {turn}: {len(completion)} tokens but {len(logprobs)} logprobs")
-        if samples and prompt[: len(samples[-1].token_ids)] == samples[-1].token_ids:
-            sample = samples.pop()
-            between = prompt[len(sample.token_ids) :]
-            parts = [
-                (
-                    sample.token_ids,
-                    sample.loss_mask,
-                    sample.inference_logprobs,
-                    sample.policy_versions,
-                ),
-                # NaN: no policy sampled these; the loss takes the trainer's own logprob, ratio 1.
-                _segment(
-                    between, not mask_env_responses, 0.0 if mask_env_responses else math.nan, -1
-                ),
-            ]
-        else:
-            parts = [_segment(prompt, False, 0.0, -1)]
-        spans = getattr(step.get("response"), "policy_versions", None) or [(0, policy_version)]
-        versions = versions_of_tokens(spans, len(completion))
-        parts.append((completion, [True] * len(completion), logprobs, versions))
-        columns = [[value for part in parts for value in part[column]] for column in range(4)]
-        samples.append(Sample(*columns))
-    return samples
+    if find_spec("verifiers.legacy") is None:
+        raise InvalidEnvironmentError(
+            f"{what} is a classic environment, and verifiers {version('verifiers')} has those of "
+            "verifiers.v1 only. Install verifiers<0.4 with the vLLM that goes with it: "
+            "uv pip install 'verifiers-rl[classic,cpu]' (on a GPU [classic,vllm])"
+        )
 
 
 def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
     """The policy version of each token, from (first token, version) pairs in order."""
     ends = [start for start, _ in spans[1:]] + [num_tokens]
     versions: list[int] = []
-    for (_, version), end in zip(spans, ends, strict=True):
-        versions += [version] * (min(end, num_tokens) - len(versions))
+    for (_, sampled_by), end in zip(spans, ends, strict=True):
+        versions += [sampled_by] * (min(end, num_tokens) - len(versions))
     return versions
-
-
-def _segment(
-    token_ids: list[int], in_loss: bool, logprob: float, version: int
-) -> tuple[list, list, list, list]:
-    n = len(token_ids)
-    return token_ids, [in_loss] * n, [logprob] * n, [version] * n
 
 
 @dataclass
@@ -134,7 +59,8 @@ class WeightedEnv:
     """One of several environments to train on.
 
     Attributes:
-        env: a classic `verifiers.Environment`, or an `Env` or a `Taskset` of `verifiers.v1`.
+        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, or a classic
+            `verifiers.Environment`.
         name: prefix of its metrics.
         weight: its share of the groups, up to a common factor.
         sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}. Not
@@ -151,240 +77,6 @@ class WeightedEnv:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: weight={self.weight!r} must be a number > 0"
             )
-
-
-class ClassicEnvironment:
-    """A classic `verifiers.Environment` behind the few calls that the orchestrator makes.
-
-    Args:
-        env: the environment; `verifiers.EnvGroup` and its subclasses work too.
-        base_url: of the inference server, without /v1.
-        tokenizer: the model's; measures prompts (without one none is left out), and gives the
-            client the tokens of new messages.
-        max_seq_len: longest sequence in tokens; `verifiers` cuts a longer one and marks it
-            truncated.
-        max_prompt_len: examples whose first prompt has more tokens are left out, None for no limit.
-        mask_env_responses: see `samples_from_trajectory`.
-        timeout_s: deadline of one rollout.
-        client_type: see `clients.py`.
-        name: prefix of its metrics.
-        sampling_args: of every request, in place of those that `run_group` is given.
-
-    Raises:
-        InvalidEnvironmentError: not a classic environment, or no training example is left.
-    """
-
-    def __init__(
-        self,
-        env: Any,
-        base_url: str,
-        tokenizer: Any,
-        max_seq_len: int,
-        max_prompt_len: int | None = None,
-        mask_env_responses: bool = True,
-        timeout_s: float = 600.0,
-        client_type: str = "openai_chat_completions_token",
-        name: str = "env",
-        sampling_args: dict[str, Any] | None = None,
-    ) -> None:
-        if not isinstance(env, vf.Environment):
-            raise InvalidEnvironmentError(
-                "env: expected a verifiers.Environment, or an Env or a Taskset of verifiers.v1, "
-                f"got {type(env).__name__}; pass the result of verifiers.load_environment(...)"
-            )
-        self.env = env
-        self.base_url = base_url
-        self.mask_env_responses = mask_env_responses
-        self.timeout_s = timeout_s
-        self.tokenizer = tokenizer
-        self.client_type = client_type
-        self.name = name
-        self.weights = [1.0]
-        self.sampling_args = sampling_args
-        self.num_overlong_prompts = 0
-        self._client: Any = None
-        env.set_max_seq_len(max_seq_len)
-        _report_reward_errors(env.rubric)
-        try:
-            splits = {"train": env.get_dataset(), "eval": env.get_eval_dataset()}
-        except (ValueError, IndexError) as error:
-            raise InvalidEnvironmentError(
-                f"the environment's dataset cannot be read: {error}"
-            ) from error
-        self._examples = {
-            name: self._within(split, tokenizer, max_prompt_len) for name, split in splits.items()
-        }
-        if not len(self._examples["train"]):
-            left_out = (
-                f", {self.num_overlong_prompts} were longer than max_prompt_len"
-                if max_prompt_len
-                else ""
-            )
-            raise InvalidEnvironmentError(f"the environment's training dataset is empty{left_out}")
-
-    def sizes(self, split: Split) -> list[int]:
-        """Examples of this split, one number for each environment."""
-        return [len(self._examples[split])]
-
-    @property
-    def is_multi_turn(self) -> bool:
-        envs = getattr(self.env, "envs", [self.env])  # an EnvGroup's
-        return any(getattr(env, "max_turns", 1) != 1 for env in envs)
-
-    @property
-    def first_prompt(self) -> list[Any]:
-        return list(self._examples["train"][0]["prompt"])
-
-    @property
-    def eval_dataset(self) -> Any:
-        return self._examples["eval"]
-
-    async def open(self) -> None:
-        """Make the HTTP client; called on the event loop that will use it."""
-        self._client = make_client(self.client_type, self.base_url, self.tokenizer, self.timeout_s)
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-
-    async def run_group(
-        self,
-        split: Split,
-        index: int,
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Slots,
-    ) -> list[Rollout]:
-        """Roll out and score one example `num_rollouts` times.
-        An error costs its own rollout only.
-        """
-        row = {**self._examples[split][index]}
-        row.setdefault("example_id", index)
-        return await self.run_row(
-            index,
-            row,
-            num_rollouts,
-            model,
-            self.sampling_args or sampling_args,
-            policy_version,
-            slots,
-        )
-
-    async def run_row(
-        self,
-        index: int,
-        row: dict[str, Any],
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Slots,
-    ) -> list[Rollout]:
-        """`run_group` for this example, which stands at `index` of its split.
-
-        Rollouts run through `env.rollout` one by one, not `env.run_group`, because there an
-        exception in one of them (a tool that raises, say) would lose the whole group.
-        """
-        runs = [self._run(row, model, sampling_args, slots) for _ in range(num_rollouts)]
-        results = await asyncio.gather(*runs)
-        states = [state for state, error in results if error is None]
-        scoring_error: Exception | None = None
-        if states:
-            try:
-                await asyncio.wait_for(self.env.rubric.score_group(states), self.timeout_s)
-                for state in states:
-                    await self.env.rubric.cleanup(state)
-            except Exception as error:  # whatever the environment's scoring raises
-                scoring_error = error
-        return [
-            self._rollout(index, row, state, error or scoring_error, policy_version)
-            for state, error in results
-        ]
-
-    async def _run(
-        self,
-        row: dict[str, Any],
-        model: str,
-        sampling_args: dict[str, Any],
-        slots: Slots,
-    ) -> tuple[Any, BaseException | None]:
-        async with slots:
-            start = time.monotonic()
-            try:
-                state = await asyncio.wait_for(
-                    self.env.rollout(row, self._client, model, dict(sampling_args)), self.timeout_s
-                )
-            except TimeoutError:
-                return None, TimeoutError(
-                    f"a rollout took longer than generation_timeout ({self.timeout_s:g} s)"
-                )
-            except Exception as error:  # whatever the environment's own code raises
-                return None, error
-            state["verifiers_rl_generation_s"] = time.monotonic() - start
-            if state.get("timed_out"):
-                return state, TimeoutError("the environment's own timeout_seconds passed")
-            return state, state.get("error")
-
-    def _rollout(
-        self,
-        index: int,
-        row: dict[str, Any],
-        state: Any,
-        error: BaseException | None,
-        policy_version: int,
-    ) -> Rollout:
-        prompt = _last_text(row.get("prompt"))
-        rollout = Rollout(example_id=index, prompt=prompt, env=self.name)
-        error = error or (state.get("error") if state is not None else None)
-        if error is None:
-            try:
-                rollout.samples = samples_from_trajectory(
-                    state["trajectory"], policy_version, self.mask_env_responses
-                )
-                if not rollout.num_sampled_tokens:
-                    raise ValueError(
-                        "no token was sampled: the prompt and max_tokens exceed the server's "
-                        "max_model_len, or the environment took no turn"
-                    )
-                rollout.reward = float(state["reward"])
-                if not math.isfinite(rollout.reward):
-                    raise ValueError(f"the environment's reward is {rollout.reward}")
-            except (ValueError, TypeError) as bad_result:
-                error = bad_result
-        if error is not None:
-            rollout.error = error
-            rollout.reward = math.nan
-            rollout.samples = []
-            return rollout
-        rollout.completion = _text(state["completion"])
-        rollout.metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
-        rollout.num_turns = len(state["trajectory"])
-        rollout.is_truncated = bool(state["is_truncated"])
-        rollout.generation_s = state["verifiers_rl_generation_s"]
-        return rollout
-
-    def _within(self, dataset: Any, tokenizer: Any, max_prompt_len: int | None) -> Any:
-        """The dataset without the examples whose first prompt is too long."""
-        if max_prompt_len is None or tokenizer is None:
-            return dataset
-
-        def is_short(example: dict[str, Any]) -> bool:
-            ids = tokenizer.apply_chat_template(
-                example["prompt"], add_generation_prompt=True, return_dict=False
-            )
-            return len(ids) <= max_prompt_len
-
-        kept = [i for i, example in enumerate(dataset) if is_short(example)]
-        if len(kept) < len(dataset):
-            self.num_overlong_prompts += len(dataset) - len(kept)
-            logger.warning(
-                "%d prompts longer than max_prompt_len=%d left out",
-                len(dataset) - len(kept),
-                max_prompt_len,
-            )
-        return dataset.select(kept)
 
 
 class MixedEnvironment:
@@ -432,20 +124,28 @@ class MixedEnvironment:
         return await part.run_group(split, index - starts[which], *args, **kwargs)
 
 
-def _runner_class(env: Any) -> Any:
-    # Who has one of verifiers.v1 has imported it; importing it here would take a second for others.
-    if isinstance(env, vf.Environment) or "verifiers.v1.env" not in sys.modules:
-        return ClassicEnvironment
-    from verifiers_rl.environments_v1 import V1Environment, is_v1
+def _runner_class(env: Any, name: str) -> Any:
+    homes = {base.__module__ for base in type(env).__mro__}
+    if any(home.startswith("verifiers.v1.") for home in homes):
+        from verifiers_rl.environments_v1 import V1Environment
 
-    return V1Environment if is_v1(env) else ClassicEnvironment
+        return V1Environment
+    if any(home.startswith("verifiers.") for home in homes):
+        from verifiers_rl.environments_classic import ClassicEnvironment
+
+        return ClassicEnvironment
+    raise InvalidEnvironmentError(
+        f"environment {name!r}: expected an Env or a Taskset of verifiers.v1, or a classic "
+        f"verifiers.Environment, got {type(env).__name__}"
+    )
 
 
 def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
     """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed.
 
     Args:
-        env: a `verifiers.Environment`, an `Env` or a `Taskset` of `verifiers.v1`, or WeightedEnvs.
+        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
+            `verifiers.Environment`, or WeightedEnvs.
         base_url: of the inference server, without /v1.
         tokenizer: the model's.
         args: the `RLConfig`.
@@ -483,19 +183,24 @@ def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
             "name": one.name,
             "sampling_args": sampled.sampling_args() if one.sampling_args else None,
         }
-        runner_class = _runner_class(one.env)
-        if args.env_workers:
-            from verifiers_rl.env_workers import WorkerEnvironment
+        environment = one.env
+        if isinstance(environment, str):
+            from verifiers_rl.environments_v1 import load_v1_taskset
 
-            if runner_class is not ClassicEnvironment:
+            environment = load_v1_taskset(environment)
+        runner_class = _runner_class(environment, one.name)
+        if args.env_workers:
+            if not runner_class.RUNS_IN_WORKERS:
                 raise InvalidEnvironmentError(
                     f"environment {one.name!r}: env_workers={args.env_workers}: environments of "
                     "verifiers.v1 run in the trainer's process only; leave env_workers out"
                 )
+            from verifiers_rl.env_workers import WorkerEnvironment
+
             options |= {"num_workers": args.env_workers, "max_concurrent": args.max_concurrent}
-            parts.append(WorkerEnvironment(one.env, **options))
+            parts.append(WorkerEnvironment(environment, **options))
         else:
-            parts.append(runner_class(one.env, **options))
+            parts.append(runner_class(environment, **options))
     runner = MixedEnvironment(parts, [one.weight for one in mixed]) if len(parts) > 1 else parts[0]
     renders_anew = args.client_type == "openai_chat_completions" and runner.is_multi_turn
     if renders_anew and tokenizer and (problem := reason_against_chat_template(tokenizer)):
@@ -505,74 +210,3 @@ def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
             problem,
         )
     return runner
-
-
-def _report_reward_errors(rubric: Any) -> None:
-    """Make an exception in a reward function cost its rollout.
-
-    `verifiers` logs it and scores 0, which would train the model on a number that nobody computed.
-    Each function is wrapped so that the exception is also left in the rollout's state, where errors
-    are looked for.
-    """
-    for inner in getattr(rubric, "rubrics", []):
-        _report_reward_errors(inner)
-    rubric.funcs = [
-        _with_errors_in_state(func, rubric._is_group_func(func)) for func in rubric.funcs
-    ]
-
-
-def _with_errors_in_state(func: Callable[..., Any], is_group: bool) -> Callable[..., Any]:
-    if getattr(func, "_errors_in_state", False):
-        return func
-    wanted = "states" if is_group else "state"
-    signature = inspect.signature(func)
-    passes_on = wanted in signature.parameters or any(
-        p.kind is p.VAR_KEYWORD for p in signature.parameters.values()
-    )
-
-    @functools.wraps(func)
-    async def wrapper(**kwargs: Any) -> Any:
-        states = kwargs[wanted] if is_group else [kwargs[wanted]]
-        if not passes_on:
-            del kwargs[wanted]
-        try:
-            result = func(**kwargs)
-            return await result if inspect.isawaitable(result) else result
-        except Exception as error:
-            for state in states:
-                state["error"] = error
-            raise
-
-    # verifiers passes what the signature names: add the state to it.
-    if wanted not in signature.parameters:
-        extra = inspect.Parameter(wanted, inspect.Parameter.KEYWORD_ONLY)
-        parameters = list(signature.parameters.values())
-        at = len(parameters) - bool(
-            parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-        )
-        signature = signature.replace(parameters=[*parameters[:at], extra, *parameters[at:]])
-    wrapper.__signature__ = signature  # type: ignore[attr-defined]
-    wrapper._errors_in_state = True  # type: ignore[attr-defined]
-    return wrapper
-
-
-def _field(message: Any, name: str) -> Any:
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
-
-
-def _text(messages: Any) -> str:
-    """Messages as text for people."""
-    if messages is None or isinstance(messages, str):
-        return messages or ""
-    lines = []
-    for message in messages:
-        content = _field(message, "content")
-        text = content if isinstance(content, str) else "" if content is None else str(content)
-        for call in _field(message, "tool_calls") or []:
-            text += f" [{_field(call, 'name')}({_field(call, 'arguments')})]"
-        lines.append(text if len(messages) == 1 else f"{_field(message, 'role')}: {text}")
-    return "\n".join(lines)
-
-
-def _last_text(prompt: Any) -> str:
-    return _text(prompt[-1:]) if isinstance(prompt, list) else _text(prompt)

@@ -29,14 +29,21 @@ from jinja2 import TemplateError
 from pydantic import PrivateAttr
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
-from verifiers.v1.errors import OverlongPromptError, ProviderError, model_error
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.utils.prime import ensure_prime_auth
 
-from verifiers_rl.clients import ServerClient, as_vllm_renders, policy_versions
+from verifiers_rl.chat_template import as_vllm_renders
 from verifiers_rl.environments import InvalidEnvironmentError, Split, versions_of_tokens
+from verifiers_rl.server_client import ServerClient, policy_versions
 from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
+from verifiers_rl.v1_versions import (
+    is_for_training,
+    prompt_too_long,
+    ran_out_of_time,
+    tokens_so_far,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +88,33 @@ def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = Non
         ) from error
 
 
-def is_v1(env: Any) -> bool:
-    return isinstance(env, vf.Env | vf.Taskset)
+def load_v1_taskset(taskset_id: str) -> vf.Taskset:
+    """An installed taskset with its defaults.
+
+    Raises:
+        InvalidEnvironmentError: there is none, or it does not load; the message is verifiers'.
+    """
+    from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
+
+    try:
+        return load_taskset(resolve_env_config({"taskset": {"id": taskset_id}}).taskset)
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise InvalidEnvironmentError(
+            f"cannot load the taskset {taskset_id!r}: {type(error).__name__}: {error}. (A classic "
+            "environment: pass verifiers.load_environment(id))"
+        ) from error
 
 
 class V1Environment:
     """An environment of `verifiers.v1` for the orchestrator, with the calls of
-    `environments.ClassicEnvironment`.
+    `environments_classic.ClassicEnvironment`.
 
     An agent in the `null` harness gets `chat_harness.ChatHarness`, and the local runtime unless
     another is set; other harnesses run as they are.
 
     Args:
         env: an `Env`, or a taskset, which one agent plays (in a chat, if it has no harness of its
-            own). Evaluations use its `eval_taskset`, if it has one, else its taskset.
+            own). Evaluations use its attribute `eval_taskset`, if it has one, else its taskset.
         base_url, tokenizer, max_prompt_len, mask_env_responses, timeout_s, name, sampling_args: as
             for `ClassicEnvironment`.
         max_seq_len: replies end there, and the trace counts as truncated.
@@ -103,6 +123,8 @@ class V1Environment:
     Raises:
         InvalidEnvironmentError: no tasks or infinitely many, another client_type.
     """
+
+    RUNS_IN_WORKERS = False
 
     def __init__(
         self,
@@ -117,11 +139,16 @@ class V1Environment:
         name: str = "env",
         sampling_args: dict[str, Any] | None = None,
     ) -> None:
+        if not isinstance(env, vf.Env | vf.Taskset):
+            raise InvalidEnvironmentError(
+                f"environment {name!r}: expected an Env or a Taskset, got {type(env).__name__}"
+            )
         if client_type != "openai_chat_completions_token":
             raise InvalidEnvironmentError(
                 f"environment {name!r}: client_type={client_type!r}: environments of verifiers.v1 "
                 'are run with "openai_chat_completions_token" only; leave client_type out'
             )
+        of_evaluation = getattr(env, "eval_taskset", None)
         try:
             env = _played_by_one_agent(env) if isinstance(env, vf.Taskset) else env
             self.env = _with_chat_harness(env)
@@ -141,7 +168,6 @@ class V1Environment:
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
         self.num_overlong_prompts = 0
         self._tasks = {"train": self._within(env.taskset, max_prompt_len)}
-        of_evaluation = getattr(env, "eval_taskset", None)
         self._tasks["eval"] = (
             self._within(of_evaluation, max_prompt_len) if of_evaluation else self._tasks["train"]
         )
@@ -310,6 +336,8 @@ class V1Environment:
                 f"the agent {trace.agent.name!r} samples at temperature={own.temperature:g}, and "
                 f"the trainer takes logprobs at {temperature:g}; take it out of its sampling"
             )
+        if ran_out_of_time(trace):
+            raise TimeoutError(f"the agent {trace.agent.name!r} ran out of its time")
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
         scores |= {name: value for name, value in trace.metrics.items() if value is not None}
@@ -365,7 +393,7 @@ def samples_from_trace(
     """
     trained: set[int] = set()
     samples = []
-    for branch in trace.branches:
+    for branch in filter(is_for_training, trace.branches):
         token_ids, loss_mask, inference_logprobs, versions_of = [], [], [], []
         has_begun = False
         for node in branch.nodes:
@@ -463,14 +491,15 @@ class _TokenClient(vf.Client):
                 "that asks for them",
                 status_code=400,
             )
-        options = self._sampling | sampling.wire_args()  # the agent's own
+        own = sampling.model_dump(exclude_none=True)  # the agent's
+        options = self._sampling | own.pop("extra_body", {}) | own
         template = {"tools": body.get("tools")}
         template |= options.pop("chat_template_kwargs", body.get("chat_template_kwargs", {}))
         prompt_ids = self._prompt_ids(body["messages"], turn, template)
         room = self._env.max_seq_len - len(prompt_ids)
         if room < 1:
-            raise OverlongPromptError(
-                f"{len(prompt_ids)} tokens fill max_seq_len={self._env.max_seq_len}"
+            raise prompt_too_long(
+                turn, f"{len(prompt_ids)} tokens fill max_seq_len={self._env.max_seq_len}"
             )
         request = body | options | {"tokens": prompt_ids}
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
@@ -483,7 +512,10 @@ class _TokenClient(vf.Client):
                 "/chat/completions/tokens", cast_to=httpx.Response, body=request
             )
         except openai.OpenAIError as error:
-            raise model_error(str(error), status_code=getattr(error, "status_code", 503)) from error
+            if "context length" in str(error):
+                raise prompt_too_long(turn, str(error)) from error
+            status = getattr(error, "status_code", 503)
+            raise ProviderError(str(error), status_code=status) from error
         completion = reply.json()
         (choice,) = completion["choices"]
         tokens, logprobs = choice.pop("token_ids"), choice.pop("logprobs")["content"]
@@ -503,9 +535,8 @@ class _TokenClient(vf.Client):
         self, messages: list[Any], turn: PendingTurn | None, template: dict[str, Any]
     ) -> list[int]:
         """The tokens so far and those of new messages; all anew where that cannot be."""
-        so_far = turn.previous_token_ids() if turn is not None else None
-        if turn is not None and so_far is not None:
-            tokens = [*so_far[0], *so_far[1]]
+        tokens = tokens_so_far(turn) if turn is not None else None
+        if turn is not None and tokens is not None:
             last = turn.prefix_node_ids[-1]
             was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
             all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)

@@ -101,8 +101,8 @@ class RLTrainer(Trainer):
     Args:
         model: a folder, a name on the hub, or a `PreTrainedModel` (or a PEFT model) that is trained
             as it is.
-        env: a classic `verifiers.Environment`, an `Env` or a `Taskset` of `verifiers.v1`, or a list
-            of `WeightedEnv` that are mixed.
+        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
+            `verifiers.Environment`, or a list of `WeightedEnv` that are mixed.
         args: all options.
         processing_class: the tokenizer; default: the model's own.
         loss_fn: `LossInputs -> LossOutputs`, called on each microbatch; replaces `args.loss`.

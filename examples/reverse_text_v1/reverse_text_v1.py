@@ -1,4 +1,4 @@
-"""A `verifiers.v1` taskset: reverse a short string. Data is generated; nothing is downloaded."""
+"""A taskset of `verifiers.v1`: reverse a short string. Data is generated; nothing is downloaded."""
 
 import difflib
 import random
@@ -8,6 +8,7 @@ import verifiers.v1 as vf
 
 __all__ = ["ReverseTextTaskset"]
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 INSTRUCTION = (
     "Reverse the following text character by character. Answer with the reversed text only.\n\n"
 )
@@ -43,7 +44,7 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
         config, rng, seen = self.config, random.Random(0), set[str]()
         while len(seen) < config.num_tasks:
             length = rng.randint(config.min_length, config.max_length)
-            text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=length))
+            text = "".join(rng.choices(LETTERS, k=length))
             if text in seen or (sum(map(ord, text)) % 16 == 0) != config.held_out:
                 continue
             data = ReverseTextData(
@@ -51,3 +52,17 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
             )
             seen.add(text)
             yield ReverseTextTask(data, config.task)
+
+
+def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
+    """Strings and their reversal, its letters replaced by random ones with probability `noise`;
+    for ../warm_start.py.
+    """
+    rng = random.Random(seed)
+    conversations = []
+    for _ in range(num):
+        text = "".join(rng.choices(LETTERS, k=rng.randint(3, 8)))
+        answer = "".join(rng.choice(LETTERS) if rng.random() < noise else c for c in text[::-1])
+        roles = (("user", text), ("assistant", answer))
+        conversations.append({"messages": [{"role": r, "content": c} for r, c in roles]})
+    return conversations

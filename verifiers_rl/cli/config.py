@@ -61,7 +61,10 @@ class EnvTable:
 
     def load(self, search_path: Path) -> Any:
         if self.v1 is None:
-            from verifiers_rl.environments import load_environment
+            from verifiers_rl.environments import check_classic
+
+            check_classic(f"[env] id={self.id!r} without [env.taskset]")
+            from verifiers_rl.environments_classic import load_environment
 
             return load_environment(self.id, self.args, search_path)
         from verifiers_rl.environments_v1 import load_v1_environment

@@ -1,24 +1,30 @@
 """The same run as rl.toml, as a script that imports RLTrainer. Start a server first:
 
-    vf-vllm --model examples/reverse_text/outputs/warm_start --dtype float32 --enforce-eager \\
+    vf-vllm --model examples/reverse_text_v1/outputs/warm_start --dtype float32 --enforce-eager \\
         --max-model-len 64 --enable-lora --max-lora-rank 16
-    python examples/reverse_text/train.py
+    python examples/reverse_text_v1/train.py
 
-With several GPUs: `accelerate launch examples/reverse_text/train.py`.
+With several GPUs: `accelerate launch examples/reverse_text_v1/train.py`.
 """
 
 from pathlib import Path
+from typing import Any
 
-from reverse_text import load_environment
+from reverse_text_v1 import ReverseTextConfig, ReverseTextTaskset
 
 from verifiers_rl import RLConfig, RLTrainer
 
 HERE = Path(__file__).parent
 
 
+def make_taskset(**options: Any) -> ReverseTextTaskset:
+    # An empty instruction: the tiny model knows one task only.
+    return ReverseTextTaskset(ReverseTextConfig(id="reverse_text_v1", instruction="", **options))
+
+
 def main() -> None:
     args = RLConfig(
-        run_name="reverse_text",
+        run_name="reverse_text_v1",
         output_dir=str(HERE / "outputs" / "train"),
         max_steps=200,
         batch_size=128,
@@ -30,8 +36,10 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
     )
+    taskset = make_taskset()
+    taskset.eval_taskset = make_taskset(held_out=True, num_tasks=256)
     model = str(HERE / "outputs" / "warm_start")
-    trainer = RLTrainer(model=model, env=load_environment(instruction=""), args=args)
+    trainer = RLTrainer(model=model, env=taskset, args=args)
     print(trainer.evaluate())
     trainer.train()
     print(trainer.evaluate())

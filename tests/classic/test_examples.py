@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from tests.classic.test_environments import ScriptedClient, WordTokenizer
 from tests.helpers import ROOT, load_example
-from tests.test_environments import ScriptedClient, WordTokenizer
-from verifiers_rl.environments import ClassicEnvironment
+from verifiers_rl.environments_classic import ClassicEnvironment
 
 NAMES = ["reverse_text", "alphabet_sort", "letter_hunt", "calculator"]
 

@@ -1,0 +1,56 @@
+"""Chat templates: messages as vLLM gives them to one, and which of them rewrite the past."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
+    """As vLLM gives it to a chat template: arguments of tool calls as an object, not as JSON, and
+    parts of text as one text.
+    """
+    if isinstance(parts := message.get("content"), list):
+        message = {**message, "content": "\n".join(part["text"] for part in parts)}
+    calls = [
+        {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}
+        for call in message.get("tool_calls") or []
+        for function in [call["function"]]
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _as_object(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        return arguments  # the model's mistake, which the environment answers
+
+
+def reason_against_chat_template(tokenizer: Any) -> str | None:
+    """Why turns rendered from messages would not extend the tokens before them, or None.
+
+    A reply with thinking is rendered as history, as the next turn's prompt has it. Templates that
+    drop the thinking of past turns (Qwen3's, DeepSeek-R1's) do not give back what was sampled.
+    """
+    from jinja2 import TemplateError
+
+    question, reply, answer = (
+        {"role": "user", "content": "q"},
+        "<think>\nthinking\n</think>\n\nanswer",
+        {"role": "user", "content": "next"},
+    )
+    try:
+        prompt, history = (
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            for messages in (
+                [question],
+                [question, {"role": "assistant", "content": reply}, answer],
+            )
+        )
+    except TemplateError:
+        return None  # it takes no such conversation; the server will say so
+    if history.startswith(prompt + reply):
+        return None
+    dropped = "rewrites" if "thinking" in history.lower() else "drops the thinking of"
+    return f"the chat template of {tokenizer.name_or_path!r} {dropped} past turns"

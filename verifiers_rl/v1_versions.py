@@ -1,0 +1,36 @@
+"""What differs between `verifiers.v1` of verifiers 0.3 and of 0.4.
+
+`environments_v1.py` and `chat_harness.py` use what both have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verifiers.v1 import errors
+
+
+def tokens_so_far(turn: Any) -> list[int] | None:
+    """Prompt and reply of the turn before this one; None if its messages extend no reply."""
+    before = getattr(turn, "previous_token_ids", None) or turn.previous_renderer_token_ids
+    tokens = before()
+    return None if tokens is None else [*tokens[0], *tokens[1]]
+
+
+def prompt_too_long(turn: Any, reason: str) -> Exception:
+    """What a client raises so that the trace ends as truncated, without an error."""
+    if hasattr(errors, "OverlongPromptError"):
+        return errors.OverlongPromptError(reason)
+    if turn is not None:  # 0.4 leaves it to the harness; with a trace that has stopped, any may end
+        turn.trace.stop("context_length")
+    return errors.ProviderError(reason, status_code=400)
+
+
+def is_for_training(branch: Any) -> bool:
+    """False for an attempt at a compaction that the harness gave up (0.4)."""
+    return getattr(branch, "trainable", True)
+
+
+def ran_out_of_time(trace: Any) -> bool:
+    """Whether a deadline of the agent passed. In 0.3 that is one of the trace's errors."""
+    return getattr(trace, "is_timeout", False)
