@@ -45,6 +45,10 @@ def load(taskset="small_tasks", harness=NULL, **table):
     return load_v1_environment(table | ({"harness": harness} if harness else {}))
 
 
+def first(num_tasks, taskset):
+    return getattr(taskset, "take" if hasattr(taskset, "take") else "head")(num_tasks)
+
+
 class Server:
     """Answers with what `say` returns for the prompt's text: text, or a tool call as a dict."""
 
@@ -341,7 +345,7 @@ def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
 
 
 def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
-    taskset = load(harness=None).taskset.head(3)
+    taskset = first(3, load(harness=None).taskset)
     args = RLConfig(output_dir=str(tmp_path))
     runner = make_runner(taskset, "http://unused", tokenizer, args)
     assert runner.sizes("train") == [3]
@@ -397,7 +401,7 @@ def test_a_remote_runtime_without_its_key_is_one_error(tokenizer, tmp_path, monk
 def test_what_was_set_on_an_environment_stays(tokenizer, tmp_path):
     env = load()
     env.index = {"a": 1}
-    env.taskset = env.taskset.head(2)
+    env.taskset = first(2, env.taskset)
     runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
     assert runner.env.index == {"a": 1} and runner.sizes("train") == [2]
 

@@ -40,6 +40,7 @@ from verifiers_rl.server_client import ServerClient, policy_versions
 from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
 from verifiers_rl.v1_versions import (
     is_for_training,
+    is_infinite,
     prompt_too_long,
     ran_out_of_time,
     tokens_so_far,
@@ -182,9 +183,10 @@ class V1Environment:
 
     def _within(self, taskset: Any, max_prompt_len: int | None) -> list[Any]:
         """Its tasks without those whose first prompt is too long."""
-        if taskset.INFINITE:
+        if is_infinite(taskset):
             raise InvalidEnvironmentError(
-                f"environment {self.name!r}: its taskset is infinite; pass taskset.head(n)"
+                f"environment {self.name!r}: its taskset is infinite; pass the first n tasks, "
+                "taskset.take(n) (before verifiers 0.4: head)"
             )
         tasks = list(taskset)
         if max_prompt_len is None:

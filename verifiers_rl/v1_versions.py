@@ -26,6 +26,11 @@ def prompt_too_long(turn: Any, reason: str) -> Exception:
     return errors.ProviderError(reason, status_code=400)
 
 
+def is_infinite(taskset: Any) -> bool:
+    """Whether it yields tasks without end; the first n of one are not infinite."""
+    return not taskset.bounded if hasattr(taskset, "bounded") else taskset.INFINITE
+
+
 def is_for_training(branch: Any) -> bool:
     """False for an attempt at a compaction that the harness gave up (0.4)."""
     return getattr(branch, "trainable", True)

@@ -29,6 +29,6 @@ class GivenTaskset(vf.Taskset[GivenTask, vf.TasksetConfig]):
 
 
 def make_taskset(questions, reward, setup):
-    taskset = GivenTaskset(vf.TasksetConfig(id="tests.v1.given_tasks"))
+    taskset = GivenTaskset(vf.TasksetConfig(id="given_tasks"))
     taskset.questions, taskset.functions = questions, (reward, setup)
     return taskset

@@ -3,17 +3,17 @@
 model = "Qwen/Qwen3-0.6B"        # a name on the hub or a folder;
                                  # ./ and ../ are relative to this file
 
-[env]
-id = "reverse_text"              # installed, or a module beside this file
-[env.args]                       # keyword arguments of its load_environment
-
-[env.taskset]                    # or an environment of verifiers.v1, with the keys of its EnvConfig
-id = "reverse_text_v1"
+[env.taskset]                    # of verifiers.v1; [env] has the keys of its EnvConfig
+id = "reverse_text_v1"           # installed, or a module beside this file
 [env.harness]                    # of its only agent; short for [env.agent.harness]
 id = "null"
 [env.eval_taskset]               # what differs in the taskset of evaluations
 
-                                 # or several: [[env]] each with id, args and also
+[env]                            # or a classic environment (verifiers<0.4)
+id = "reverse_text"
+[env.args]                       # keyword arguments of its load_environment
+
+                                 # or several: [[env]], each one of these and also
                                  # name = "..."  prefix of its metrics, by default its id
                                  # weight = 1    its share of the groups
                                  # sampling = {max_tokens = 64}  in place of [trainer.args]'s

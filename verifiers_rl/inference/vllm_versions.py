@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.26 and 0.29, and what is changed inside it.
+"""What differs between vLLM 0.26 and 0.31, and what is changed inside it.
 
 The rest of `inference/` uses what all of them have.
 """
