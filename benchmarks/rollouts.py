@@ -4,7 +4,7 @@
     python benchmarks/rollouts.py --workers [0 1 2] [--rounds 5]
     python benchmarks/rollouts.py --v1 [--rounds 5]
 
-with .venv-classic/bin/python, which `make CLASSIC=1 install` makes: its environments are classic ones.
+with .venv-classic/bin/python, which `make CLASSIC=1 install` makes: it needs classic environments.
 
 A real vf-vllm with a model of 0.85 M parameters, a `verifiers` environment of one turn and one of
 four. Ours: environment, scoring, advantages and samples included. Raw: the very bodies that ours
@@ -41,7 +41,9 @@ import verifiers.v1 as vf1
 from datasets import Dataset
 
 if find_spec("verifiers.legacy") is None:
-    sys.exit("benchmarks/rollouts.py: no classic environments here; run it with .venv-classic/bin/python")
+    sys.exit(
+        "benchmarks/rollouts.py: no classic environments here; run it with .venv-classic/bin/python"
+    )
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]

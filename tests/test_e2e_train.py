@@ -101,7 +101,7 @@ def test_sampling_options_change_what_the_server_samples(make_trainer, caplog):
     _, free = completions()
     assert all(len(set(free[i : i + 16])) > 1 for i in range(0, 64, 16))
     trainer, cut = completions(max_tokens=2)
-    assert all(len(text) <= 2 for text in cut)
+    assert all(len(text) <= 2 for text in cut), cut
     assert history(trainer, "truncated_share")[0] > 0.9
 
 

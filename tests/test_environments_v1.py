@@ -16,6 +16,7 @@ from verifiers_rl.environments import InvalidEnvironmentError, make_runner
 from verifiers_rl.environments_v1 import V1Environment, load_v1_environment
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.rollouts import GroupFilter
+from verifiers_rl.server_client import ServerClient
 from verifiers_rl.types import Rollout, Sample, Slots
 
 HERE = Path(__file__).parent / "v1"
@@ -138,6 +139,7 @@ def test_a_taskset_is_played_by_one_agent(tokenizer, tmp_path):
         assert (rollout.reward, rollout.prompt, rollout.num_turns) == (3.0, "question 0", 1)
         assert rollout.metrics == {"length": 3.0, "tools_called": 0.0}
         assert not rollout.is_truncated and rollout.generation_s > 0
+        assert rollout.completion == "yes"
     check_tokens(rollouts, requests)
     body, _ = requests[0]
     assert body["tokens"] == tokenizer.apply_chat_template(
@@ -160,6 +162,17 @@ def test_an_error_of_the_environment_costs_its_episode(tokenizer, tmp_path):
     assert "small_tasks.py" in rollout.error.__notes__[0]
 
 
+def test_an_agent_that_runs_out_of_its_time_is_an_error(tokenizer, tmp_path, monkeypatch):
+    async def late(self, path, **kwargs):
+        await asyncio.sleep(10)
+
+    monkeypatch.setattr(ServerClient, "post", late)
+    env = load(agent={"timeout": {"rollout": 0.3}})
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
+    assert not requests and not rollout.samples
+    assert "time" in str(rollout.error) and rollout.error is not None
+
+
 def think(prompt):
     return f"<think>hm</think>{prompt.count('<|user|>')}"
 
@@ -169,6 +182,9 @@ def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(tok
     (rollout,), requests = play(env, tokenizer, tmp_path, think)
     assert rollout.error is None, rollout.error
     assert rollout.num_turns == 3 and len(rollout.samples) == 1
+    assert rollout.completion.startswith(
+        "assistant: <think>hm</think>1\nuser: and? 18\nassistant: "
+    )
     check_tokens([rollout], requests)
     (sample,) = rollout.samples
     assert tokenizer.decode(sample.token_ids) == (
@@ -456,6 +472,12 @@ def test_branches_share_their_tokens_and_train_them_once():
             [-1, -1, -1, -1, 9],
         ),
     ]
+    if "trainable" in vf.Branch.model_fields:  # an attempt at a compaction, from verifiers 0.4 on
+        both, (first, second) = Trace.branches, trace.branches
+        second.trainable = False
+        Trace.branches = [first, second]
+        assert len(samples_from_trace(trace, versions, policy_version=9)) == 1
+        Trace.branches = both
     trace.nodes[1].mask = [False, False]
     with pytest.raises(ValueError, match="rewritten"):
         samples_from_trace(trace, versions, 9)

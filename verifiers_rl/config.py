@@ -112,7 +112,8 @@ class RLConfig(TrainingArguments):
         None,
         "Compute in bfloat16 with float32 masters of what is trained. Default: where the GPU can.",
     )
-    gradient_checkpointing: bool | None = _option(
+    # None where it is not set; before transformers 5.18 the base class declares a bool.
+    gradient_checkpointing: bool = _option(
         None, "Recompute activations in backward: less memory, more time."
     )
     logging_steps: float = _option(1, "Steps between lines of metrics and tables of rollouts.")

@@ -54,6 +54,24 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> lis
     return versions
 
 
+def _field(message: Any, name: str) -> Any:
+    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
+
+
+def text_of(messages: Any) -> str:
+    """Messages as text for people."""
+    if messages is None or isinstance(messages, str):
+        return messages or ""
+    lines = []
+    for message in messages:
+        content = _field(message, "content")
+        text = content if isinstance(content, str) else "" if content is None else str(content)
+        for call in _field(message, "tool_calls") or []:
+            text += f" [{_field(call, 'name')}({_field(call, 'arguments')})]"
+        lines.append(text if len(messages) == 1 else f"{_field(message, 'role')}: {text}")
+    return "\n".join(lines)
+
+
 @dataclass
 class WeightedEnv:
     """One of several environments to train on.

@@ -19,7 +19,12 @@ from typing import Any
 import verifiers as vf
 
 from verifiers_rl.clients import make_client
-from verifiers_rl.environments import InvalidEnvironmentError, Split, versions_of_tokens
+from verifiers_rl.environments import (
+    InvalidEnvironmentError,
+    Split,
+    text_of,
+    versions_of_tokens,
+)
 from verifiers_rl.types import Rollout, Sample, Slots
 
 logger = logging.getLogger(__name__)
@@ -319,7 +324,7 @@ class ClassicEnvironment:
             rollout.reward = math.nan
             rollout.samples = []
             return rollout
-        rollout.completion = _text(state["completion"])
+        rollout.completion = text_of(state["completion"])
         rollout.metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         rollout.num_turns = len(state["trajectory"])
         rollout.is_truncated = bool(state["is_truncated"])
@@ -397,23 +402,5 @@ def _with_errors_in_state(func: Callable[..., Any], is_group: bool) -> Callable[
     return wrapper
 
 
-def _field(message: Any, name: str) -> Any:
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
-
-
-def _text(messages: Any) -> str:
-    """Messages as text for people."""
-    if messages is None or isinstance(messages, str):
-        return messages or ""
-    lines = []
-    for message in messages:
-        content = _field(message, "content")
-        text = content if isinstance(content, str) else "" if content is None else str(content)
-        for call in _field(message, "tool_calls") or []:
-            text += f" [{_field(call, 'name')}({_field(call, 'arguments')})]"
-        lines.append(text if len(messages) == 1 else f"{_field(message, 'role')}: {text}")
-    return "\n".join(lines)
-
-
 def _last_text(prompt: Any) -> str:
-    return _text(prompt[-1:]) if isinstance(prompt, list) else _text(prompt)
+    return text_of(prompt[-1:]) if isinstance(prompt, list) else text_of(prompt)

@@ -35,7 +35,12 @@ from verifiers.v1.interception import server as interception
 from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.chat_template import as_vllm_renders
-from verifiers_rl.environments import InvalidEnvironmentError, Split, versions_of_tokens
+from verifiers_rl.environments import (
+    InvalidEnvironmentError,
+    Split,
+    text_of,
+    versions_of_tokens,
+)
 from verifiers_rl.server_client import ServerClient, policy_versions
 from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
 from verifiers_rl.v1_versions import (
@@ -348,7 +353,7 @@ class V1Environment:
         rollout = Rollout(
             example_id=0,
             prompt=trace.task.data.prompt_text,
-            completion=trace.transcript,
+            completion=_completion_of(trace),
             env=self.name,
             role=trace.agent.name,
             reward=float(trace.reward),
@@ -374,6 +379,13 @@ def _failure_of(episode: vf.Episode) -> EpisodeError:
     failure = EpisodeError(f"{errors[0].type}: {errors[0].message}")
     failure.add_note(errors[0].traceback or "")
     return failure
+
+
+def _completion_of(trace: Any) -> str:
+    """What came after the prompt, in the last branch."""
+    nodes = trace.branches[-1].nodes if trace.branches else []
+    start = next((at for at, node in enumerate(nodes) if node.sampled), len(nodes))
+    return text_of([node.message for node in nodes[start:]])
 
 
 def samples_from_trace(
