@@ -174,7 +174,9 @@ def test_the_step_equals_the_reference_under_every_option(
     adapter = None
     if gradient_checkpointing:  # as train() switches it on
         base = trainer._base_of(trainer.model)
-        base.activation_checkpointing_enable()
+        # Its name from transformers 5.18 on, and before.
+        on = getattr(base, "activation_checkpointing_enable", None)
+        (on or base.gradient_checkpointing_enable)()
         base.enable_input_require_grads()
     if use_lora:
         with torch.no_grad():  # a fresh adapter is the model that training started from

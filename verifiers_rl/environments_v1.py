@@ -162,7 +162,9 @@ class V1Environment:
             raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
         self.base_url = base_url
         self.tokenizer = tokenizer
-        self.special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self.special_ids: set[int] = set()
+        if tokenizer is not None:
+            self.special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.max_seq_len = max_seq_len
         self.mask_env_responses = mask_env_responses
         self.timeout_s = timeout_s
@@ -194,7 +196,7 @@ class V1Environment:
                 "taskset.take(n) (before verifiers 0.4: head)"
             )
         tasks = list(taskset)
-        if max_prompt_len is None:
+        if max_prompt_len is None or self.tokenizer is None:
             return tasks
         kept = [t for t in tasks if len(self.render(first_messages(t))) <= max_prompt_len]
         if len(kept) < len(tasks):
