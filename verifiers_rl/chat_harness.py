@@ -16,6 +16,8 @@ import aiohttp
 from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 
+from verifiers_rl.v1_versions import tools_http_client
+
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 
 
@@ -111,7 +113,8 @@ class _Tools:
         from mcp import ClientSession
         from mcp.client.streamable_http import streamable_http_client
 
-        streams = await stack.enter_async_context(streamable_http_client(url))
+        http = await stack.enter_async_context(tools_http_client())
+        streams = await stack.enter_async_context(streamable_http_client(url, http_client=http))
         session = await stack.enter_async_context(ClientSession(*streams[:2]))
         await session.initialize()
         for tool in (await session.list_tools()).tools:
