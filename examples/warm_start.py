@@ -4,7 +4,7 @@ in a minute or two on 2 cores.
 Supervised training on clean demonstrations, then on noisy ones with mistakes in them. The model
 imitates the mistakes too. That is what RL has to mend, from rewards alone.
 
-    python examples/warm_start.py examples/reverse_text/reverse_text.py OUTPUT
+    python examples/warm_start.py examples/reverse_text_v1/reverse_text_v1.py OUTPUT
 
 The environment's module says what a demonstration is:
 

@@ -238,11 +238,11 @@ def test_tool_calls_parsed_by_the_server_and_their_results(
         assert len(rollout.samples) == (1 if exact else rollout.num_turns)
 
 
-@needs_classic
-def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path):
-    """verifiers declares tools as strict, under which vLLM would sample by a grammar of its own."""
+def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path, v1_path):
+    """Classic environments declare tools as strict, under which vLLM would sample by a grammar."""
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
-    trainer = RLTrainer(str(model_folder), make_tool_env(), args)
+    env = make_tool_env() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["tools"])
+    trainer = RLTrainer(str(model_folder), env, args)
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert row["num_turns"] > 1
@@ -283,17 +283,20 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     assert status == 200 and len(reply["prompt_token_ids"]) == len("something") + 3
 
 
-@needs_classic
-def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path):
+def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path, v1_path):
+    if HAS_CLASSIC:
+        talk, tools = Conversation(), make_tool_env()
+    else:
+        talk, tools = (load_v1_environment(V1_ENVIRONMENTS[name]) for name in ("a user", "tools"))
     mixed = [
-        WeightedEnv(Conversation(), "talk", weight=3, sampling_args={"max_tokens": 5}),
-        WeightedEnv(make_tool_env(), "tools", sampling_args={"max_tokens": 9}),
+        WeightedEnv(talk, "talk", weight=3, sampling_args={"max_tokens": 5}),
+        WeightedEnv(tools, "tools", sampling_args={"max_tokens": 9}),
     ]
     args = make_args(server, tmp_path, batch_size=32, rollouts_per_example=4, max_steps=4)
     trainer = RLTrainer(str(model_folder), mixed, args)
     evaluated = trainer.evaluate()
     assert {"eval_talk/reward", "eval_tools/reward", "eval_reward"} <= evaluated.keys()
-    assert evaluated["eval_num_rollouts"] == 4  # both examples of each
+    assert evaluated["eval_num_rollouts"] == (4 if HAS_CLASSIC else 6)  # all examples of both
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == 4

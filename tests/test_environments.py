@@ -88,4 +88,4 @@ def test_a_classic_environment_where_there_are_none_says_what_to_install(tmp_pat
         EnvTable("reverse_text").load(tmp_path)
     said = str(caught.value)
     assert f"verifiers {version('verifiers')}" in said
-    assert "uv pip install 'verifiers-rl[classic,cpu]'" in said
+    assert "uv pip install 'verifiers-rl[classic,vllm]'" in said

@@ -21,6 +21,7 @@ from verifiers_rl.types import Rollout, Sample, Slots
 
 HERE = Path(__file__).parent / "v1"
 NULL = {"id": "null"}
+IS_04 = "is_timeout" in vf.Episode.model_fields
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,33 @@ def test_an_agent_that_runs_out_of_its_time_is_an_error(tokenizer, tmp_path, mon
     env = load(agent={"timeout": {"rollout": 0.3}})
     (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
     assert not requests and not rollout.samples
-    assert "time" in str(rollout.error) and rollout.error is not None
+    said = "ran out of its own time" if IS_04 else "rollout exceeded its 0.3s budget"
+    assert said in str(rollout.error)
+
+
+@pytest.mark.skipif(
+    not IS_04, reason="verifiers before 0.4 relays streams, which cannot be trained"
+)
+def test_a_program_that_asks_for_a_stream_is_trained(tokenizer, tmp_path):
+    here = {"runtime": {"type": "subprocess"}}
+    env = load(harness={"id": "streaming_harness"}, agent=here)
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
+    assert rollout.error is None, rollout.error
+    check_tokens([rollout], requests)
+    ((body, _),) = requests
+    assert body["max_tokens"] == 40 and not {"stream", "max_completion_tokens"} & body.keys()
+
+
+@pytest.mark.skipif(not IS_04, reason="verifiers before 0.4 has no gate for tool calls")
+def test_a_tool_call_that_the_taskset_refuses_is_not_made(tokenizer, tmp_path):
+    def say(prompt):
+        call = {"name": "double", "arguments": '{"x": 4}'}
+        return "fine" if "not today" in prompt else call
+
+    (rollout,), requests = play(load("gated_tasks"), tokenizer, tmp_path, say, max_tokens=80)
+    assert rollout.error is None, rollout.error
+    assert rollout.num_turns == 2 and "tool: not today" in rollout.completion
+    check_tokens([rollout], requests)
 
 
 def think(prompt):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 import aiohttp
 from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 
-from verifiers_rl.v1_versions import tools_http_client
+from verifiers_rl.v1_versions import CAN_GATE_TOOLS, tools_http_client
 
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 
@@ -33,6 +33,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = CAN_GATE_TOOLS
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -45,9 +46,15 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         secret: str,
         mcp_urls: dict[str, str],
         data: Any,
+        tool_interception_url: str | None = None,
     ) -> ProgramResult:
         try:
-            return await self._chat(ctx.model, endpoint, secret, mcp_urls, data)
+            # Rollouts of one environment share its connections to the endpoint.
+            shared = getattr(getattr(ctx.client, "_environment", None), "endpoint_session", None)
+            async with nullcontext(shared) if shared else aiohttp.ClientSession() as session:
+                return await self._chat(
+                    session, ctx.model, endpoint, secret, mcp_urls, data, tool_interception_url
+                )
         except BaseExceptionGroup as group:  # of a session's task group; the cause is inside
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -55,7 +62,14 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             raise error from None
 
     async def _chat(
-        self, model: str, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+        self,
+        session: aiohttp.ClientSession,
+        model: str,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        gate_url: str | None,
     ) -> ProgramResult:
         system_prompt, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = []
@@ -75,17 +89,18 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 raise HarnessError(
                     f"the tool servers {list(mcp_urls)} did not answer within {CONNECT_S:g} s"
                 ) from error
-            session = await stack.enter_async_context(
-                aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"})
-            )
+            # No deadline of its own: the rollout's covers it.
+            options: Any = {
+                "headers": {"Authorization": f"Bearer {secret}"},
+                "timeout": aiohttp.ClientTimeout(total=None),
+            }
             while True:
                 body = {"model": model, "messages": messages}
                 if tools.schemas:
                     body["tools"] = tools.schemas
-                # No deadline of its own: the rollout's covers it.
-                timeout = aiohttp.ClientTimeout(total=None)
-                url = f"{endpoint}/chat/completions"
-                async with session.post(url, json=body, timeout=timeout) as reply:
+                async with session.post(
+                    f"{endpoint}/chat/completions", json=body, **options
+                ) as reply:
                     if reply.status != 200:
                         return ProgramResult(1, "", f"{reply.status}: {await reply.text()}")
                     message = (await reply.json())["choices"][0]["message"]
@@ -93,10 +108,30 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 if not message.get("tool_calls"):
                     return ProgramResult(0, "", "")
                 for call in message["tool_calls"]:
+                    if gate_url is not None:  # the taskset may refuse calls
+                        async with session.post(gate_url, json=_wish(call), **options) as reply:
+                            if reply.status != 200:
+                                return ProgramResult(1, "", f"{reply.status}: {await reply.text()}")
+                            decision = await reply.json()
+                        if decision["action"] == "stop":
+                            return ProgramResult(1, "", decision["reason"])
+                        if decision["action"] == "deny":
+                            messages.append(decision["message"])
+                            continue
                     content = await tools.call(call["function"])
                     messages.append(
                         {"role": "tool", "tool_call_id": call["id"], "content": content}
                     )
+
+
+def _wish(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call as verifiers' interception takes it."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except json.JSONDecodeError:
+        arguments = function["arguments"]
+    return {"tool_call_id": call["id"], "name": function["name"], "arguments": arguments}
 
 
 class _Tools:
@@ -113,7 +148,7 @@ class _Tools:
         from mcp import ClientSession
         from mcp.client.streamable_http import streamable_http_client
 
-        http = await stack.enter_async_context(tools_http_client())
+        http = await stack.enter_async_context(tools_http_client(self._timeout_s))
         streams = await stack.enter_async_context(streamable_http_client(url, http_client=http))
         session = await stack.enter_async_context(ClientSession(*streams[:2]))
         await session.initialize()

@@ -41,7 +41,8 @@ def check_classic(what: str) -> None:
         raise InvalidEnvironmentError(
             f"{what} is a classic environment, and verifiers {version('verifiers')} has those of "
             "verifiers.v1 only. Install verifiers<0.4 with the vLLM that goes with it: "
-            "uv pip install 'verifiers-rl[classic,cpu]' (on a GPU [classic,vllm])"
+            "`make CLASSIC=1 install` in a clone, or "
+            "uv pip install 'verifiers-rl[classic,vllm]' ([classic,cpu] --torch-backend=cpu)"
         )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import verifiers.v1 as vf
@@ -73,10 +74,7 @@ def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = Non
     if search_path is not None:
         if str(search_path) not in sys.path:
             sys.path.insert(0, str(search_path))
-        # Its tool servers are processes of their own, which import it too.
-        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if str(search_path) not in paths:
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(search_path), *filter(None, paths)])
+        _let_tool_servers_import_from(search_path)
     table = dict(table)
     try:
         if "harness" in table:
@@ -94,6 +92,13 @@ def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = Non
         ) from error
 
 
+def _let_tool_servers_import_from(folder: Path) -> None:
+    """They are processes of their own, which import the taskset's module too."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(folder) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
+
+
 def load_v1_taskset(taskset_id: str) -> vf.Taskset:
     """An installed taskset with its defaults.
 
@@ -106,8 +111,8 @@ def load_v1_taskset(taskset_id: str) -> vf.Taskset:
         return load_taskset(resolve_env_config({"taskset": {"id": taskset_id}}).taskset)
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         raise InvalidEnvironmentError(
-            f"cannot load the taskset {taskset_id!r}: {type(error).__name__}: {error}. (A classic "
-            "environment: pass verifiers.load_environment(id))"
+            f"cannot load the taskset {taskset_id!r}: {type(error).__name__}: {error}. (Not a "
+            "taskset? Pass the environment itself)"
         ) from error
 
 
@@ -155,6 +160,11 @@ class V1Environment:
                 'are run with "openai_chat_completions_token" only; leave client_type out'
             )
         of_evaluation = getattr(env, "eval_taskset", None)
+        taskset = env if isinstance(env, vf.Taskset) else env.taskset
+        if source := getattr(sys.modules[type(taskset).__module__], "__file__", None):
+            folder = Path(source).parent
+            if str(folder) in sys.path:  # a module beside a script, say
+                _let_tool_servers_import_from(folder)
         try:
             env = _played_by_one_agent(env) if isinstance(env, vf.Taskset) else env
             self.env = _with_chat_harness(env)
@@ -187,6 +197,7 @@ class V1Environment:
             )
             raise InvalidEnvironmentError(f"environment {name!r} has no tasks{left_out}")
         self._serving: asyncio.Task[None] | None = None
+        self.endpoint_session: aiohttp.ClientSession | None = None  # of `chat_harness`
 
     def _within(self, taskset: Any, max_prompt_len: int | None) -> list[Any]:
         """Its tasks without those whose first prompt is too long."""
@@ -248,6 +259,7 @@ class V1Environment:
                     f"environment {self.name!r}: {error}; or set a runtime for the agent, "
                     'runtime = { type = "docker" } or "subprocess"'
                 ) from error
+        self.endpoint_session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         is_up = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
 
@@ -272,6 +284,8 @@ class V1Environment:
             ) from error
 
     async def close(self) -> None:
+        if self.endpoint_session is not None:
+            await self.endpoint_session.close()
         if self._serving is not None:
             self._stopping.set()
             _, late = await asyncio.wait([self._serving], timeout=EXIT_S)
@@ -316,6 +330,8 @@ class V1Environment:
                 episode = await asyncio.wait_for(self.env.run_slot(slot, context), self.timeout_s)
                 if not episode.ok:
                     raise _failure_of(episode)
+                if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
+                    raise EpisodeError(f"the agent {late[0]!r} ran out of its own time (timeout)")
                 traces = [trace for trace in episode.traces if trace.agent.trainable]
                 if not traces:
                     raise ValueError("no agent of the episode is trainable")
@@ -345,8 +361,6 @@ class V1Environment:
                 f"the agent {trace.agent.name!r} samples at temperature={own.temperature:g}, and "
                 f"the trainer takes logprobs at {temperature:g}; take it out of its sampling"
             )
-        if ran_out_of_time(trace):
-            raise TimeoutError(f"the agent {trace.agent.name!r} ran out of its time")
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
         scores |= {name: value for name, value in trace.metrics.items() if value is not None}
@@ -375,11 +389,13 @@ class V1Environment:
 
 
 def _failure_of(episode: vf.Episode) -> EpisodeError:
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if not errors:
+    # A trace that was retried also has the errors of its attempts before.
+    ends = [episode, *(trace for trace in episode.traces if trace.has_error)]
+    last = [end.last_error for end in ends if end.last_error is not None]
+    if not last:
         return EpisodeError("the episode did not complete")
-    failure = EpisodeError(f"{errors[0].type}: {errors[0].message}")
-    failure.add_note(errors[0].traceback or "")
+    failure = EpisodeError(f"{last[0].type}: {last[0].message}")
+    failure.add_note(last[0].traceback or "")
     return failure
 
 
@@ -476,7 +492,7 @@ def _played_by_one_agent(taskset: vf.Taskset) -> vf.Env:
 # --- Model calls ----------------------------------------------------------------------------------
 
 
-class _TokenClientConfig(vf.BaseClientConfig):
+class _TokenClientConfig(vf.TrainClientConfig):
     """Which of our environments a model call belongs to, and its sampling options."""
 
     sampling: dict[str, Any]
@@ -508,16 +524,24 @@ class _TokenClient(vf.Client):
                 status_code=400,
             )
         own = sampling.model_dump(exclude_none=True)  # the agent's
-        options = self._sampling | own.pop("extra_body", {}) | own
+        extra = {k: v for k, v in own.pop("extra_body", {}).items() if v is not None}
+        options = self._sampling | extra | own
         template = {"tools": body.get("tools")}
         template |= options.pop("chat_template_kwargs", body.get("chat_template_kwargs", {}))
         prompt_ids = self._prompt_ids(body["messages"], turn, template)
         room = self._env.max_seq_len - len(prompt_ids)
         if room < 1:
             raise prompt_too_long(
-                turn, f"{len(prompt_ids)} tokens fill max_seq_len={self._env.max_seq_len}"
+                turn,
+                f"maximum context length: {len(prompt_ids)} tokens fill max_seq_len="
+                f"{self._env.max_seq_len}",
+                IN_PROCESS,
             )
         request = body | options | {"tokens": prompt_ids}
+        # verifiers makes a stream of the whole reply for a program that asks for one; and the limit
+        # of the next line is the only one.
+        for name in ("stream", "stream_options", "max_completion_tokens"):
+            request.pop(name, None)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
         # The tokens are the prompt. vLLM renders messages all the same, and refuses them if they,
         # rendered anew, have more tokens than those.
@@ -529,7 +553,7 @@ class _TokenClient(vf.Client):
             )
         except openai.OpenAIError as error:
             if "context length" in str(error):
-                raise prompt_too_long(turn, str(error)) from error
+                raise prompt_too_long(turn, str(error), IN_PROCESS) from error
             status = getattr(error, "status_code", 503)
             raise ProviderError(str(error), status_code=status) from error
         completion = reply.json()

@@ -47,7 +47,7 @@ class RolloutError(RuntimeError):
 
 
 class GroupRunner(Protocol):
-    """What the orchestrator needs of environments: `environments.ClassicEnvironment` is one,
+    """What the orchestrator needs of environments: `V1Environment` is one,
     `environments.MixedEnvironment` several. Their examples are counted through all in turn.
     """
 
