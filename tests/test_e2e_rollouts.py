@@ -315,6 +315,50 @@ def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_p
     assert longest["talk"] <= 5 < longest["tools"] <= 9
 
 
+@needs_classic
+def test_both_kinds_of_environment_sample_and_score_alike(server, tokenizer, tmp_path, v1_path):
+    from given_tasks import make_taskset
+
+    from tests.classic.env import make_classic_env
+
+    questions = {"ab": "ba", "cd": "dc", "four": "ruof"}
+
+    def reward(question, reply, answer):
+        return float(len(reply))
+
+    def nothing():
+        pass
+
+    def rollouts(env, num_rollouts, **options):
+        args = make_args(server, tmp_path, max_tokens=12, **options)
+        runner, sampling = make_runner(env, server.url, tokenizer, args), args.sampling_args()
+
+        async def run():
+            try:
+                await runner.open()
+                where = (model_name(server), sampling, 3, Slots(64))
+                return [
+                    rollout
+                    for index in range(len(questions))
+                    for rollout in await runner.run_group("train", index, num_rollouts, *where)
+                ]
+            finally:
+                await runner.close()
+
+        return asyncio.run(run())
+
+    kinds = [make(questions, reward, nothing) for make in (make_classic_env, make_taskset)]
+    for classic, new in zip(*(rollouts(env, 1, top_k=1) for env in kinds), strict=True):  # greedy
+        assert classic.error is None and new.error is None
+        assert (new.prompt, new.completion) == (classic.prompt, classic.completion)
+        assert new.reward == classic.reward and new.is_truncated == classic.is_truncated
+        assert new.samples == classic.samples
+    classic, new = (torch.tensor([r.reward for r in rollouts(env, 64)]) for env in kinds)
+    error_of_the_difference = (classic.var() / len(classic) + new.var() / len(new)).sqrt()
+    assert classic.var() > 0
+    assert abs(classic.mean() - new.mean()) < 4 * error_of_the_difference
+
+
 @pytest.mark.parametrize("max_off_policy_steps", [0, 2])
 def test_no_token_is_older_than_the_bound(
     server, model_folder, tmp_path, v1_path, max_off_policy_steps

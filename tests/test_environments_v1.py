@@ -298,6 +298,14 @@ def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, 
     check_tokens([rollout], requests)
 
 
+def test_tool_servers_import_a_taskset_that_is_beside_a_script(tokenizer, tmp_path, monkeypatch):
+    taskset = load("tool_tasks").taskset
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    args = RLConfig(output_dir=str(tmp_path))
+    make_runner(taskset, "http://unused", tokenizer, args)
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(HERE), "/elsewhere"]
+
+
 def test_tool_servers_that_do_not_answer_are_named(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("verifiers_rl.chat_harness.CONNECT_S", 0.0)
     (rollout,), _ = play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes")

@@ -160,11 +160,10 @@ class V1Environment:
                 'are run with "openai_chat_completions_token" only; leave client_type out'
             )
         of_evaluation = getattr(env, "eval_taskset", None)
-        taskset = env if isinstance(env, vf.Taskset) else env.taskset
-        if source := getattr(sys.modules[type(taskset).__module__], "__file__", None):
-            folder = Path(source).parent
-            if str(folder) in sys.path:  # a module beside a script, say
-                _let_tool_servers_import_from(folder)
+        module = sys.modules.get(type(getattr(env, "taskset", env)).__module__)
+        folder = Path(getattr(module, "__file__", None) or "").parent
+        if str(folder) in sys.path and "site-packages" not in folder.parts:  # beside a script
+            _let_tool_servers_import_from(folder)
         try:
             env = _played_by_one_agent(env) if isinstance(env, vf.Taskset) else env
             self.env = _with_chat_harness(env)
