@@ -47,10 +47,8 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
     )
-    taskset = make_taskset()
-    taskset.eval_taskset = make_taskset(held_out=True, num_tasks=256)
     model = str(EXAMPLE / "outputs" / "warm_start")
-    trainer = RLTrainer(model, taskset, args, loss_fn=reinforce)
+    trainer = RLTrainer(model, make_taskset(), args, loss_fn=reinforce)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()

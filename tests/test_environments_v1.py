@@ -298,6 +298,14 @@ def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, 
     check_tokens([rollout], requests)
 
 
+def test_a_tool_that_takes_longer_than_tool_timeout_is_named(tokenizer, tmp_path):
+    call = {"name": "double", "arguments": '{"x": -30}'}
+    env = load("tool_tasks", harness=NULL | {"tool_timeout": 0.3})
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: call)
+    assert "the tool 'double' did not answer within 0.3 s (tool_timeout)" in str(rollout.error)
+    assert len(requests) == 1 and not rollout.samples
+
+
 def test_tool_servers_import_a_taskset_that_is_beside_a_script(tokenizer, tmp_path, monkeypatch):
     taskset = load("tool_tasks").taskset
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")

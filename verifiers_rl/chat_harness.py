@@ -109,7 +109,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                     return ProgramResult(0, "", "")
                 for call in message["tool_calls"]:
                     if gate_url is not None:  # the taskset may refuse calls
-                        async with session.post(gate_url, json=_wish(call), **options) as reply:
+                        async with session.post(
+                            gate_url, json=_gate_request(call), **options
+                        ) as reply:
                             if reply.status != 200:
                                 return ProgramResult(1, "", f"{reply.status}: {await reply.text()}")
                             decision = await reply.json()
@@ -124,7 +126,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                     )
 
 
-def _wish(call: dict[str, Any]) -> dict[str, Any]:
+def _gate_request(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call as verifiers' interception takes it."""
     function = call["function"]
     try:

@@ -330,7 +330,10 @@ class V1Environment:
                 if not episode.ok:
                     raise _failure_of(episode)
                 if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
-                    raise EpisodeError(f"the agent {late[0]!r} ran out of its own time (timeout)")
+                    raise EpisodeError(
+                        f"the agent {late[0]!r} ran out of its own time; raise what is set under "
+                        f"[env.{late[0]}.timeout]"
+                    )
                 traces = [trace for trace in episode.traces if trace.agent.trainable]
                 if not traces:
                     raise ValueError("no agent of the episode is trainable")

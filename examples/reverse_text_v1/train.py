@@ -17,9 +17,17 @@ from verifiers_rl import RLConfig, RLTrainer
 HERE = Path(__file__).parent
 
 
-def make_taskset(**options: Any) -> ReverseTextTaskset:
-    # An empty instruction: the tiny model knows one task only.
-    return ReverseTextTaskset(ReverseTextConfig(id="reverse_text_v1", instruction="", **options))
+def make_taskset() -> ReverseTextTaskset:
+    """Its `eval_taskset` is what evaluations use."""
+
+    def make(**options: Any) -> ReverseTextTaskset:
+        # An empty instruction: the tiny model knows one task only.
+        config = ReverseTextConfig(id="reverse_text_v1", instruction="", **options)
+        return ReverseTextTaskset(config)
+
+    taskset = make()
+    taskset.eval_taskset = make(held_out=True, num_tasks=256)
+    return taskset
 
 
 def main() -> None:
@@ -36,10 +44,8 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
     )
-    taskset = make_taskset()
-    taskset.eval_taskset = make_taskset(held_out=True, num_tasks=256)
     model = str(HERE / "outputs" / "warm_start")
-    trainer = RLTrainer(model=model, env=taskset, args=args)
+    trainer = RLTrainer(model=model, env=make_taskset(), args=args)
     print(trainer.evaluate())
     trainer.train()
     print(trainer.evaluate())

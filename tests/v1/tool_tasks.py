@@ -1,5 +1,7 @@
 """A taskset of verifiers.v1 with a tool, over MCP; see small_tasks.py."""
 
+import asyncio
+
 import verifiers.v1 as vf
 from small_tasks import SmallConfig, SmallTask, SmallTaskset
 
@@ -16,6 +18,7 @@ class Calculator(vf.Toolset[ToolsConfig]):
     @vf.tool
     async def double(self, x: int) -> str:
         """Twice a number."""
+        await asyncio.sleep(max(-x, 0))  # so many seconds
         return str(2 * x)
 
 
