@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,43 +56,10 @@ from verifiers_rl.metrics import (
 )
 from verifiers_rl.models import load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
-from verifiers_rl.types import Batch, Microbatch
+from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-class BatchSource(Protocol):
-    """What the trainer needs of an orchestrator;
-    a stub with these methods makes it run without a server.
-    """
-
-    @property
-    def num_pending(self) -> int: ...
-    def start(self) -> None: ...
-    def submit(self, step: int, model: str, policy_version: int) -> None: ...
-    def raise_if_failed(self) -> None: ...
-    def wait(self) -> None: ...
-    def get(self) -> Batch: ...
-    def discard(self) -> None: ...
-    def evaluate(
-        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> dict[str, float]: ...
-    def stop(self) -> None: ...
-
-
-class WeightSink(Protocol):
-    """What the trainer needs of a weight sync."""
-
-    policy_version: int | None
-
-    @property
-    def model_name(self) -> str: ...
-    def push(
-        self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
-    ) -> dict[str, float]: ...
-    def wait_for_server(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class RLTrainer(Trainer):

@@ -7,10 +7,10 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 LOAD_S = 300.0  # an environment has so long to start, or generation_timeout if longer
@@ -190,3 +190,36 @@ class Microbatch:
     inference_logprobs: Tensor
     advantages: Tensor
     loss_weights: Tensor
+
+
+class BatchSource(Protocol):
+    """What the trainer needs of an orchestrator;
+    a stub with these methods makes it run without a server.
+    """
+
+    @property
+    def num_pending(self) -> int: ...
+    def start(self) -> None: ...
+    def submit(self, step: int, model: str, policy_version: int) -> None: ...
+    def raise_if_failed(self) -> None: ...
+    def wait(self) -> None: ...
+    def get(self) -> Batch: ...
+    def discard(self) -> None: ...
+    def evaluate(
+        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
+    ) -> dict[str, float]: ...
+    def stop(self) -> None: ...
+
+
+class WeightSink(Protocol):
+    """What the trainer needs of a weight sync."""
+
+    policy_version: int | None
+
+    @property
+    def model_name(self) -> str: ...
+    def push(
+        self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
+    ) -> dict[str, float]: ...
+    def wait_for_server(self) -> None: ...
+    def close(self) -> None: ...

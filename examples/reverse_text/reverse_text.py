@@ -12,19 +12,15 @@ INSTRUCTION = (
 )
 
 
-def make_texts(
-    num_texts: int,
-    min_length: int,
-    max_length: int,
-    seed: int,
-    exclude: frozenset[str] = frozenset(),
-):
-    """Distinct random strings of lower-case letters, none of them in `exclude`."""
-    rng = random.Random(seed)
+def make_texts(num_texts: int, min_length: int, max_length: int, held_out: bool) -> list[str]:
+    """Distinct random strings; those whose letters add up to a multiple of 16 are held out. The
+    same strings in the same order as in ../reverse_text_v1.
+    """
+    rng = random.Random(0)
     texts: dict[str, None] = {}
     while len(texts) < num_texts:
         text = "".join(rng.choices(LETTERS, k=rng.randint(min_length, max_length)))
-        if text not in exclude:
+        if (sum(map(ord, text)) % 16 == 0) == held_out:
             texts[text] = None
     return list(texts)
 
@@ -36,12 +32,13 @@ def make_split(texts: list[str], instruction: str) -> Dataset:
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Texts and their reversal, its letters replaced by random ones with probability `noise`;
+    """Strings and their reversal, its letters replaced by random ones with probability `noise`;
     for ../warm_start.py.
     """
     rng = random.Random(seed)
     conversations = []
-    for text in make_texts(num, 3, 8, seed):
+    for _ in range(num):
+        text = "".join(rng.choices(LETTERS, k=rng.randint(3, 8)))
         answer = "".join(rng.choice(LETTERS) if rng.random() < noise else c for c in text[::-1])
         roles = (("user", text), ("assistant", answer))
         conversations.append({"messages": [{"role": r, "content": c} for r, c in roles]})
@@ -54,14 +51,13 @@ def load_environment(
     min_length: int = 3,
     max_length: int = 8,
     instruction: str = INSTRUCTION,
-    seed: int = 0,
 ) -> vf.Environment:
     """Reward: similarity to the reversed text, 0 to 1 (difflib's ratio). Metric: exact match.
 
     The held-out split shares no string with the training split.
     """
-    held_out = make_texts(num_eval, min_length, max_length, seed=seed + 1)
-    train = make_texts(num_train, min_length, max_length, seed, exclude=frozenset(held_out))
+    train = make_texts(num_train, min_length, max_length, held_out=False)
+    held_out = make_texts(num_eval, min_length, max_length, held_out=True)
     parser = vf.Parser()
 
     def similarity(completion, answer) -> float:
