@@ -51,8 +51,6 @@ _UNUSED_BASE_OPTIONS = {
     "neftune_noise_alpha": "noise in the trainer alone would make importance ratios wrong",
     "use_liger_kernel": _UNSUPPORTED,
     "torch_compile": _UNSUPPORTED,
-    "fsdp": _UNSUPPORTED,
-    "deepspeed": _UNSUPPORTED,
     "parallelism_config": _UNSUPPORTED,
     "torch_empty_cache_steps": _UNSUPPORTED,
     "include_num_input_tokens_seen": "tokens are counted in num_tokens",

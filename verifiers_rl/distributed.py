@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import torch
 from torch import distributed
 
+from verifiers_rl.config import ConfigError
 from verifiers_rl.packing import flatten_samples, unflatten_samples
 from verifiers_rl.types import Batch
 
@@ -50,6 +52,24 @@ def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[s
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     distributed.broadcast(payload, 0)
     return json.loads(bytes(payload.tolist()))
+
+
+def check_sharding(accelerator: Any, needs_copy: bool) -> None:
+    """Raise ConfigError for a way to split the model over ranks that would not work here.
+
+    Args:
+        accelerator: that of the Trainer.
+        needs_copy: whether each rank keeps a copy of the model, as the KL penalty's reference.
+    """
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.fsdp_version != 2:
+        raise ConfigError(f"fsdp_version={fsdp.fsdp_version}: not supported; set fsdp_version: 2")
+    zero = getattr(accelerator.state, "deepspeed_plugin", None)
+    if needs_copy and (fsdp is not None or (zero is not None and zero.zero_stage == 3)):
+        raise ConfigError(
+            "kl_beta without LoRA keeps a copy of the whole model on each rank, which does not go "
+            "with FSDP or ZeRO-3; set use_lora = true, or kl_beta = 0"
+        )
 
 
 def let_gloo_threads_finish() -> None:

@@ -140,23 +140,36 @@ def hidden_states_in_place_of_logits(
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     config = _text_config(model)
     real_forward, cap = head.forward, getattr(config, "final_logit_softcapping", None)
-    patched = head.__dict__.get("forward")  # by a hook of accelerate, say
+    # ZeRO-3 gathers weights in hooks around a module's call, forward and backward. FSDP2 leaves the
+    # head's gathered until the backward, and its hooks expect one call.
+    has_to_gather = any(hasattr(p, "ds_id") for p in head.parameters())
 
     def to_logits(hidden: Tensor) -> Tensor:
-        logits = real_forward(hidden)
+        with _with_forward(head, real_forward):
+            logits = head(hidden) if has_to_gather else real_forward(hidden)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    head.forward = lambda hidden: hidden
-    if cap is not None:
-        config.final_logit_softcapping = None
-    try:
-        yield to_logits
-    finally:
-        del head.forward  # the class's own forward shows again
-        if patched is not None:
-            head.forward = patched
+    # A copy: FSDP2 cannot hook a view.
+    with _with_forward(head, lambda hidden: hidden.clone()):
         if cap is not None:
-            config.final_logit_softcapping = cap
+            config.final_logit_softcapping = None
+        try:
+            yield to_logits
+        finally:
+            if cap is not None:
+                config.final_logit_softcapping = cap
+
+
+@contextmanager
+def _with_forward(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    patched = module.__dict__.get("forward")  # by a hook of accelerate, say
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward  # the class's own forward shows again
+        if patched is not None:
+            module.forward = patched
 
 
 def _difference(given: Tensor, expected: Tensor) -> float:
@@ -176,19 +189,24 @@ def _probe(model: nn.Module) -> tuple[Tensor, float]:
 
 
 @torch.no_grad()
-def reason_against_chunking(model: nn.Module) -> str | None:
+def reason_against_chunking(model: nn.Module, base: nn.Module | None = None) -> str | None:
     """Why this model's logits cannot be taken chunk by chunk from its head; None when they can.
 
     Tried on 16 tokens: both ways must give the same logits.
+
+    Args:
+        model: what is called: the causal LM, or what PEFT, DDP or DeepSpeed have put around it.
+        base: the causal LM itself, where `model` is not.
     """
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+    base = base or model
+    if getattr(base, "get_output_embeddings", lambda: None)() is None:
         return "it has no output embeddings"
-    ids, tolerance = _probe(model)
+    ids, tolerance = _probe(base)
     was_training = model.training
     model.eval()
     try:
         expected = model(input_ids=ids, use_cache=False).logits[0]
-        with hidden_states_in_place_of_logits(model) as to_logits:
+        with hidden_states_in_place_of_logits(base) as to_logits:
             given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
     finally:
         model.train(was_training)
@@ -198,14 +216,16 @@ def reason_against_chunking(model: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def reason_against_sharing_rows(model: nn.Module) -> str | None:
+def reason_against_sharing_rows(model: nn.Module, base: nn.Module | None = None) -> str | None:
     """Why samples in one row would see each other in this model; None when they do not.
 
     Tried on a row of two sequences of 8 tokens: the second must get the logits that it gets alone.
+    Arguments as of `reason_against_chunking`.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    base = base or model
+    if "position_ids" not in inspect.signature(base.forward).parameters:
         return "it takes no position_ids"
-    ids, tolerance = _probe(model)
+    ids, tolerance = _probe(base)
     positions = torch.arange(8, device=ids.device).repeat(1, 2)
     was_training = model.training
     model.eval()
@@ -215,6 +235,6 @@ def reason_against_sharing_rows(model: nn.Module) -> str | None:
     finally:
         model.train(was_training)
     if not _difference(together, alone) < tolerance:
-        implementation = getattr(model.config, "_attn_implementation", None)
+        implementation = getattr(base.config, "_attn_implementation", None)
         return f"a sequence sees the one before it (attention {implementation!r})"
     return None

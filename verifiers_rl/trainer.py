@@ -24,7 +24,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -35,7 +35,12 @@ from transformers import AutoTokenizer, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, let_gloo_threads_finish
+from verifiers_rl.distributed import (
+    broadcast_batch,
+    broadcast_metrics,
+    check_sharding,
+    let_gloo_threads_finish,
+)
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
     chunk_size_for,
@@ -57,6 +62,7 @@ from verifiers_rl.metrics import (
 from verifiers_rl.models import load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
+from verifiers_rl.weight_sync import gathering
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -143,18 +149,12 @@ class RLTrainer(Trainer):
             self.add_callback(RewardProgressCallback())
         self.add_callback(RunFilesCallback())
 
-        base = self._base_of(self.model)
-        with self.accelerator.autocast():  # as each step has it
-            self._why_full_logits = reason_against_chunking(base)
-            why_padded = reason_against_sharing_rows(base)
-        if self._why_full_logits:
-            logger.warning("full logits are held in memory: %s", self._why_full_logits)
-        if why_padded:
-            logger.warning("samples are padded, one a row: %s", why_padded)
-        is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
-        self._layout: Layout = "padded" if why_padded else "flat" if is_flash else "rows"
+        self._why_full_logits: str | None = None
+        self._layout: Layout | None = None  # until the first step
+        needs_copy = args.kl_beta > 0 and not hasattr(self.model, "disable_adapter")
+        check_sharding(self.accelerator, needs_copy)
         self._reference: Any = None  # with LoRA: the model itself, its adapter switched off
-        if args.kl_beta > 0 and not hasattr(self.model, "disable_adapter"):
+        if needs_copy:
             reference = copy.deepcopy(cast(nn.Module, self.model))
             self._reference = reference.requires_grad_(False).eval()
 
@@ -217,7 +217,8 @@ class RLTrainer(Trainer):
         """
         with self._serving():
             result = super().train(*args, **kwargs)
-            self._surviving(self._sync_weights)
+            with self._gathering():
+                self._surviving(self._sync_weights)
             return result
 
     @contextmanager
@@ -262,6 +263,8 @@ class RLTrainer(Trainer):
             Scalar, this rank's share of the loss times world_size; its mean over ranks is the
             batch's loss.
         """
+        if self._layout is None:
+            self._layout = self._choose_layout(model)
         start = time.monotonic()
         if not self._window:
             self._window_start = start
@@ -322,6 +325,19 @@ class RLTrainer(Trainer):
         }
         self._window.append(metrics)
         return batch_loss
+
+    def _choose_layout(self, model: nn.Module) -> Layout:
+        """By trying, once the model is spread over the ranks as it will be trained."""
+        base = self._base_of(model)
+        with self.accelerator.autocast():  # as each step has it
+            self._why_full_logits = reason_against_chunking(model, base)
+            why_padded = reason_against_sharing_rows(model, base)
+        if self._why_full_logits:
+            logger.warning("full logits are held in memory: %s", self._why_full_logits)
+        if why_padded:
+            logger.warning("samples are padded, one a row: %s", why_padded)
+        is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
+        return "padded" if why_padded else "flat" if is_flash else "rows"
 
     def microbatch_loss(
         self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
@@ -420,8 +436,10 @@ class RLTrainer(Trainer):
         operations a parameter and token, and two more where the parameter is trained.
         """
         if self._flops_per_token is None:
-            sizes = [(p.numel(), p.requires_grad) for p in cast(Any, self.model).parameters()]
-            self._flops_per_token = sum(n * (6 if trained else 4) for n, trained in sizes)
+            self._flops_per_token = sum(
+                getattr(p, "ds_numel", p.numel()) * (6 if p.requires_grad else 4)  # of ZeRO-3
+                for p in cast(nn.Module, self.model).parameters()
+            )
         return self._flops_per_token * self._num_tokens // self.args.world_size
 
     # --- Batches and weights ----------------------------------------------------------------------
@@ -430,10 +448,11 @@ class RLTrainer(Trainer):
         """This step's batch, on every rank; those ahead are asked for on the way."""
         batch = None
         try:
-            if self.orchestrator is not None:
-                batch = self._surviving(partial(self._take_batch, self.orchestrator))
-                if self.args.max_off_policy_steps > 0:
-                    self._surviving(partial(self._submit_ahead, self.orchestrator))
+            with self._gathering():
+                if self.orchestrator is not None:
+                    batch = self._surviving(partial(self._take_batch, self.orchestrator))
+                    if self.args.max_off_policy_steps > 0:
+                        self._surviving(partial(self._submit_ahead, self.orchestrator))
         except BaseException:
             batch = None
             raise
@@ -500,6 +519,10 @@ class RLTrainer(Trainer):
             step, self.weight_sync.model_name, self.weight_sync.policy_version or 0
         )
 
+    def _gathering(self) -> AbstractContextManager[None]:
+        """Wherever rank 0 may send weights: the other ranks help it to gather a split model."""
+        return gathering(self.accelerator.unwrap_model(self.model), self.args.lora_sync)
+
     def _sync_weights(self) -> None:
         """Send the weights of this step to the server, unless it has them.
         The policy version is the step's number.
@@ -529,9 +552,11 @@ class RLTrainer(Trainer):
         """
         start = time.monotonic()
         metrics: dict[str, float] = {}
-        if self.orchestrator is not None and self.weight_sync is not None:
-            with self._serving():
+        results: dict[str, float] = {}
+        with self._serving(), self._gathering():
+            if self.orchestrator is not None and self.weight_sync is not None:
                 results = self._surviving(self._evaluate_on_server)
+        if results:
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
             metrics[f"{metric_key_prefix}_runtime"] = time.monotonic() - start
         if self.args.world_size > 1:  # save_strategy="best" decides by them on every rank

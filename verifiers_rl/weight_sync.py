@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -474,7 +474,9 @@ def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
     config = model.peft_config["default"].to_dict()
     plain = {key: config[key] for key in ("r", "lora_alpha", "use_rslora", "bias")}
     plain["target_modules"] = sorted(config["target_modules"])
-    tensors = get_peft_model_state_dict(model)
+    # Not of model.state_dict(): ZeRO-3 knows its parameters only.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = get_peft_model_state_dict(model, state_dict=parameters)
     return {name: source_of(tensor) for name, tensor in tensors.items()}, plain
 
 
@@ -526,6 +528,20 @@ def full_sources(model: nn.Module) -> dict[str, Source]:
     return {name: source_of(parameter) for name, parameter in model.named_parameters()}
 
 
+def what_to_send(
+    model: Any, lora_sync: Literal["adapter", "merged"]
+) -> tuple[dict[str, Source], dict[str, Any]]:
+    """The tensors that travel, and the adapter's config where they are an adapter's."""
+    if not hasattr(model, "peft_config"):
+        return full_sources(model), {}
+    config = model.peft_config["default"]
+    check_adapter(config, lora_sync)
+    if lora_sync == "merged" or config.modules_to_save:
+        # vLLM takes no fully trained modules inside an adapter.
+        return merged_sources(model), {}
+    return adapter_sources(model)
+
+
 def send_buckets(plan: TransferPlan, sources: dict[str, Source], transport: Transport) -> None:
     """Rank 0's end: make, cast and send one bucket after the other."""
     with torch.no_grad():
@@ -536,11 +552,68 @@ def send_buckets(plan: TransferPlan, sources: dict[str, Source], transport: Tran
             transport.send(buffer)
 
 
-def take_part(sources: dict[str, Source]) -> None:
-    """The other ranks' end of `send_buckets`, of a model that is split over ranks."""
-    with torch.no_grad():
-        for source in sources.values():
-            source.make()
+def is_split(model: nn.Module) -> bool:
+    """Whether FSDP2 or ZeRO-3 keeps a part of each parameter on each rank."""
+    return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
+
+
+_END = -1
+
+
+@contextmanager
+def gathering(model: nn.Module, lora_sync: Literal["adapter", "merged"]) -> Iterator[None]:
+    """Inside, rank 0 may push as often as it has to, and fail; if the model is split over ranks,
+    the others wait here meanwhile and take part in gathering each tensor. Entered on every rank.
+    """
+    if not is_split(model):
+        yield
+    elif torch.distributed.get_rank() == 0:
+        try:
+            yield
+        finally:
+            _announce(_END, model)
+    else:
+        sources = list(what_to_send(model, lora_sync)[0].values())
+        with torch.no_grad():
+            while (index := _announce(_END, model)) != _END:
+                sources[index].make()
+        yield
+
+
+def _announce(index: int, model: nn.Module) -> int:
+    """Rank 0's number on every rank."""
+    number = torch.tensor(index, device=next(model.parameters()).device)
+    torch.distributed.broadcast(number, 0)
+    return int(number)
+
+
+@contextmanager
+def announced(sources: dict[str, Source], model: nn.Module) -> Iterator[dict[str, Source]]:
+    """Rank 0's sources inside `gathering`: the other ranks hear which one is made.
+
+    Sources are made in a thread that may be left behind. It must not get between later collectives:
+    after this context nothing more is gathered.
+    """
+    if not is_split(model):
+        yield sources
+        return
+    lock, is_open = threading.Lock(), True
+
+    def make(index: int, source: Source) -> Tensor:
+        with lock:
+            if not is_open:
+                raise RuntimeError("this push of weights was given up")
+            _announce(index, model)
+            return source.make()
+
+    try:
+        yield {
+            name: source._replace(make=partial(make, index, source))
+            for index, (name, source) in enumerate(sources.items())
+        }
+    finally:
+        with lock:
+            is_open = False
 
 
 def receive_buckets(plan: TransferPlan, transport: Transport) -> Iterable[list[tuple[str, Tensor]]]:
@@ -593,7 +666,7 @@ class WeightSync:
             InferenceServerError: the server cannot take these weights; says why and what to change.
         """
         status = self.client.status()
-        sources, adapter = self._sources(model)
+        sources, adapter = what_to_send(model, self.lora_sync)
         if adapter and status["lora_dtype"] is None:
             raise InferenceServerError(needs_lora_flag(adapter["r"]))
         dtype = status["lora_dtype"] if adapter else status["dtype"]
@@ -661,7 +734,6 @@ class WeightSync:
             self.connect(model)
         assert self._transport is not None and self._plan is not None
         transport, plan = self._transport, self._plan
-        sources, _ = self._sources(model)
         body = {
             "connection": self._connection,
             "policy_version": policy_version,
@@ -670,11 +742,12 @@ class WeightSync:
         }
 
         try:
-            self._together(
-                lambda: self.client.receive_weights(body, self.timeout_s),
-                lambda: send_buckets(plan, sources, transport),
-                give_up=transport.close,
-            )
+            with announced(what_to_send(model, self.lora_sync)[0], model) as sources:
+                self._together(
+                    lambda: self.client.receive_weights(body, self.timeout_s),
+                    lambda: send_buckets(plan, sources, transport),
+                    give_up=transport.close,
+                )
         except Exception:
             self.forget_server()
             raise
@@ -717,17 +790,6 @@ class WeightSync:
         if self._transport is not None:
             self._transport.close()
         self.forget_server()
-
-    def _sources(self, model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
-        """What travels, and the adapter's config where it is an adapter."""
-        if not hasattr(model, "peft_config"):
-            return full_sources(model), {}
-        config = model.peft_config["default"]
-        check_adapter(config, self.lora_sync)
-        if self.lora_sync == "merged" or config.modules_to_save:
-            # vLLM takes no fully trained modules inside an adapter.
-            return merged_sources(model), {}
-        return adapter_sources(model)
 
     def _together(
         self,

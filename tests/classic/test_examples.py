@@ -44,6 +44,17 @@ def test_held_out_examples_are_not_trained_on(name):
     assert len(held_out) == 50 and len(train) > 500 and not train & held_out
 
 
+def test_reverse_text_is_the_same_task_as_classic_and_as_v1_environment():
+    classic, v1 = load_example("reverse_text"), load_example("reverse_text_v1")
+    env = classic.load_environment(num_train=500, num_eval=100)
+    for split, held_out in ((env.get_dataset(), False), (env.get_eval_dataset(), True)):
+        config = v1.ReverseTextConfig(id="reverse_text_v1", num_tasks=len(split), held_out=held_out)
+        tasks = list(v1.ReverseTextTaskset(config).load())
+        assert [row["prompt"][-1]["content"] for row in split] == [t.data.prompt for t in tasks]
+        assert list(split["answer"]) == [task.data.answer for task in tasks]
+    assert classic.demonstrations(20, 3, 0.2) == v1.demonstrations(20, 3, 0.2)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_demonstrations_are_right_and_noise_makes_mistakes(name):
     module = load_example(name)
