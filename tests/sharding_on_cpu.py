@@ -1,4 +1,4 @@
-"""accelerate offers FSDP and DeepSpeed with an accelerator only, though both run over gloo. Importing
+"""accelerate offers FSDP and DeepSpeed where there is a GPU, though both run over gloo. Importing
 this takes that one check away: a trainer with `fsdp` or `deepspeed` on the CPU then goes the way
 that it goes on GPUs.
 """

@@ -2,8 +2,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from peft import get_peft_model
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from tests.helpers import (
-    ROOT,
     StubSink,
     StubSource,
     load_example,
@@ -234,6 +231,7 @@ def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_l
     def run(checkpointing):
         torch.manual_seed(0)
         trainer = make_trainer(gradient_checkpointing=checkpointing, use_lora=use_lora, max_steps=1)
+        trainer._layout = trainer._choose_layout(trainer.model)  # which runs the model too
         counted = []
         layer = trainer._base_of(trainer.model).model.layers[0].input_layernorm
         layer.register_forward_hook(lambda *_: counted.append(1))
@@ -730,65 +728,3 @@ def test_max_grad_norm_bounds_the_update(make_trainer):
 
     assert grad_norm_seen(0) > 0.02
     assert grad_norm_seen(0.01) == pytest.approx(0.01, rel=1e-3)
-
-
-# Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
-# rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
-TWO_RANKS = """
-import sys, torch
-from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
-from verifiers_rl import RLConfig, RLTrainer
-
-folder, use_lora = sys.argv[1], sys.argv[2] == "lora"
-args = RLConfig(
-    output_dir=folder, use_cpu=True, use_lora=use_lora, batch_size=12, rollouts_per_example=4,
-    max_tokens_per_microbatch=36, max_seq_len=32, max_steps=3, learning_rate=2e-3,
-    save_strategy="no", disable_tqdm=True, num_rollouts_to_print=0, eval_strategy="steps",
-    eval_steps=2, loss_normalization="sequence", kl_beta=0.1,
-)
-torch.manual_seed(0)
-trainer = RLTrainer(
-    make_tiny_model(), None, args, load_example("warm_start").make_tokenizer(),
-    orchestrator=StubSource(batch_size=11), weight_sync=StubSink(),
-)
-trainer.train()
-history = [row for row in trainer.state.log_history if "mismatch_kl" in row]
-if args.process_index == 0:
-    weights = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
-    torch.save((args.world_size, weights, history), folder + "/result.pt")
-"""
-
-
-@pytest.mark.parametrize("mode", ["full", "lora"])
-def test_two_ranks_give_the_same_weights_as_one(tmp_path, mode):
-    script = tmp_path / "train.py"
-    script.write_text(TWO_RANKS)
-    results = {}
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        environment = {
-            **os.environ,
-            "ACCELERATE_USE_CPU": "true",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            if ranks == 2
-            else []
-        )
-        command = [sys.executable, *launcher, str(script), str(folder), mode]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        results[ranks] = torch.load(folder / "result.pt", weights_only=False)
-    assert (results[1][0], results[2][0]) == (1, 2)
-    one, two = results[1][1], results[2][1]
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(
-            two[name], one[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    for row_1, row_2 in zip(results[1][2], results[2][2], strict=True):
-        for name in ("loss", "entropy", "mismatch_kl", "importance_ratio_max", "clipped_share"):
-            assert row_2[name] == pytest.approx(row_1[name], rel=1e-4, abs=1e-6), name

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.packing import flatten_samples, unflatten_samples
@@ -54,12 +55,16 @@ def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[s
     return json.loads(bytes(payload.tolist()))
 
 
-def check_sharding(accelerator: Any, needs_copy: bool) -> None:
-    """Raise ConfigError for a way to split the model over ranks that would not work here.
+def prepare_sharding(accelerator: Any, needs_copy: bool) -> None:
+    """See to it that FSDP2 or DeepSpeed, where one is used, gives what DDP gives: it sums gradients
+    in float32.
 
     Args:
-        accelerator: that of the Trainer.
+        accelerator: that of the Trainer, before it prepares the model.
         needs_copy: whether each rank keeps a copy of the model, as the KL penalty's reference.
+
+    Raises:
+        ConfigError: a way to split the model that would not work here.
     """
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version != 2:
@@ -70,6 +75,9 @@ def check_sharding(accelerator: Any, needs_copy: bool) -> None:
             "kl_beta without LoRA keeps a copy of the whole model on each rank, which does not go "
             "with FSDP or ZeRO-3; set use_lora = true, or kl_beta = 0"
         )
+    if fsdp is not None and accelerator.mixed_precision == "bf16":
+        # accelerate's own also sums gradients in bfloat16.
+        fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def let_gloo_threads_finish() -> None:

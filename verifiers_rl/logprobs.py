@@ -70,6 +70,43 @@ def token_logprobs_and_entropy(
     return _TokenLogprobs.apply(logits, targets, temperature, with_entropy)
 
 
+class _FrozenHead(torch.autograd.Function):
+    """A logprob depends on its own row of hidden states only, so its gradient there is known in the
+    forward, but for a factor. No logits are computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Callable[[Tensor], Tensor],
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        results = []
+        for rows, row_targets in zip(
+            hidden.split(chunk_size), targets.split(chunk_size), strict=True
+        ):
+            rows = rows.detach().requires_grad_()
+            with torch.enable_grad():
+                logprobs, entropy = token_logprobs_and_entropy(
+                    head(rows), row_targets, temperature, with_entropy
+                )
+                (gradient,) = torch.autograd.grad(logprobs.sum(), rows)
+            results.append((logprobs.detach(), entropy, gradient))
+        logprobs, entropy, gradient = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (grads[0][:, None] * gradient).to(gradient.dtype), None, None, None, None, None
+
+
 def chunked_logprobs_and_entropy(
     hidden: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -77,8 +114,10 @@ def chunked_logprobs_and_entropy(
     temperature: float,
     chunk_size: int = 1024,
     with_entropy: bool = True,
+    head_is_trained: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same from hidden states, `chunk_size` tokens at a time, logits recomputed in backward.
+    """The same from hidden states, `chunk_size` tokens at a time. Backward computes the logits
+    again, unless the head is frozen.
 
     Args:
         hidden: (N, hidden_size).
@@ -87,10 +126,13 @@ def chunked_logprobs_and_entropy(
         temperature: the sampling temperature, > 0.
         chunk_size: tokens projected at once; the result does not depend on it.
         with_entropy: False gives zeros in its place.
+        head_is_trained: False where nothing in the head takes a gradient.
 
     Returns:
         logprobs (N,) and entropy (N,), as `token_logprobs_and_entropy`.
     """
+    if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
+        return _FrozenHead.apply(hidden, head, targets, temperature, chunk_size, with_entropy)
 
     def run_chunk(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
         is_recomputed = False

@@ -38,8 +38,8 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import (
     broadcast_batch,
     broadcast_metrics,
-    check_sharding,
     let_gloo_threads_finish,
+    prepare_sharding,
 )
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
@@ -152,7 +152,7 @@ class RLTrainer(Trainer):
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # until the first step
         needs_copy = args.kl_beta > 0 and not hasattr(self.model, "disable_adapter")
-        check_sharding(self.accelerator, needs_copy)
+        prepare_sharding(self.accelerator, needs_copy)
         self._reference: Any = None  # with LoRA: the model itself, its adapter switched off
         if needs_copy:
             reference = copy.deepcopy(cast(nn.Module, self.model))
@@ -401,16 +401,18 @@ class RLTrainer(Trainer):
             model_inputs["attention_mask"] = mask.long().to(self.args.device)
         else:  # without a mask, transformers makes one from positions that start anew
             model_inputs["position_ids"] = microbatch.position_ids.to(self.args.device)
-        chunk_size = chunk_size_for(self._base_of(model).config.get_text_config().vocab_size)
+        base = self._base_of(model)
+        chunk_size = chunk_size_for(base.config.get_text_config().vocab_size)
         # accelerate gives it to forward; the head runs outside, and the reference is not prepared.
         with self.accelerator.autocast():
             if self._why_full_logits:
                 logits = model(**model_inputs).logits[rows, columns]  # (N, vocabulary)
                 return token_logprobs_and_entropy(logits, targets, temperature, with_entropy)
-            with hidden_states_in_place_of_logits(self._base_of(model)) as to_logits:
+            with hidden_states_in_place_of_logits(base) as to_logits:
                 hidden = model(**model_inputs).logits[rows, columns]  # (N, hidden_size)
+            is_trained = any(p.requires_grad for p in base.get_output_embeddings().parameters())
             return chunked_logprobs_and_entropy(
-                hidden, to_logits, targets, temperature, chunk_size, with_entropy
+                hidden, to_logits, targets, temperature, chunk_size, with_entropy, is_trained
             )
 
     @torch.no_grad()
