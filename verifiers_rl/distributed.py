@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from verifiers_rl.config import ConfigError
+from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.packing import flatten_samples, unflatten_samples
 from verifiers_rl.types import Batch
 
@@ -55,17 +55,23 @@ def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[s
     return json.loads(bytes(payload.tolist()))
 
 
-def prepare_sharding(accelerator: Any, needs_copy: bool) -> None:
-    """See to it that FSDP2 or DeepSpeed, where one is used, gives what DDP gives: it sums gradients
-    in float32.
+def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
+    """What FSDP2 and DeepSpeed need before the model is prepared.
 
     Args:
-        accelerator: that of the Trainer, before it prepares the model.
+        accelerator: that of the Trainer.
+        args: the Trainer's.
         needs_copy: whether each rank keeps a copy of the model, as the KL penalty's reference.
 
     Raises:
         ConfigError: a way to split the model that would not work here.
     """
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name) and getattr(accelerator.state, f"{name}_plugin", None) is None:
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r} has no effect on a CPU, where accelerate does not "
+                "offer it; remove it"
+            )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version != 2:
         raise ConfigError(f"fsdp_version={fsdp.fsdp_version}: not supported; set fsdp_version: 2")

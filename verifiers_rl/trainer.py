@@ -152,7 +152,7 @@ class RLTrainer(Trainer):
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # until the first step
         needs_copy = args.kl_beta > 0 and not hasattr(self.model, "disable_adapter")
-        prepare_sharding(self.accelerator, needs_copy)
+        prepare_sharding(self.accelerator, args, needs_copy)
         self._reference: Any = None  # with LoRA: the model itself, its adapter switched off
         if needs_copy:
             reference = copy.deepcopy(cast(nn.Module, self.model))

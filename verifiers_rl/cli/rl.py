@@ -92,6 +92,12 @@ def check_trainer_options(config: RunConfig) -> None:
     from verifiers_rl.config import ConfigError, RLConfig
 
     check_trainer_args(config)
+    for name in ("fsdp", "deepspeed"):
+        if config.trainer_args.get(name) and config.trainer_gpus < 2:
+            raise TomlError(
+                f"{config.path}: trainer.args.{name} spreads the trainer over GPUs; "
+                f"trainer.gpus={config.trainer_gpus} must be at least 2"
+            )
     try:
         # On the CPU: this process must not touch a GPU.
         RLConfig(**{**config.trainer_args, "use_cpu": True, "bf16": False})
