@@ -170,6 +170,13 @@ def test_trainer_options_are_checked_before_anything_starts():
         rl.check_trainer_options(make_config(trainer_args={"batch_size": 100}))
 
 
+def test_splitting_the_trainer_over_one_gpu_is_refused():
+    with pytest.raises(
+        TomlError, match=r"trainer\.args\.fsdp .* trainer\.gpus=1 must be at least 2"
+    ):
+        rl.check_trainer_options(make_config(trainer_args={"fsdp": True}))
+
+
 def test_flags_follow_from_keys_and_values():
     args = {
         "max_model_len": 8,

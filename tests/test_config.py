@@ -116,6 +116,14 @@ def test_a_value_that_cannot_work_is_one_clear_error(options, message):
         make(**options)
 
 
+def test_deepspeed_that_is_not_installed_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"not installed; pip install 'verifiers-rl\[deepspeed\]'"
+    ):
+        make(deepspeed="zero3.json")
+
+
 def test_a_config_can_be_copied_with_changes():
     assert replace(make(max_steps=3), batch_size=32).max_steps == 3
 

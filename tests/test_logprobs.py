@@ -122,6 +122,31 @@ def test_the_logits_of_many_architectures_come_from_hidden_states(name):
     assert reason_against_chunking(model) is None
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+def test_a_frozen_head_gives_what_a_trained_one_gives(name, chunk_size):
+    model = ARCHITECTURES[name]()
+    hidden, targets = torch.randn(8, 16), torch.randint(64, (8,))
+    calls, results = [], []
+    for head_is_trained in (True, False):
+        model.get_output_embeddings().requires_grad_(head_is_trained)
+        rows = hidden.clone().requires_grad_()
+        with hidden_states_in_place_of_logits(model) as to_logits:
+
+            def head(rows, to_logits=to_logits, is_trained=head_is_trained):
+                calls.append(is_trained)
+                return to_logits(rows)
+
+            logprobs, entropy = chunked_logprobs_and_entropy(
+                rows, head, targets, 0.7, chunk_size, head_is_trained=head_is_trained
+            )
+            (logprobs * torch.arange(8.0)).sum().backward()
+        results.append((logprobs.detach(), entropy, rows.grad))
+    for given, expected in zip(*results, strict=True):
+        torch.testing.assert_close(given, expected)
+    assert calls.count(True) == 2 * calls.count(False)  # once more in backward
+
+
 class Shifted(LlamaForCausalLM):
     """Adds a constant to the logits of one token, behind the head."""
 

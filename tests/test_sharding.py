@@ -5,11 +5,14 @@ reach the server is compared, which rank 0 sends and all ranks gather.
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.helpers import ROOT, make_tiny_model
+from verifiers_rl.config import ConfigError
+from verifiers_rl.distributed import prepare_sharding
 
 # Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
@@ -158,6 +161,30 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
         check_same(results[case], one_process[case])
     for case in resumes:
         check_same(results[case], one_process["full"])
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options", "message"),
+    [
+        ({}, {"fsdp": "full_shard"}, "fsdp=.* has no effect on a CPU"),
+        ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, {}, "fsdp_version=1: not supported"),
+        ({"fsdp_plugin": SimpleNamespace(fsdp_version=2)}, {}, "kl_beta without LoRA"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {}, "kl_beta without LoRA"),
+    ],
+)
+def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):
+    accelerator = SimpleNamespace(state=SimpleNamespace(**plugin), mixed_precision="no")
+    args = SimpleNamespace(**{"fsdp": None, "deepspeed": None, **options})
+    with pytest.raises(ConfigError, match=message):
+        prepare_sharding(accelerator, args, needs_copy=True)
+
+
+def test_fsdp2_sums_gradients_in_float32():
+    plugin = SimpleNamespace(fsdp_version=2)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16")
+    prepare_sharding(accelerator, SimpleNamespace(fsdp=True, deepspeed=None), needs_copy=False)
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3"])

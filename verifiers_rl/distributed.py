@@ -1,4 +1,4 @@
-"""From rank 0 to the others: batches and metrics, as plain tensors."""
+"""From rank 0 to the others: batches and metrics, as plain tensors; what sharding needs."""
 
 from __future__ import annotations
 
