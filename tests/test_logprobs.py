@@ -147,6 +147,32 @@ def test_a_frozen_head_gives_what_a_trained_one_gives(name, chunk_size):
     assert calls.count(True) == 2 * calls.count(False)  # once more in backward
 
 
+@pytest.mark.parametrize("head_is_trained", [True, False])
+def test_the_head_can_be_called_more_often_than_there_are_rows(head_is_trained):
+    head, calls = torch.nn.Linear(16, 64).requires_grad_(head_is_trained), []
+
+    def run(min_chunks):
+        torch.manual_seed(0)
+        rows, targets = torch.randn(3, 16, requires_grad=True), torch.randint(64, (3,))
+        calls.clear()
+        logprobs, _ = chunked_logprobs_and_entropy(
+            rows,
+            lambda rows: calls.append(1) or head(rows),
+            targets,
+            1.0,
+            head_is_trained=head_is_trained,
+            min_chunks=min_chunks,
+        )
+        (logprobs * torch.arange(3.0)).sum().backward()
+        return logprobs, rows.grad
+
+    expected = run(1)
+    given = run(5)
+    assert len(calls) == (10 if head_is_trained else 5)  # as often again in backward
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 class Shifted(LlamaForCausalLM):
     """Adds a constant to the logits of one token, behind the head."""
 

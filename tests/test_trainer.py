@@ -689,6 +689,13 @@ def test_a_model_in_half_precision_becomes_float32_masters(make_trainer, caplog)
     assert "float32 masters" in caplog.text
 
 
+def test_with_deepspeed_a_second_train_is_refused(make_trainer):
+    trainer = make_trainer()
+    trainer.is_deepspeed_enabled, trainer.model_wrapped = True, torch.nn.Module()
+    with pytest.raises(RuntimeError, match="a trainer trains once"):
+        trainer.train()
+
+
 def test_warmup_steps_raise_the_learning_rate_even_with_a_constant_schedule(make_trainer):
     trainer = make_trainer(warmup_steps=4)
     trainer.train()

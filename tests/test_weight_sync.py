@@ -445,7 +445,7 @@ from tests.helpers import make_tiny_model
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl import weight_sync
 from verifiers_rl.distributed import let_gloo_threads_finish
-from verifiers_rl.weight_sync import full_sources, merged_sources, send_buckets, take_part
+from verifiers_rl.weight_sync import announced, gathering, send_buckets, what_to_send
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -453,8 +453,8 @@ kind, lora = sys.argv[1], sys.argv[2] == "merged"
 model = make_tiny_model()
 if lora:
     model = with_trained_adapter(model)
-sources_of = merged_sources if lora else full_sources
-expected = {name: source.make().clone() for name, source in sources_of(model).items()}
+sources, _ = what_to_send(model, "merged")
+expected = {name: source.make().clone() for name, source in sources.items()}
 live, peak = 0, 0
 original = weight_sync.whole
 
@@ -495,11 +495,14 @@ class Recorder:
         bucket = next(buckets)
         self.got |= {n: v.clone() for n, v in weight_sync.bucket_views(bucket, buffer)}
 
-sources = sources_of(model)
+with gathering(model, "merged"):
+    if rank == 0:
+        sources, _ = what_to_send(model, "merged")
+        plan, recorder = plan_of(sources), Recorder()
+        buckets = plan.buckets()
+        with announced(sources, model) as announced_sources:
+            send_buckets(plan, announced_sources, recorder)
 if rank == 0:
-    plan, recorder = plan_of(sources), Recorder()
-    buckets = plan.buckets()
-    send_buckets(plan, sources, recorder)
     assert recorder.got.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(recorder.got[name], expected[name], rtol=1e-6, atol=1e-7)
@@ -507,8 +510,6 @@ if rank == 0:
     total = sum(t.numel() * 4 for t in expected.values())
     assert 0 < peak <= 1.5 * largest < total / 2, (peak, largest, total)
     print("gathered", total, "peak", peak)
-else:
-    take_part(sources)
 dist.destroy_process_group()
 let_gloo_threads_finish()
 """

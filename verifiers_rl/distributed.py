@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.packing import flatten_samples, unflatten_samples
@@ -55,6 +55,13 @@ def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[s
     return json.loads(bytes(payload.tolist()))
 
 
+def max_over_ranks(number: int, device: torch.device) -> int:
+    """The largest of the ranks' numbers, on every rank."""
+    largest = torch.tensor(number, device=device)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+    return int(largest)
+
+
 def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
     """What FSDP2 and DeepSpeed need before the model is prepared.
 
@@ -75,6 +82,8 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version != 2:
         raise ConfigError(f"fsdp_version={fsdp.fsdp_version}: not supported; set fsdp_version: 2")
+    if fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
+        raise ConfigError("FSDP's cpu_offload: not supported; remove it, or use ZeRO-2's")
     zero = getattr(accelerator.state, "deepspeed_plugin", None)
     if needs_copy and (fsdp is not None or (zero is not None and zero.zero_stage == 3)):
         raise ConfigError(

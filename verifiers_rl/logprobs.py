@@ -82,12 +82,12 @@ class _FrozenHead(torch.autograd.Function):
         head: Callable[[Tensor], Tensor],
         targets: Tensor,
         temperature: float,
-        chunk_size: int,
+        num_chunks: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         results = []
         for rows, row_targets in zip(
-            hidden.split(chunk_size), targets.split(chunk_size), strict=True
+            hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
         ):
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():
@@ -115,6 +115,7 @@ def chunked_logprobs_and_entropy(
     chunk_size: int = 1024,
     with_entropy: bool = True,
     head_is_trained: bool = True,
+    min_chunks: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden states, `chunk_size` tokens at a time. Backward computes the logits
     again, unless the head is frozen.
@@ -127,12 +128,14 @@ def chunked_logprobs_and_entropy(
         chunk_size: tokens projected at once; the result does not depend on it.
         with_entropy: False gives zeros in its place.
         head_is_trained: False where nothing in the head takes a gradient.
+        min_chunks: call the head at least so often, with no rows if need be.
 
     Returns:
         logprobs (N,) and entropy (N,), as `token_logprobs_and_entropy`.
     """
+    num_chunks = max(-(-len(targets) // chunk_size), min_chunks)
     if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
-        return _FrozenHead.apply(hidden, head, targets, temperature, chunk_size, with_entropy)
+        return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, with_entropy)
 
     def run_chunk(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
         is_recomputed = False
@@ -148,7 +151,9 @@ def chunked_logprobs_and_entropy(
 
     chunks = [
         run_chunk(h, t)
-        for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+        for h, t in zip(
+            hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
+        )
     ]
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
 

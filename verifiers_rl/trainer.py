@@ -39,6 +39,7 @@ from verifiers_rl.distributed import (
     broadcast_batch,
     broadcast_metrics,
     let_gloo_threads_finish,
+    max_over_ranks,
     prepare_sharding,
 )
 from verifiers_rl.inference.client import ServerLostError
@@ -215,6 +216,8 @@ class RLTrainer(Trainer):
         """As Trainer.train; the server ends with the final weights,
         and the orchestrator stops however this ends.
         """
+        if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
+            raise RuntimeError("with DeepSpeed a trainer trains once; make another, or resume")
         with self._serving():
             result = super().train(*args, **kwargs)
             with self._gathering():
@@ -410,10 +413,12 @@ class RLTrainer(Trainer):
                 return token_logprobs_and_entropy(logits, targets, temperature, with_entropy)
             with hidden_states_in_place_of_logits(base) as to_logits:
                 hidden = model(**model_inputs).logits[rows, columns]  # (N, hidden_size)
-            is_trained = any(p.requires_grad for p in base.get_output_embeddings().parameters())
-            return chunked_logprobs_and_entropy(
-                hidden, to_logits, targets, temperature, chunk_size, with_entropy, is_trained
-            )
+            head = list(base.get_output_embeddings().parameters())
+            is_trained, min_chunks = any(p.requires_grad for p in head), 1
+            if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: all ranks gather it for each chunk
+                min_chunks = max_over_ranks(-(-len(targets) // chunk_size), self.args.device)
+            where = (targets, temperature, chunk_size, with_entropy, is_trained, min_chunks)
+            return chunked_logprobs_and_entropy(hidden, to_logits, *where)
 
     @torch.no_grad()
     def reference_logprobs(

@@ -573,9 +573,11 @@ def gathering(model: nn.Module, lora_sync: Literal["adapter", "merged"]) -> Iter
         finally:
             _announce(_END, model)
     else:
-        sources = list(what_to_send(model, lora_sync)[0].values())
+        sources: list[Source] = []
         with torch.no_grad():
             while (index := _announce(_END, model)) != _END:
+                # Not before rank 0 has, which then says what is wrong with an adapter.
+                sources = sources or list(what_to_send(model, lora_sync)[0].values())
                 sources[index].make()
         yield
 
