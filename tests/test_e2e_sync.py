@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import running_server
 from tests.helpers import ROOT, load_example
+from verifiers_rl import weight_sync
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -509,14 +510,16 @@ def test_a_malformed_connection_is_refused(full_server, token, change, message):
         (None, "has no tensor 'model.embed_tokens.wait'"),
     ],
 )
-def test_oversized_and_misnamed_tensors_are_refused(full_server, connect, edit, message):
+def test_oversized_and_misnamed_tensors_are_refused(
+    full_server, connect, monkeypatch, edit, message
+):
     folder, server = full_server
     sync = connect(server)
-    sources, _ = sync._sources(load(folder))
+    sources, _ = weight_sync.what_to_send(load(folder), "adapter")
     name = "model.embed_tokens.weight"
     source = sources.pop(name)
     sources = {name: edit(source)} | sources if edit else {name[:-6] + "wait": source} | sources
-    sync._sources = lambda model: (sources, {})
+    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, {}))
     refused_within_seconds(sync, load(folder), message)
 
 

@@ -257,7 +257,7 @@ def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on()
     assert sync.policy_version is None
 
 
-def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why():
+def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why(monkeypatch):
     def receive(client):
         with pytest.raises(RuntimeError):
             client.transport.receive(10**6)
@@ -271,7 +271,7 @@ def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why():
         raise MemoryError("out of memory while merging")
 
     sources = {name: Source((1,), torch.float32, out_of_memory) for name in full_sources(model)}
-    sync._sources = lambda model: (sources, {})
+    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, {}))
     start = time.monotonic()
     with pytest.raises(MemoryError, match="while merging"):
         sync.push(model, 0)
@@ -356,9 +356,9 @@ def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync
 
 def test_lora_sync_decides_what_travels():
     model = with_trained_adapter(make_tiny_model())
-    adapter, config = WeightSync(StubClient(None), lora_sync="adapter")._sources(model)
+    adapter, config = weight_sync.what_to_send(model, "adapter")
     assert config["r"] == 4 and all("lora_" in name for name in adapter)
-    merged, config = WeightSync(StubClient(None), lora_sync="merged")._sources(model)
+    merged, config = weight_sync.what_to_send(model, "merged")
     assert config == {} and merged.keys() == full_sources(make_tiny_model()).keys()
 
 
