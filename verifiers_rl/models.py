@@ -31,10 +31,9 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     if hasattr(model, "peft_config"):
         return model
-    is_split = any(hasattr(p, "ds_id") for p in model.parameters())  # DeepSpeed keeps the masters
     if peft_config is None and not args.use_lora:
-        if is_split:
-            return model
+        if any(hasattr(p, "ds_id") for p in model.parameters()):
+            return model  # loaded under ZeRO-3: DeepSpeed keeps the masters
         if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
             logger.warning("the model's weights become float32 masters for full finetuning")
         return model.float()
