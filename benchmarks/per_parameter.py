@@ -42,7 +42,7 @@ class PerParameterWorker(WeightSyncWorker):
 
     def per_parameter_receive(self, name: str, dtype: str, shape: list[int], load: bool) -> None:
         num_bytes = math.prod(shape) * torch_dtype(dtype).itemsize
-        buffer = self._weight_sync_transport.receive(num_bytes)
+        buffer = self._weight_sync_transport.receive(num_bytes)()
         tensor = buffer.view(torch_dtype(dtype)).view(shape)
         if load:
             model = self.model_runner.get_model()

@@ -64,7 +64,7 @@ def main(port: int, timeout_s: float) -> None:
         if buffer.numel() < max(sizes):
             buffer = torch.ones(max(sizes), dtype=torch.uint8)
         for size in sizes:
-            communicator._broadcast(buffer[:size])
+            communicator._broadcast(buffer[:size])()
         print("received", flush=True)
 
 

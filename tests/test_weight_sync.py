@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -170,6 +171,41 @@ def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
             assert all(torch.equal(got[name], sent[name]) for name in sent)
 
 
+@pytest.mark.parametrize(("backend", "buckets_ahead"), [("gloo", 2), ("ipc", 1)])
+def test_buckets_are_packed_and_sent_while_one_is_loaded(backend, buckets_ahead, ipc_on_the_cpu):
+    size = 4 * 2**20  # bytes; more than sockets hold
+    tensors = [torch.full((size // 4,), float(index)) for index in range(4)]
+    specs = [spec_of(str(index), tensor) for index, tensor in enumerate(tensors)]
+    plan = TransferPlan("full", specs, size, {})
+    listener, port = listen()
+    packed = [threading.Event() for _ in tensors]
+    loaded = []
+
+    def worker():
+        transport = make_transport(backend, "127.0.0.1", port, 1, 2, CPU, 30.0, size)
+        for index, ((_, tensor),) in enumerate(receive_buckets(plan, transport)):
+            for event in packed[: index + buckets_ahead + 1]:
+                if not event.wait(20):
+                    break
+            else:
+                loaded.append(tensor[0].item())
+        transport.close()
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    transport = make_transport(backend, "127.0.0.1", port, 0, 2, CPU, 30.0, size, listener)
+
+    def make(index):
+        packed[index].set()
+        return tensors[index]
+
+    sources = {s.name: Source(s.shape, torch.float32, partial(make, int(s.name))) for s in specs}
+    send_buckets(plan, sources, transport)
+    thread.join(30)
+    transport.close()
+    assert loaded == [0.0, 1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
 def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, ipc_on_the_cpu):
     listener, port = listen()
@@ -249,18 +285,22 @@ def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on()
         raise ServerLostError("no answer from the inference server")
 
     sync = WeightSync(StubClient(die), timeout_s=30)
+    model = make_tiny_model()
+    sync.connect(model)
+    is_abandoned, sync._transport.abandon = threading.Event(), lambda: is_abandoned.set()
     start = time.monotonic()
     with pytest.raises(ServerLostError, match="no answer"):
-        sync.push(make_tiny_model(), 0)
+        sync.push(model, 0)
     sync.close()
     assert time.monotonic() - start < 10  # not the 30 s for which the broadcast waits
     assert sync.policy_version is None
+    assert is_abandoned.is_set()
 
 
 def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why(monkeypatch):
     def receive(client):
         with pytest.raises(RuntimeError):
-            client.transport.receive(10**6)
+            client.transport.receive(10**6)()
         raise InferenceServerError("500: RuntimeError: connection closed")
 
     sync = WeightSync(StubClient(receive), timeout_s=30)
@@ -295,7 +335,7 @@ def test_a_refused_push_says_why_though_its_transport_was_closed_before():
 
 
 def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took():
-    sync = WeightSync(StubClient(lambda client: client.transport.receive(0)), timeout_s=30)
+    sync = WeightSync(StubClient(lambda client: client.transport.receive(0)()), timeout_s=30)
     sync._connection = "1"
     sync.check_server()
     sync.client.connection = None

@@ -25,7 +25,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -159,8 +159,16 @@ class Transport(Protocol):
         """Rank 0: returns when the buffer may be filled again."""
         ...
 
-    def receive(self, num_bytes: int) -> Tensor:
-        """Worker: the next buffer, which is the worker's own."""
+    def receive(self, num_bytes: int) -> Callable[[], Tensor]:
+        """Worker: begin to receive. The call that is returned waits for the buffer, which is the
+        worker's own.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Rank 0, in another thread than the one that sends: the others are lost. Returns at once;
+        what is under way ends, or goes on to its deadline without holding up the GPU.
+        """
         ...
 
     def close(self) -> None: ...
@@ -251,32 +259,43 @@ class Communicator:
             self._group = gloo(store, rank, world_size, gloo_options)
         self._store = store
         # Meet now, not at the first push.
-        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))()
 
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def send(self, buffer: Tensor) -> None:
-        self._broadcast(buffer)
+        self._broadcast(buffer)()
 
-    def receive(self, num_bytes: int) -> Tensor:
-        buffer = self.buffer(num_bytes)
-        self._broadcast(buffer)
-        return buffer
+    def receive(self, num_bytes: int) -> Callable[[], Tensor]:
+        return self._broadcast(self.buffer(num_bytes))
 
-    def _broadcast(self, buffer: Tensor) -> None:
+    def _broadcast(self, buffer: Tensor) -> Callable[[], Tensor]:
+        """Begun when this returns; the call that is returned waits for its end."""
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([buffer], options).wait()
-        if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()
+        work = self._group.broadcast([buffer], options)
+
+        def wait() -> Tensor:
+            work.wait()
+            if buffer.is_cuda:
+                torch.cuda.current_stream(buffer.device).synchronize()
+            return buffer
+
+        return wait
+
+    def abandon(self) -> None:
+        # NCCL would keep the trainer's stream until the deadline. gloo keeps one thread, and its
+        # abort() waits for that.
+        if self.device.type == "cuda" and self._group is not None:
+            self._group.abort()
 
     def close(self) -> None:
         """Waits for a broadcast that is under way, up to its deadline."""
         self._group.abort()
-        del self._group, self._store
+        self._group = self._store = None
 
 
 class SharedBuffer:
@@ -318,13 +337,20 @@ class SharedBuffer:
         self._await_workers(f"read/{self._round}")
         self._store.delete_key(f"filled/{self._round}")
 
-    def receive(self, num_bytes: int) -> Tensor:
+    def receive(self, num_bytes: int) -> Callable[[], Tensor]:
+        """Copied only when waited for; rank 0 fills the buffer again while that copy is loaded."""
         self._round += 1
-        self._store.wait([f"filled/{self._round}"])
+        return partial(self._read, self._round, num_bytes)
+
+    def _read(self, round_: int, num_bytes: int) -> Tensor:
+        self._store.wait([f"filled/{round_}"])
         own = self._memory[:num_bytes].clone()  # loading may keep views beyond the next bucket
         self._synchronize()
-        self._report(f"read/{self._round}")
+        self._report(f"read/{round_}")
         return own
+
+    def abandon(self) -> None:
+        """Nothing to do: only the sending thread waits, and for the store."""
 
     def close(self) -> None:
         del self._memory, self._store
@@ -619,9 +645,16 @@ def announced(sources: dict[str, Source], model: nn.Module) -> Iterator[dict[str
 
 
 def receive_buckets(plan: TransferPlan, transport: Transport) -> Iterable[list[tuple[str, Tensor]]]:
-    """The workers' end: the named tensors of each bucket in turn."""
-    for bucket in plan.buckets():
-        yield bucket_views(bucket, transport.receive(bucket_num_bytes(bucket)))
+    """The workers' end: the named tensors of each bucket in turn. While the caller loads them, the
+    next bucket is packed and sent.
+    """
+    buckets = list(plan.buckets())
+    coming = transport.receive(bucket_num_bytes(buckets[0]))
+    for bucket, following in zip_longest(buckets, buckets[1:]):
+        buffer = coming()
+        if following is not None:
+            coming = transport.receive(bucket_num_bytes(following))
+        yield bucket_views(bucket, buffer)
 
 
 class WeightSync:
@@ -785,13 +818,15 @@ class WeightSync:
         """Let go of the transport without waiting for a push that may be half under way; its thread
         holds the last reference, up to its deadline. The next push connects anew.
         """
+        if self._transport is not None:
+            self._transport.abandon()
         self._transport = self.policy_version = None
 
     def close(self) -> None:
         """Leave the transport; the next push connects again."""
         if self._transport is not None:
             self._transport.close()
-        self.forget_server()
+        self._transport = self.policy_version = None
 
     def _together(
         self,
