@@ -50,7 +50,7 @@ from raw_broadcast import RawReceiver
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verifiers_rl.cli.rl import Child, wait_for_server
+from verifiers_rl.cli.rl import Child, answers, ended_early, ended_within
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -122,7 +122,10 @@ def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceCli
     client = InferenceClient("127.0.0.1", port)
     server = Child("inference", command, {"PYTHONPATH": os.pathsep.join(paths)}, log, inherit=False)
     try:
-        wait_for_server(server, client, TIMEOUT_S, log)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not answers(client):
+            if ended_within(server, 0.5) or time.monotonic() > deadline:
+                raise ended_early(server, None)
         yield client
     except (InferenceServerError, httpx.HTTPError):
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
