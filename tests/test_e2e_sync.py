@@ -93,23 +93,28 @@ def perturb(model, seed):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
-def completion(server, model_name, **options):
+def completion(server, model_name, engine=None, **options):
     body = {"model": model_name, "prompt": PROMPT, "temperature": 1.0, **options}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+    headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+    url = f"{server.url}/v1/completions"
+    reply = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"][0]
 
 
-def largest_difference(model, server, model_name):
+def largest_difference(model, server, model_name, engine=None):
     """Server's logprobs of the prompt's tokens, and of one sampled token, against the trainer's."""
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     # Twice: the second request finds the prompt in the prefix cache.
     for _ in range(2):
-        sampled = completion(server, model_name, max_tokens=1, logprobs=0, return_token_ids=True)
+        wanted = {"max_tokens": 1, "logprobs": 0, "return_token_ids": True}
+        sampled = completion(server, model_name, engine, **wanted)
         (token_id,), (logprob,) = sampled["token_ids"], sampled["logprobs"]["token_logprobs"]
         difference = abs(logprob - expected[-1, token_id].item())
-    given = completion(server, model_name, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+    given = completion(server, model_name, engine, max_tokens=1, prompt_logprobs=0)[
+        "prompt_logprobs"
+    ]
     for t in range(1, len(PROMPT)):
         logprob = given[t][str(PROMPT[t])]["logprob"]
         difference = max(difference, abs(logprob - expected[t - 1, PROMPT[t]].item()))
@@ -176,6 +181,19 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(models, connect, tmp
             assert largest_difference(new, server, sync.model_name) < 0.05
             assert largest_difference(old, server, sync.model_name) > 0.5
         assert metrics["sync_bytes"] == 2 * sum(p.numel() for p in new.parameters())
+
+
+def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path):
+    flags = (*SMALL_BLOCKS, "--data-parallel-size", "2")
+    with running_server(models[False], tmp_path / "server.log", *flags) as server:
+        sync = connect(server)
+        assert sync.client.status()["world_size"] == 2
+        model = load(models[False])
+        for version in range(2):
+            perturb(model, seed=version)
+            sync.push(model, version)
+            for engine in range(2):
+                assert largest_difference(model, server, sync.model_name, engine) < 1e-4, engine
 
 
 def memory_of(server):

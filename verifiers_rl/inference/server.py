@@ -231,6 +231,11 @@ class WeightSyncRoutes:
         lora = config.lora_config
         if self.gpus is None:
             self.gpus = await engine.collective_rpc("weight_sync_gpu", timeout=30.0)
+            if self.gpus[0] is not None:
+                # Of data-parallel engines vLLM asks all and returns the first one's answers. The
+                # others' workers have GPUs of their own.
+                num_unknown = config.parallel_config.world_size_across_dp - len(self.gpus)
+                self.gpus += [f"unknown {i}" for i in range(num_unknown)]
         return 200, {
             "policy_version": self.policy_version,
             "connection": self.connection,
@@ -313,7 +318,10 @@ class WeightSyncRoutes:
                 raise RuntimeError(
                     "vLLM could not reset its prefix cache; old policy's entries would be reused"
                 )
-            self.is_salted = self.is_salted or not dropped
+            several_engines = engine.vllm_config.parallel_config.data_parallel_size > 1
+            # Of data-parallel engines vLLM tells what the first one answered.
+            kept_some = not dropped or (several_engines and running and not recompute)
+            self.is_salted = self.is_salted or kept_some
             self.policy_version = body["policy_version"]
             if running:
                 self.in_flight.swap(num_tokens, self.policy_version)
@@ -481,6 +489,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         if hasattr(os, "sched_getaffinity"):
             num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
+            num_workers *= args.data_parallel_size
             cores = server_cores(list(os.sched_getaffinity(0)), num_workers)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
         # In GiB; vLLM would take a large share of the memory.

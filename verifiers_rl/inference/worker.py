@@ -95,7 +95,8 @@ class WeightSyncWorker:
             request["backend"],
             request["host"],
             request["port"],
-            1 + parallel.data_parallel_rank * parallel.world_size + self.rank,
+            # data_parallel_rank is 0 in all engines of a model without experts.
+            1 + parallel.data_parallel_index * parallel.world_size + self.rank,
             request["world_size"],
             self.device,
             request["timeout_s"],
