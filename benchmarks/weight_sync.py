@@ -139,7 +139,7 @@ def push_per_parameter(sync: WeightSync, sources: dict[str, Source], load: bool)
     """(b), the trainer's half."""
     transport = sync._transport
     assert transport is not None
-    headers = {"Authorization": f"Bearer {find_token(sync.client.port)}"}
+    headers = {"Authorization": f"Bearer {find_token(sync.client.host, sync.client.port)}"}
     with httpx.Client(base_url=sync.client.base_url, headers=headers, timeout=TIMEOUT_S) as http:
 
         def post(step: str, **body: Any) -> None:

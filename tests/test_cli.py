@@ -215,6 +215,13 @@ def test_the_server_is_told_what_follows_from_the_trainer():
     flags = " ".join(command[command.index("--model") :])
     assert "--max-model-len 99" in flags and "--enable-lora --max-lora-rank 16" in flags
     assert "--tensor-parallel-size 2" in flags and "--host 127.0.0.1 --port 7" in flags
+    for num_engines, tensor_parallel in ((2, "--tensor-parallel-size 2"), (4, "")):
+        args = {"data_parallel_size": num_engines}
+        config = make_config(inference_gpus=4, inference_args=args)
+        flags = " ".join(rl.server_command(config, "h", 7))
+        assert f"--data-parallel-size {num_engines}" in flags
+        assert ("--tensor-parallel-size" in flags) == bool(tensor_parallel)
+        assert tensor_parallel in flags
     for options in (
         {"use_lora": False},
         {"lora_modules_to_save": ["lm_head"]},

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -181,6 +183,7 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(models, connect, tmp
             assert largest_difference(new, server, sync.model_name) < 0.05
             assert largest_difference(old, server, sync.model_name) > 0.5
         assert metrics["sync_bytes"] == 2 * sum(p.numel() for p in new.parameters())
+        check_a_killed_trainer("full", models[False], server, connect, tolerance=0.05)
 
 
 def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path):
@@ -400,7 +403,7 @@ def test_a_trainer_killed_in_an_adapter_push_leaves_a_server_too(lora_server, co
     check_a_killed_trainer("adapter", *lora_server, connect)
 
 
-def check_a_killed_trainer(kind, folder, server, connect):
+def check_a_killed_trainer(kind, folder, server, connect, tolerance=1e-4):
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port), kind],
         capture_output=True,
@@ -415,9 +418,54 @@ def check_a_killed_trainer(kind, folder, server, connect):
     start = time.monotonic()
     sync.push(model, 0)
     assert time.monotonic() - start < 30
-    assert largest_difference(model, server, sync.model_name) < 1e-4
+    assert largest_difference(model, server, sync.model_name) < tolerance
     assert sync.client.status()["policy_version"] == 0
     sync.check_server()
+
+
+def test_a_trainer_that_never_comes_to_the_meeting_leaves_a_server_for_the_next_one(
+    full_server, connect
+):
+    folder, server = full_server
+    model, sync = load(folder), connect(server, timeout_s=3)
+    sync.push(model, 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    request = {"host": "127.0.0.1", "port": port, "world_size": 2, "backend": "gloo"}
+    request |= {"timeout_s": 3.0, "plan": asdict(sync._plan)}
+    for _ in range(2):
+        with pytest.raises(InferenceServerError, match="500: DistNetworkError"):
+            sync.client.connect_weight_sync(request, 3.0)
+    completion(server, sync.model_name, max_tokens=4)
+    perturb(model, seed=1)
+    later = connect(server)
+    later.push(model, 1)
+    assert largest_difference(model, server, later.model_name) < 1e-4
+
+
+def test_a_push_that_fails_after_its_first_bucket_is_told_at_once(full_server, connect):
+    folder, server = full_server
+    model, sync = load(folder), connect(server)
+    sync.connect(model)
+    # The trainer dwells on the second bucket, and the worker's time for a push is over.
+    send, sent = sync._transport.send, []
+
+    def send_late(buffer):
+        sent.append(buffer)
+        if len(sent) == 2:
+            time.sleep(1.5)
+        send(buffer)
+
+    sync._transport.send = send_late
+    sync.timeout_s = 1.0
+    start = time.monotonic()
+    with pytest.raises(InferenceServerError, match=r"took longer than 1 s|closed"):
+        sync.push(model, 1)
+    assert time.monotonic() - start < 15
+    sync.timeout_s = 60.0
+    perturb(model, seed=1)
+    sync.push(model, 2)
+    assert largest_difference(model, server, sync.model_name) < 1e-4
 
 
 def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, monkeypatch):

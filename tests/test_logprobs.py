@@ -12,6 +12,7 @@ from verifiers_rl.logprobs import (
     reason_against_sharing_rows,
     token_logprobs_and_entropy,
 )
+from verifiers_rl.losses import LOSSES, LossInputs
 
 
 def reference(logits, targets, temperature):
@@ -44,6 +45,23 @@ def test_impossible_tokens_give_a_finite_entropy(autocast):
             torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]), 1.0
         )
     assert entropy.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_impossible_tokens_give_a_finite_loss_and_gradients(name):
+    # The server sampled tokens that the trainer's model rules out.
+    logits = torch.tensor([[0.0, -torch.inf]] * 3, requires_grad=True)
+    logprobs, _ = token_logprobs_and_entropy(logits, torch.tensor([1, 1, 1]), 0.5)
+    inputs = LossInputs(
+        trainer_logprobs=logprobs,
+        inference_logprobs=torch.tensor([-0.1, -0.2, -torch.inf]),
+        advantages=torch.tensor([100.0, 100.0, -100.0]),
+        loss_mask=torch.tensor([True, True, True]),
+        sequence_ids=torch.tensor([0, 0, 1]),
+    )
+    loss = LOSSES[name](inputs).loss
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
 
 
 def test_a_chunk_of_logits_takes_256_mb():

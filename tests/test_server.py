@@ -3,16 +3,20 @@
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from verifiers_rl.inference.client import TOKEN_VARIABLE, find_token, save_token
 from verifiers_rl.inference.server import (
     VERSIONS_HEADER,
     BadRequest,
     InFlight,
     WeightSyncRoutes,
+    WorkerError,
     format_spans,
     require,
 )
@@ -169,3 +173,47 @@ def test_the_processes_of_a_vf_vllm_on_a_cpu_sleep_where_vllm_spins(is_ours):
     assert done.returncode == 0, done.stderr
     module = done.stdout.splitlines()[-1]
     assert (module == "verifiers_rl.inference.vllm_versions") == is_ours
+
+
+class TwoEngines:
+    """What stands behind an `AsyncLLM` with two data-parallel engines, and what they answer."""
+
+    core_engines = (0, 1)
+
+    def __init__(self, **answers):
+        self.answers = {"collective_rpc": [[None], [None]], "reset_prefix_cache": [True, True]}
+        self.answers |= answers
+
+    async def _call_utility_async(self, method, *args, engine):
+        return self.answers[method][engine]
+
+
+def routes_after_an_update(in_flight, **answers):
+    routes = WeightSyncRoutes(None)
+    routes.connection = "c"
+    idle = SimpleNamespace(has_unfinished_requests=lambda: False)
+    engine = SimpleNamespace(engine_core=TwoEngines(**answers), output_processor=idle)
+    body = {"connection": "c", "policy_version": 3, "in_flight": in_flight, "timeout_s": 1.0}
+    assert asyncio.run(routes.receive(engine, body)) == (200, {"policy_version": 3})
+    return routes
+
+
+def test_the_second_engine_is_asked_too():
+    assert not routes_after_an_update("keep").is_salted
+    assert routes_after_an_update("keep", reset_prefix_cache=[True, False]).is_salted
+    with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
+        routes_after_an_update("recompute", reset_prefix_cache=[True, False])
+    with pytest.raises(WorkerError, match="ValueError: too large"):
+        routes_after_an_update("recompute", collective_rpc=[[None], ["ValueError: too large"]])
+
+
+def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = save_token(8000, "secret")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert find_token("127.0.0.1", 8000) == find_token("localhost", 8000) == "secret"
+    assert find_token("127.0.0.1", 8001) == ""
+    assert find_token("gpu-box", 8000) == ""
+    monkeypatch.setenv(TOKEN_VARIABLE, "for both")
+    assert find_token("gpu-box", 8000) == "for both"

@@ -151,7 +151,7 @@ def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
         transport = make_transport(backend, "127.0.0.1", port, rank, 3, *options)
         # Views of one bucket are read after the next has come.
         received[rank] = [
-            {name: t for bucket in list(receive_buckets(plan, transport)) for name, t in bucket}
+            {name: t for bucket in list(receive_buckets(plan, transport, 30)) for name, t in bucket}
             for _ in pushes
         ]
         transport.close()
@@ -183,7 +183,7 @@ def test_buckets_are_packed_and_sent_while_one_is_loaded(backend, buckets_ahead,
 
     def worker():
         transport = make_transport(backend, "127.0.0.1", port, 1, 2, CPU, 30.0, size)
-        for index, ((_, tensor),) in enumerate(receive_buckets(plan, transport)):
+        for index, ((_, tensor),) in enumerate(receive_buckets(plan, transport, 30)):
             for event in packed[: index + buckets_ahead + 1]:
                 if not event.wait(20):
                     break
@@ -204,6 +204,41 @@ def test_buckets_are_packed_and_sent_while_one_is_loaded(backend, buckets_ahead,
     thread.join(30)
     transport.close()
     assert loaded == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
+    class Slow:
+        def receive(self, num_bytes):
+            return lambda: (time.sleep(0.05), torch.empty(num_bytes, dtype=torch.uint8))[1]
+
+    specs = [TensorSpec(str(i), "float32", (4,)) for i in range(100)]
+    plan = TransferPlan("full", specs, bucket_bytes=16, adapter={})
+    with pytest.raises(TimeoutError, match=r"longer than 0\.2 s \(vllm_server_timeout\)"):
+        list(receive_buckets(plan, Slow(), 0.2))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_a_transport_may_be_left_again_and_by_two_threads(backend, ipc_on_the_cpu):
+    listener, port = listen()
+    made = []
+    options = (2, CPU, 30.0, 10)
+    thread = threading.Thread(
+        target=lambda: made.append(make_transport(backend, "127.0.0.1", port, 1, *options))
+    )
+    thread.start()
+    made.append(make_transport(backend, "127.0.0.1", port, 0, *options, listener))
+    thread.join(30)
+    for transport in made:
+        leaving = [threading.Thread(target=transport.close) for _ in range(2)]
+        for one in leaving:
+            one.start()
+        transport.abandon()
+        for one in leaving:
+            one.join(10)
+        transport.close()
+    if backend == "gloo":
+        with pytest.raises(RuntimeError, match="was closed"):
+            made[-1].send(torch.zeros(1, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])

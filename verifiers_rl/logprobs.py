@@ -29,8 +29,9 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         scaled = logits.float() / temperature
         scaled.sub_(scaled.amax(-1, keepdim=True))
-        # -inf where the model rules a token out: 0 * -inf would make the entropy NaN.
-        scaled.clamp_(min=torch.finfo(scaled.dtype).min)
+        # -inf where the model rules a token out: 0 * -inf would make the entropy NaN. A finite
+        # logprob this small keeps sums over a batch finite too.
+        scaled.clamp_(min=-1e30)
         log_z = scaled.logsumexp(-1)
         logprobs = scaled.gather(-1, targets[:, None])[:, 0] - log_z
         if with_entropy:

@@ -20,7 +20,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -258,6 +258,7 @@ class Communicator:
             gloo_options._devices = [gloo.create_device(hostname=_own_address(host))]
             self._group = gloo(store, rank, world_size, gloo_options)
         self._store = store
+        self._lock = threading.Lock()  # two threads may leave at once
         # Meet now, not at the first push.
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))()
 
@@ -274,9 +275,12 @@ class Communicator:
         """Begun when this returns; the call that is returned waits for its end."""
         import torch.distributed as dist
 
+        group = self._group
+        if group is None:
+            raise RuntimeError("the connection for weights was closed")
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        work = self._group.broadcast([buffer], options)
+        work = group.broadcast([buffer], options)
 
         def wait() -> Tensor:
             work.wait()
@@ -289,13 +293,15 @@ class Communicator:
     def abandon(self) -> None:
         # NCCL would keep the trainer's stream until the deadline. gloo keeps one thread, and its
         # abort() waits for that.
-        if self.device.type == "cuda" and self._group is not None:
-            self._group.abort()
+        if self.device.type == "cuda":
+            self.close()
 
     def close(self) -> None:
         """Waits for a broadcast that is under way, up to its deadline."""
-        self._group.abort()
-        self._group = self._store = None
+        with self._lock:
+            group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.abort()
 
 
 class SharedBuffer:
@@ -320,7 +326,7 @@ class SharedBuffer:
         self._device = device
         self._round = 0
         if rank == 0:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._memory: Any = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             store.set("handle", export_cuda_buffer(self._memory))
             self._await_workers("open")
         else:
@@ -353,7 +359,8 @@ class SharedBuffer:
         """Nothing to do: only the sending thread waits, and for the store."""
 
     def close(self) -> None:
-        del self._memory, self._store
+        """The GPU's memory is freed when both sides have left."""
+        self._memory = self._store = None
 
     def _report(self, event: str) -> None:
         if self._store.add(f"{event}/count", 1) == self._num_workers:
@@ -568,14 +575,25 @@ def what_to_send(
     return adapter_sources(model)
 
 
+class WorkersLeftError(RuntimeError):
+    """The workers no longer receive; they or the server know why."""
+
+
 def send_buckets(plan: TransferPlan, sources: dict[str, Source], transport: Transport) -> None:
-    """Rank 0's end: make, cast and send one bucket after the other."""
+    """Rank 0's end: make, cast and send one bucket after the other.
+
+    Raises:
+        WorkersLeftError: a bucket could not be sent. What a source raises comes as it is.
+    """
     with torch.no_grad():
         for bucket in plan.buckets():
             buffer = transport.buffer(bucket_num_bytes(bucket))
             for name, view in bucket_views(bucket, buffer):
                 view.copy_(sources[name].make())
-            transport.send(buffer)
+            try:
+                transport.send(buffer)
+            except RuntimeError as error:
+                raise WorkersLeftError(f"weights could not be sent: {error}") from error
 
 
 def is_split(model: nn.Module) -> bool:
@@ -644,16 +662,27 @@ def announced(sources: dict[str, Source], model: nn.Module) -> Iterator[dict[str
             is_open = False
 
 
-def receive_buckets(plan: TransferPlan, transport: Transport) -> Iterable[list[tuple[str, Tensor]]]:
+def receive_buckets(
+    plan: TransferPlan, transport: Transport, timeout_s: float
+) -> Iterator[list[tuple[str, Tensor]]]:
     """The workers' end: the named tensors of each bucket in turn. While the caller loads them, the
     next bucket is packed and sent.
+
+    Raises:
+        RuntimeError: the trainer went away.
+        TimeoutError: all of them took longer than `timeout_s`, loading included.
     """
+    deadline = time.monotonic() + timeout_s
     buckets = list(plan.buckets())
     coming = transport.receive(bucket_num_bytes(buckets[0]))
     for bucket, following in zip_longest(buckets, buckets[1:]):
         buffer = coming()
         if following is not None:
             coming = transport.receive(bucket_num_bytes(following))
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
+            )
         yield bucket_views(bucket, buffer)
 
 
@@ -783,7 +812,7 @@ class WeightSync:
                     lambda: send_buckets(plan, sources, transport),
                     give_up=transport.close,
                 )
-        except Exception:
+        except BaseException:  # Ctrl-C too: close() must not wait for what is half under way
             self.forget_server()
             raise
         self.policy_version = policy_version
@@ -858,8 +887,9 @@ class WeightSync:
         try:
             reply = call()
         except Exception as error:
-            if errors and not isinstance(error, (ServerLostError, RequestRefusedError)):
-                raise errors[0] from error  # ours came first, and the server's follows from it
+            follows_from_ours = not isinstance(error, (ServerLostError, RequestRefusedError))
+            if errors and follows_from_ours and not isinstance(errors[0], WorkersLeftError):
+                raise errors[0] from error
             raise
         thread.join(self.timeout_s)
         if errors:

@@ -31,6 +31,9 @@ class ServerLostError(InferenceServerError):
 ERROR_KINDS = {400: RequestRefusedError, 409: ServerLostError, 503: ServerLostError}
 
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
 def token_file(port: int) -> Path:
     """Where `vf-vllm` leaves its token for trainers of the same user on the same machine."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -47,12 +50,14 @@ def save_token(port: int, token: str) -> Path:
     return path
 
 
-def find_token(port: int) -> str:
-    """The token from the environment, else from the file that a `vf-vllm` on this machine left;
-    "" without either.
+def find_token(host: str, port: int) -> str:
+    """The token from the environment, else, for a server on this machine, from the file that a
+    `vf-vllm` left; "" without either.
     """
     if TOKEN_VARIABLE in os.environ:
         return os.environ[TOKEN_VARIABLE]
+    if host not in LOOPBACK:  # another machine must not learn the token of a server here
+        return ""
     path = token_file(port)
     return path.read_text() if path.is_file() else ""
 
@@ -132,12 +137,12 @@ class InferenceClient:
 
     def connect_weight_sync(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /weight_sync/connect; the workers meet the trainer meanwhile."""
-        # Later than the server's own deadline, whose error says more than ours.
-        return self._call("POST", "/weight_sync/connect", request, timeout_s + 30.0)
+        # Later than the server's own deadlines, whose errors say more than ours.
+        return self._call("POST", "/weight_sync/connect", request, 2 * timeout_s + 60.0)
 
     def receive_weights(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /weight_sync/receive; the trainer sends meanwhile."""
-        return self._call("POST", "/weight_sync/receive", body, timeout_s + 30.0)
+        return self._call("POST", "/weight_sync/receive", body, 2 * timeout_s + 60.0)
 
     def close(self) -> None:
         self._http.close()
@@ -145,7 +150,7 @@ class InferenceClient:
     def _call(
         self, method: str, path: str, body: Any = None, timeout_s: float = 30.0
     ) -> dict[str, Any]:
-        token = find_token(self.port)
+        token = find_token(self.host, self.port)
         try:
             reply = self._http.request(
                 method,

@@ -30,8 +30,9 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from verifiers_rl.inference.client import TOKEN_VARIABLE, save_token
+from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import check_plan, expected_shapes
+from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.weight_sync import ADAPTER_NAME, TransferPlan, needs_lora_flag
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
@@ -218,6 +219,8 @@ class WeightSyncRoutes:
             return 400, {"error": f"the body is not JSON: {error}"}
         except BadRequest as error:
             return 400, {"error": str(error)}
+        except WorkerError as error:
+            return 500, {"error": str(error)}
         except Exception as error:  # the trainer must see what went wrong in here, whatever it was
             logger.exception("%s %s failed", *route)
             return 500, {"error": f"{type(error).__name__}: {error}"}
@@ -230,12 +233,7 @@ class WeightSyncRoutes:
         text = config.model_config.hf_config.get_text_config()
         lora = config.lora_config
         if self.gpus is None:
-            self.gpus = await engine.collective_rpc("weight_sync_gpu", timeout=30.0)
-            if self.gpus[0] is not None:
-                # Of data-parallel engines vLLM asks all and returns the first one's answers. The
-                # others' workers have GPUs of their own.
-                num_unknown = config.parallel_config.world_size_across_dp - len(self.gpus)
-                self.gpus += [f"unknown {i}" for i in range(num_unknown)]
+            self.gpus = await ask_workers(engine, "weight_sync_gpu", 30.0)
         return 200, {
             "policy_version": self.policy_version,
             "connection": self.connection,
@@ -281,7 +279,7 @@ class WeightSyncRoutes:
         except ValueError as error:
             raise BadRequest(error) from error
         self.connection = self.policy_version = None  # of a trainer before this one
-        await engine.collective_rpc("weight_sync_connect", timeout=body["timeout_s"], args=(body,))
+        await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
         self.connection = secrets.token_hex(8)
         if plan.kind == "adapter":
             # The name by which requests reach the adapter.
@@ -309,19 +307,19 @@ class WeightSyncRoutes:
                 await asyncio.wait_for(pausing, body["timeout_s"])
                 num_tokens = await self.settle(engine)
             self.policy_version = None  # half of them, until the load is done
-            await engine.collective_rpc("weight_sync_receive", timeout=body["timeout_s"])
+            timeout_s = body["timeout_s"]
+            await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s)
             # Cached keys and values are those of the old weights. `recompute` drops all, those of
             # the running requests too. `keep` cannot while a request holds some: from then on
             # each request gets a cache salt of its version, so that it finds no older one's.
-            dropped = await engine.reset_prefix_cache(reset_running_requests=running and recompute)
+            dropped = all(
+                await call_engines(engine, "reset_prefix_cache", running and recompute, False)
+            )
             if not dropped and recompute:
                 raise RuntimeError(
                     "vLLM could not reset its prefix cache; old policy's entries would be reused"
                 )
-            several_engines = engine.vllm_config.parallel_config.data_parallel_size > 1
-            # Of data-parallel engines vLLM tells what the first one answered.
-            kept_some = not dropped or (several_engines and running and not recompute)
-            self.is_salted = self.is_salted or kept_some
+            self.is_salted = self.is_salted or not dropped
             self.policy_version = body["policy_version"]
             if running:
                 self.in_flight.swap(num_tokens, self.policy_version)
@@ -408,6 +406,30 @@ def is_one_completion(fields: dict[str, Any]) -> bool:
     return wanted.get("n") in (None, 1) and not several and not wanted.get("use_beam_search")
 
 
+class WorkerError(RuntimeError):
+    """What went wrong in a worker, which has logged where."""
+
+
+async def ask_workers(engine: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
+    """Results of a method of `WeightSyncWorker`, of all workers of all engines."""
+    answers = await call_engines(engine, "collective_rpc", method, timeout_s, args, None)
+    return [answer for of_engine in answers for answer in of_engine]
+
+
+async def tell_workers(engine: Any, method: str, timeout_s: float, *args: Any) -> None:
+    """Call a method that returns None, or the text of an error.
+
+    The workers keep `timeout_s` themselves. vLLM's own deadline comes long after: it would leave
+    their late answers to be taken for those of the next call.
+
+    Raises:
+        WorkerError: with the first worker's error.
+    """
+    for error in await ask_workers(engine, method, 2 * timeout_s + 30.0, *args):
+        if error is not None:
+            raise WorkerError(error)
+
+
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
     """The first half of these cores, shared out to vLLM's workers, in the form of
     VLLM_CPU_OMP_THREADS_BIND: "0,1|2,3" for two workers.
@@ -478,7 +500,7 @@ def main() -> None:
     problem = model_error(args.model) or port_error(args.host, args.port)
     if problem:
         sys.exit(f"vf-vllm: {problem}")
-    if args.host not in ("127.0.0.1", "localhost", "::1"):
+    if args.host not in LOOPBACK:
         print(
             f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server",
             file=sys.stderr,

@@ -5,6 +5,7 @@ The rest of `inference/` uses what all of them have.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any, NamedTuple
@@ -39,6 +40,16 @@ def adapter_name_mapper(model: Any) -> Any:
     # 0.26 and 0.27 know it by the other name.
     rename = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
     return rename()
+
+
+async def call_engines(engine: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of each engine core behind this `AsyncLLM`; their results.
+
+    There are several with data parallelism. vLLM's own calls return what the first one answered.
+    """
+    core = engine.engine_core
+    calls = [core._call_utility_async(method, *args, engine=one) for one in core.core_engines]
+    return await asyncio.gather(*calls)
 
 
 def sleep_instead_of_spinning() -> None:

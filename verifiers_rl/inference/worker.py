@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from verifiers_rl.weight_sync import (
     receive_buckets,
 )
 
+logger = logging.getLogger(__name__)
+
 ADAPTER_ID = 1
+Bucket = list[tuple[str, torch.Tensor]]
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:
@@ -84,11 +88,35 @@ class WeightSyncWorker:
         """uuid of this worker's GPU, None on a CPU."""
         return gpu_uuid(self.device)
 
-    def weight_sync_connect(self, request: dict[str, Any]) -> None:
-        """Meet the trainer and remember what it will send."""
-        previous: Transport | None = getattr(self, "_weight_sync_transport", None)
-        if previous is not None:  # a trainer before this one
-            previous.close()
+    _weight_sync_transport: Transport | None = None
+
+    def weight_sync_connect(self, request: dict[str, Any]) -> str | None:
+        """Meet the trainer and remember what it will send. Returns an error's text."""
+        return self._error_of(lambda: self._connect(request))
+
+    def weight_sync_receive(self, timeout_s: float) -> str | None:
+        """Receive one push and load it. Returns an error's text."""
+        return self._error_of(lambda: self._receive(timeout_s))
+
+    def _error_of(self, work: Callable[[], None]) -> str | None:
+        """Raises nothing: vLLM would take the first worker's exception for the answer of all, and
+        those of the others for their answers to its next call.
+        """
+        try:
+            work()
+        except Exception as error:
+            logger.exception("weight sync failed")
+            self._leave()  # or the trainer and the other workers would wait for this one
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _leave(self) -> None:
+        transport, self._weight_sync_transport = self._weight_sync_transport, None
+        if transport is not None:
+            transport.close()
+
+    def _connect(self, request: dict[str, Any]) -> None:
+        self._leave()  # a trainer before this one
         self._weight_sync_plan = plan = TransferPlan.from_json(request["plan"])
         parallel = self.vllm_config.parallel_config
         self._weight_sync_transport = make_transport(
@@ -103,17 +131,18 @@ class WeightSyncWorker:
             max(bucket_num_bytes(bucket) for bucket in plan.buckets()),
         )
 
-    def weight_sync_receive(self) -> int:
-        """Receive one push and load it. Returns the bytes of its tensors."""
+    def _receive(self, timeout_s: float) -> None:
+        if self._weight_sync_transport is None:
+            raise RuntimeError("the last push failed here; connect again")
         plan = self._weight_sync_plan
+        buckets = receive_buckets(plan, self._weight_sync_transport, timeout_s)
         with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
             if plan.kind == "adapter":
-                self._load_adapter(plan)
+                self._load_adapter(plan, buckets)
             else:
-                self._load_full(plan)
-        return plan.num_bytes
+                self._load_full(buckets)
 
-    def _load_full(self, plan: TransferPlan) -> None:
+    def _load_full(self, buckets: Iterable[Bucket]) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
@@ -123,7 +152,7 @@ class WeightSyncWorker:
         model = self.model_runner.get_model()
         initialize_layerwise_reload(model)
         try:
-            for tensors in receive_buckets(plan, self._weight_sync_transport):
+            for tensors in buckets:
                 model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         finally:
             # After half a push too: else vLLM takes its tensors for part of the next one.
@@ -138,18 +167,14 @@ class WeightSyncWorker:
                 if is_head and isinstance(quant_method, UnquantizedEmbeddingMethod):
                     quant_method.process_weights_after_loading(module)
 
-    def _load_adapter(self, plan: TransferPlan) -> None:
+    def _load_adapter(self, plan: TransferPlan, buckets: Iterable[Bucket]) -> None:
         from vllm.lora.peft_helper import PEFTHelper
 
         worker_manager = self.model_runner.lora_manager
         manager = worker_manager._adapter_manager
         config = PEFTHelper.from_dict(plan.adapter)
         config.validate_legal(worker_manager.lora_config)
-        tensors = {
-            name: tensor
-            for bucket in receive_buckets(plan, self._weight_sync_transport)
-            for name, tensor in bucket
-        }
+        tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
         adapter = worker_manager._lora_model_cls.from_lora_tensors(
             ADAPTER_ID,
             tensors,
