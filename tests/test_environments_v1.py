@@ -273,6 +273,32 @@ def test_a_truncation_of_any_turn_counts(tokenizer, tmp_path):
     assert rollout.error is None and rollout.is_truncated and rollout.num_turns == 3
 
 
+def test_an_agent_ends_at_its_turn_limit_without_an_error(tokenizer, tmp_path):
+    def call_on_and_on(_):
+        return {"name": "double", "arguments": '{"x":4}'}
+
+    env = load("tool_tasks", agent={"max_turns": 3})
+    (rollout,), requests = play(
+        env, tokenizer, tmp_path, call_on_and_on, max_tokens=40, max_seq_len=400
+    )
+    assert rollout.error is None, rollout.error
+    assert rollout.num_turns == len(requests) == 3
+    check_tokens([rollout], requests)
+
+
+def test_a_stop_condition_of_the_task_ends_the_harness(tokenizer, tmp_path):
+    def call_on_and_on(_):
+        return {"name": "double", "arguments": '{"x":4}'}
+
+    env = load("stopping_tasks")
+    (rollout,), requests = play(
+        env, tokenizer, tmp_path, call_on_and_on, max_tokens=40, max_seq_len=400
+    )
+    assert rollout.error is None, rollout.error
+    assert rollout.num_turns == len(requests) == 2
+    check_tokens([rollout], requests)
+
+
 def test_environment_tokens_can_be_trained_too(tokenizer, tmp_path):
     env = load(id="user_env", harness=None)
     (rollout,), requests = play(env, tokenizer, tmp_path, think, mask_env_responses=False)
@@ -351,9 +377,14 @@ def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(tokenizer, t
                               max_concurrent=1)  # fmt: skip
     assert [rollout.error for rollout in rollouts] == [None] * 4
     assert sorted({rollout.role for rollout in rollouts}) == ["critic", "writer"]
-    judged = sum(len(tokens) for _, tokens in requests)
-    trained = sum(rollout.num_sampled_tokens for rollout in rollouts)
-    assert trained < judged  # what the judge said is not trained
+    said = {"writer": [], "critic": []}
+    for rollout in rollouts:
+        (sample,) = rollout.samples
+        pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
+        own = [token for token, is_trained in pairs if is_trained]
+        said[rollout.role].append(tokenizer.decode(own, skip_special_tokens=True))
+    # "c" and "f" were the judge's, which is not trained.
+    assert said == {"writer": ["a", "ddd"], "critic": ["bb", "eeee"]} and len(requests) == 6
     orchestrator = Orchestrator(
         FakeRunner(), lambda: None, batch_size=2, rollouts_per_example=2, sampling_args={}
     )

@@ -5,13 +5,14 @@ from small_tasks import SmallTaskset
 
 __all__ = ["SmallTaskset", "TeamEnv"]
 
+JUDGES = vf.SamplingConfig(max_tokens=7)  # by which their requests are known
 CHAT = vf.AgentConfig(harness={"id": "null"})
 
 
 class TeamEnvConfig(vf.EnvConfig):
     writer: vf.AgentConfig = CHAT
     critic: vf.AgentConfig = CHAT
-    judge: vf.AgentConfig = CHAT
+    judge: vf.AgentConfig = CHAT.model_copy(update={"sampling": JUDGES})
 
 
 class TeamEnv(vf.Env[TeamEnvConfig]):
