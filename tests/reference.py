@@ -64,3 +64,21 @@ def reference_loss(
     return (
         total / {"token": num_tokens, "sequence": num_samples, "constant": constant}[normalization]
     )
+
+
+@torch.no_grad()
+def reference_means(model, samples, temperature):
+    """Of a batch's loss tokens: mean entropy, and mean ratio to the server's probability."""
+    entropies, ratios = [], []
+    for sample in samples:
+        policy = reference_policy(model, sample.token_ids, temperature)
+        for t in range(1, len(sample.token_ids)):
+            if sample.loss_mask[t]:
+                before = policy[t - 1]
+                entropies.append(-sum(p.exp() * p for p in before).item())
+                ratio = math.exp(before[sample.token_ids[t]].item() - sample.inference_logprobs[t])
+                ratios.append(ratio)
+    return {
+        "entropy": sum(entropies) / len(entropies),
+        "importance_ratio": sum(ratios) / len(ratios),
+    }

@@ -21,9 +21,13 @@ from verifiers_rl.inference.client import ServerLostError
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
 SCRIPT = """
 import sys, threading
+from collections import Counter
 import tests.sharding_on_cpu
 import torch
 from accelerate.state import AcceleratorState
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer, logprobs
 from verifiers_rl.inference.client import ServerLostError
@@ -40,7 +44,33 @@ elif kind.startswith("zero"):
     sharding = {"deepspeed": {
         "zero_optimization": stage, "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto", "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
     }}
+
+reductions = Counter()  # how often each bucket or layer of gradients was summed over the ranks
+
+
+class CountingDDP(DistributedDataParallel):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_comm_hook(None, self.reduce)
+
+    @staticmethod
+    def reduce(_, bucket):
+        reductions[bucket.index()] += 1
+        return allreduce_hook(None, bucket)
+
+
+torch.nn.parallel.DistributedDataParallel = CountingDDP
+fsdp_reduce = _fsdp_param_group.foreach_reduce
+
+
+def counting_reduce(fsdp_params, *args, **kwargs):
+    reductions[id(fsdp_params[0])] += 1
+    return fsdp_reduce(fsdp_params, *args, **kwargs)
+
+
+_fsdp_param_group.foreach_reduce = counting_reduce
 
 
 class GatheringSink(StubSink):
@@ -75,11 +105,16 @@ class GatheringSink(StubSink):
 
 def run(case):
     mode, *flags = case.split("-")
+    reductions.clear()
+    # With plain SGD and this learning rate, weights move by the gradient itself.
+    optimizer = {"learning_rate": 2e-3, "max_grad_norm": 0.3}
+    if "sgd" in flags:
+        optimizer = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e9}
     use_lora = mode != "full"
     args = RLConfig(
         output_dir=folder, use_cpu=True, use_lora=use_lora, batch_size=12, rollouts_per_example=4,
         lora_sync="merged" if mode == "merged" else "adapter", max_tokens_per_microbatch=36,
-        max_seq_len=32, max_steps=3, learning_rate=2e-3, max_grad_norm=0.3, disable_tqdm=True,
+        max_seq_len=32, max_steps=3, disable_tqdm=True, **optimizer,
         save_strategy="steps" if "saved" in flags else "no", save_steps=2, eval_steps=2,
         eval_strategy="steps", num_rollouts_to_print=0, loss_normalization="sequence",
         kl_beta=0.1 if use_lora else 0.0, gradient_checkpointing="checkpointing" in flags,
@@ -99,7 +134,7 @@ def run(case):
         assert sink.num_tries > len(sink.pushed) == len(set(sink.pushed))
     history = [row for row in trainer.state.log_history if "mismatch_kl" in row]
     AcceleratorState._reset_state()
-    return args.world_size, getattr(sink, "got", None), history
+    return args.world_size, getattr(sink, "got", None), history, [*reductions.values()]
 
 
 results = {case: run(case) for case in cases}
@@ -107,7 +142,7 @@ if results[cases[0]][1] is not None:
     torch.save(results, folder + "/results.pt")
 """
 COMPARED = {"loss", "grad_norm", "entropy", "mismatch_kl", "importance_ratio_max", "clipped_share"}
-CASES = ["full", "full-tied-checkpointing", "adapter", "merged-checkpointing"]
+CASES = ["full", "full-tied-checkpointing", "adapter", "merged-checkpointing", "full-sgd"]
 
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -129,7 +164,7 @@ def run(folder, launcher, kind, cases):
 
 
 def check_same(result, expected):
-    (_, tensors, history), (_, expected_tensors, expected_history) = result, expected
+    (_, tensors, history, _), (_, expected_tensors, expected_history, _) = result, expected
     assert tensors.keys() == expected_tensors.keys()
     for name, tensor in expected_tensors.items():
         torch.testing.assert_close(
@@ -139,6 +174,17 @@ def check_same(result, expected):
         assert expected_row.keys() >= COMPARED
         for name in COMPARED | (expected_row.keys() & {"reference_kl"}):
             assert row[name] == pytest.approx(expected_row[name], rel=1e-4, abs=1e-6), name
+
+
+def check_same_gradients(result, expected):
+    """Of plain SGD: by how much each weight has moved, to 1e-5 of the largest."""
+    start = dict(make_tiny_model().named_parameters())
+    moved = {name: tensor - start[name] for name, tensor in result[1].items()}
+    expected_moved = {name: tensor - start[name] for name, tensor in expected[1].items()}
+    largest = max(tensor.abs().max().item() for tensor in expected_moved.values())
+    assert largest > 0.01
+    for name, tensor in expected_moved.items():
+        torch.testing.assert_close(moved[name], tensor, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +203,11 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
     for case in CASES:
         assert (one_process[case][0], results[case][0]) == (1, 2)
         check_same(results[case], one_process[case])
+    check_same_gradients(results["full-sgd"], one_process["full-sgd"])
+    _, _, history, reductions = results["full-sgd"]
+    assert all(row["num_microbatches"] > 1 for row in history)
+    if kind in ("ddp", "fsdp2"):  # DeepSpeed reduces in each backward from stage 2 on
+        assert reductions and set(reductions) == {len(history)}  # once a step
     for case in resumes:
         check_same(results[case], one_process[case.partition("-")[0]])
 

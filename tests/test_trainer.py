@@ -17,7 +17,7 @@ from tests.helpers import (
     make_tiny_llama,
     make_tiny_model,
 )
-from tests.reference import reference_loss, reference_policy
+from tests.reference import reference_loss, reference_means, reference_policy
 from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo
 from verifiers_rl.config import ConfigError
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
@@ -113,6 +113,8 @@ def check_against_reference(trainer, make_model, samples, adapter=None, **option
     )
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    for name, value in reference_means(reference, samples, args.temperature).items():
+        assert trainer._window[0][name] == pytest.approx(value, rel=1e-5), name
     expected_grads = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     assert grads.keys() == expected_grads.keys()
     largest = max(grad.abs().max().item() for grad in expected_grads.values())
@@ -151,15 +153,32 @@ def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, l
 @pytest.mark.parametrize("use_lora", [False, True])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 7, 10_000])
-@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(
+    ("normalization", "loss", "make_base"),
+    [
+        ("token", "ppo", make_tiny_llama),
+        ("sequence", "gspo", make_tiny_model),
+        ("constant", "cispo", make_tiny_model),
+    ],
+)
 def test_the_step_equals_the_reference_under_every_option(
-    make_trainer, monkeypatch, use_lora, gradient_checkpointing, chunk_size, normalization
+    make_trainer,
+    monkeypatch,
+    use_lora,
+    gradient_checkpointing,
+    chunk_size,
+    normalization,
+    loss,
+    make_base,
 ):
     from verifiers_rl import trainer as module
 
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
-    samples = with_logprobs_near(make_tiny_model(), make_samples(5, seed=3, longest=14), 1.0)
+    samples = with_logprobs_near(make_base(), make_samples(5, seed=3, longest=14), 1.0)
     trainer = make_trainer(
+        make_base(),
+        loss=loss,
+        loss_args=LOSS_OPTIONS[loss],
         use_lora=use_lora,
         lora_rank=4,
         gradient_checkpointing=gradient_checkpointing,
@@ -186,14 +205,13 @@ def test_the_step_equals_the_reference_under_every_option(
             trainer.model.lm_head.weight.mul_(1.2)
 
     def make_model():
-        model = make_tiny_model()
+        model = make_base()
         if not use_lora and make_model.calls == 0:  # the policy is made first, its start second
             model.lm_head.weight.data.mul_(1.2)
         make_model.calls += 1
         return model
 
     make_model.calls = 0
-    trainer.args.loss_args = {"eps_high": 4.0}
     check_against_reference(trainer, make_model, samples, adapter)
     assert trainer._window[0]["reference_kl"] > 1e-4
 
