@@ -1,8 +1,10 @@
 """The scripts under benchmarks/ run by hand. Here: that what they import is still there."""
 
+import ast
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -28,3 +30,10 @@ def test_a_benchmark_finds_what_it_imports(name):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    # Those inside functions too.
+    for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+            ("verifiers_rl", "tests")
+        ):
+            names = {alias.name for alias in node.names}
+            assert names <= {*dir(import_module(str(node.module)))}, (node.module, node.lineno)

@@ -3,6 +3,7 @@ import math
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.metrics import RewardProgressCallback
+from verifiers_rl.rollouts import example_index
 from verifiers_rl.types import Batch
 
 
@@ -297,6 +299,66 @@ def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
         expected -= sample.advantages[t] * log_softmax[t - 1, sample.token_ids[t]].item()
     assert math.isclose(loss, expected / len(known), rel_tol=1e-4)
     assert trainer._window[0]["importance_ratio"] == 1.0
+
+
+def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, monkeypatch):
+    # What each does is tested with its part; here, that it gets there.
+    made = {}
+
+    def recorded(name, **attributes):
+        def make(*args, **options):
+            made[name] = (args, options)
+            return SimpleNamespace(**attributes)
+
+        return make
+
+    client = recorded(
+        "client",
+        base_url="http://gpu-box:7",
+        wait_until_ready=lambda: {"device": "cuda", "max_model_len": 16},
+        check_model=lambda config: None,
+    )
+    runner = SimpleNamespace(sizes=lambda split: [40], weights=[1.0], eval_dataset=[])
+    monkeypatch.setattr("verifiers_rl.inference.client.InferenceClient", client)
+    monkeypatch.setattr("verifiers_rl.environments.make_runner", lambda *args: runner)
+    monkeypatch.setattr("verifiers_rl.orchestrator.Orchestrator", recorded("orchestrator"))
+    monkeypatch.setattr(
+        "verifiers_rl.weight_sync.WeightSync", recorded("weight_sync", check_server=None)
+    )
+    options = {
+        "vllm_server_host": "gpu-box",
+        "vllm_server_port": 7,
+        "vllm_server_timeout": 11.0,
+        "weight_sync_backend": "gloo",
+        "lora_sync": "merged",
+        "batch_size": 24,
+        "rollouts_per_example": 6,
+        "max_concurrent": 5,
+        "generation_timeout": 9.0,
+        "shuffle": False,
+        "advantage": "std",
+        "mask_truncated_completions": True,
+        "zero_truncated_completions": True,
+    }
+    folder = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    RLTrainer(make_tiny_model(), "env", RLConfig(**folder, **options), tokenizer)
+    assert made["client"][0] == ("gpu-box", 7, 11.0)
+    assert made["weight_sync"][0][1:] == ("gloo", "merged", 11.0)
+    given = made["orchestrator"][1]
+    assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
+    assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)
+    assert given["order"].at(range(4)) == [0, 1, 2, 3]  # shuffled it would not be
+    assert given["advantage"] == "std" and given["max_groups"] == 4
+    assert given["mask_truncated_completions"] is True
+    assert given["zero_truncated_completions"] is True
+
+    options = {"min_reward": 0.5, "max_oversampling": 2.0, "batch_size": 24, "seed": 3}
+    args = RLConfig(**folder, **options, rollouts_per_example=6)
+    RLTrainer(make_tiny_model(), "env", args, tokenizer)
+    given = made["orchestrator"][1]
+    assert given["group_filter"].min_reward == 0.5 and given["max_groups"] == 8
+    expected = [example_index(position, 40, True, seed=3) for position in range(4)]
+    assert given["order"].at(range(4)) == expected != [0, 1, 2, 3]
 
 
 # --- The loop -------------------------------------------------------------------------------------
