@@ -468,6 +468,37 @@ def test_a_push_that_fails_after_its_first_bucket_is_told_at_once(full_server, c
     assert largest_difference(model, server, sync.model_name) < 1e-4
 
 
+def test_a_worker_killed_in_a_push_is_a_lost_server(models, connect, tmp_path):
+    with running_server(models[False], tmp_path / "server.log", *SMALL_BLOCKS) as server:
+        model, sync = load(models[False]), connect(server)
+        sync.push(model, 0)
+        send, sent = sync._transport.send, []
+
+        def send_and_kill(buffer):
+            send(buffer)
+            sent.append(buffer)
+            if len(sent) == 2:
+                os.kill(worker_of(server), signal.SIGKILL)
+
+        sync._transport.send = send_and_kill
+        start = time.monotonic()
+        with pytest.raises(ServerLostError):
+            sync.push(model, 1)
+        assert time.monotonic() - start < 30
+        server.process.wait(60)  # vf-rl then starts another
+
+
+def worker_of(server):
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            is_worker = b"Worker" in (path / "cmdline").read_bytes()
+            if is_worker and os.getpgid(int(path.name)) == server.process.pid:
+                return int(path.name)
+        except OSError:
+            pass  # it ended meanwhile
+    raise AssertionError("no worker")
+
+
 def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, monkeypatch):
     folder, server = lora_server
     lora = LoraConfig(r=8, target_modules=TARGETS, bias="all")

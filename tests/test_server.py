@@ -217,3 +217,31 @@ def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path
     assert find_token("gpu-box", 8000) == ""
     monkeypatch.setenv(TOKEN_VARIABLE, "for both")
     assert find_token("gpu-box", 8000) == "for both"
+
+
+@pytest.mark.parametrize(("is_dead", "status"), [(True, 503), (False, 500)])
+def test_an_engine_that_dies_in_an_update_is_a_lost_server(monkeypatch, is_dead, status):
+    class Core:
+        core_engines = (0,)
+
+        async def _call_utility_async(self, *args, engine):
+            raise RuntimeError("the engine core is gone")
+
+    async def body():
+        return {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 1.0}
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "t")
+    routes = WeightSyncRoutes(None)
+    routes.connection = "c"
+    idle = SimpleNamespace(has_unfinished_requests=lambda: False)
+    engine = SimpleNamespace(engine_core=Core(), output_processor=idle, errored=is_dead)
+    request = SimpleNamespace(
+        method="POST",
+        url=SimpleNamespace(path="/weight_sync/receive"),
+        headers={"authorization": "Bearer t"},
+        app=SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+        json=body,
+    )
+    reply = {"error": "RuntimeError: the engine core is gone"}
+    assert asyncio.run(routes.answer(request)) == (status, reply)
+    assert routes.open.is_set() and routes.policy_version is None

@@ -141,7 +141,7 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     if trainer.get("use_lora", True) and not merged:
         args.setdefault("enable_lora", True)
         args.setdefault("max_lora_rank", smallest_lora_rank(trainer.get("lora_rank", 16)))
-    per_engine = config.inference_gpus // int(args.get("data_parallel_size", 1))
+    per_engine = config.inference_gpus // max(int(args.get("data_parallel_size", 1)), 1)
     if per_engine > 1:
         args.setdefault("tensor_parallel_size", per_engine)
     args |= {"host": host, "port": port}

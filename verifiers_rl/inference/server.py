@@ -223,7 +223,8 @@ class WeightSyncRoutes:
             return 500, {"error": str(error)}
         except Exception as error:  # the trainer must see what went wrong in here, whatever it was
             logger.exception("%s %s failed", *route)
-            return 500, {"error": f"{type(error).__name__}: {error}"}
+            # 503: the server is lost, as when its process had ended. Else it goes on.
+            return 503 if engine.errored else 500, {"error": f"{type(error).__name__}: {error}"}
         return 404, {"error": f"no such route: {route[0]} {route[1]}"}
 
     async def status(self, engine: Any, state: Any) -> tuple[int, dict[str, Any]]:
