@@ -284,10 +284,9 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
 
 
 def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path, v1_path):
-    if HAS_CLASSIC:
-        talk, tools = Conversation(), make_tool_env()
-    else:
-        talk, tools = (load_v1_environment(V1_ENVIRONMENTS[name]) for name in ("a user", "tools"))
+    tools = load_v1_environment(V1_ENVIRONMENTS["tools"])
+    # Of either kind, where there are both.
+    talk = Conversation() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["a user"])
     mixed = [
         WeightedEnv(talk, "talk", weight=3, sampling_args={"max_tokens": 5}),
         WeightedEnv(tools, "tools", sampling_args={"max_tokens": 9}),
@@ -296,7 +295,7 @@ def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_p
     trainer = RLTrainer(str(model_folder), mixed, args)
     evaluated = trainer.evaluate()
     assert {"eval_talk/reward", "eval_tools/reward", "eval_reward"} <= evaluated.keys()
-    assert evaluated["eval_num_rollouts"] == (4 if HAS_CLASSIC else 6)  # all examples of both
+    assert evaluated["eval_num_rollouts"] == (5 if HAS_CLASSIC else 6)  # all examples of both
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == 4
