@@ -427,7 +427,7 @@ def test_a_trainer_that_never_comes_to_the_meeting_leaves_a_server_for_the_next_
     full_server, connect
 ):
     folder, server = full_server
-    model, sync = load(folder), connect(server, timeout_s=3)
+    model, sync = load(folder), connect(server)
     sync.push(model, 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -481,11 +481,24 @@ def test_a_worker_killed_in_a_push_is_a_lost_server(models, connect, tmp_path):
                 os.kill(worker_of(server), signal.SIGKILL)
 
         sync._transport.send = send_and_kill
+        lost = []
+
+        def ask():
+            try:
+                completion(server, sync.model_name, max_tokens=80, ignore_eos=True)
+            except (AssertionError, httpx.HTTPError) as error:
+                lost.append(error)
+
+        asking = threading.Thread(target=ask)  # frozen in the push
+        asking.start()
+        time.sleep(0.05)
         start = time.monotonic()
         with pytest.raises(ServerLostError):
             sync.push(model, 1)
         assert time.monotonic() - start < 30
         server.process.wait(60)  # vf-rl then starts another
+        asking.join(60)
+        assert lost
 
 
 def worker_of(server):

@@ -192,7 +192,8 @@ def routes_after_an_update(in_flight, **answers):
     routes = WeightSyncRoutes(None)
     routes.connection = "c"
     idle = SimpleNamespace(has_unfinished_requests=lambda: False)
-    engine = SimpleNamespace(engine_core=TwoEngines(**answers), output_processor=idle)
+    core = TwoEngines(**answers)
+    engine = SimpleNamespace(engine_core=core, output_processor=idle, errored=False)
     body = {"connection": "c", "policy_version": 3, "in_flight": in_flight, "timeout_s": 1.0}
     assert asyncio.run(routes.receive(engine, body)) == (200, {"policy_version": 3})
     return routes
@@ -219,29 +220,58 @@ def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path
     assert find_token("gpu-box", 8000) == "for both"
 
 
-@pytest.mark.parametrize(("is_dead", "status"), [(True, 503), (False, 500)])
-def test_an_engine_that_dies_in_an_update_is_a_lost_server(monkeypatch, is_dead, status):
-    class Core:
-        core_engines = (0,)
+class DyingEngine:
+    """An `AsyncLLM` whose update fails, or hangs, shortly before its engine is known to be dead."""
 
-        async def _call_utility_async(self, *args, engine):
-            raise RuntimeError("the engine core is gone")
+    def __init__(self, fails, dies):
+        self.engine_core = self
+        self.core_engines = (0,)
+        self.output_processor = self
+        self.request_states = {}
+        self.fails, self.dies, self.errored = fails, dies, False
 
+    def has_unfinished_requests(self):
+        return True
+
+    async def pause_generation(self, **options):
+        pass
+
+    async def resume_generation(self):
+        if self.errored:
+            raise RuntimeError("EngineDeadError")
+
+    def die(self):
+        self.errored = self.dies
+
+    async def _call_utility_async(self, *args, engine):
+        asyncio.get_running_loop().call_later(0.2, self.die)
+        if self.fails:
+            raise RuntimeError("cancelled")
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("fails", "dies", "status", "error"),
+    [
+        (True, True, 503, "RuntimeError: cancelled"),
+        (False, True, 503, "RuntimeError: vLLM's engine died; see the server's log"),
+        (True, False, 500, "RuntimeError: cancelled"),
+    ],
+)
+def test_an_engine_that_dies_in_an_update_is_a_lost_server(monkeypatch, fails, dies, status, error):
     async def body():
-        return {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 1.0}
+        return {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 60.0}
 
     monkeypatch.setenv(TOKEN_VARIABLE, "t")
     routes = WeightSyncRoutes(None)
     routes.connection = "c"
-    idle = SimpleNamespace(has_unfinished_requests=lambda: False)
-    engine = SimpleNamespace(engine_core=Core(), output_processor=idle, errored=is_dead)
     request = SimpleNamespace(
         method="POST",
         url=SimpleNamespace(path="/weight_sync/receive"),
         headers={"authorization": "Bearer t"},
-        app=SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+        app=SimpleNamespace(state=SimpleNamespace(engine_client=DyingEngine(fails, dies))),
         json=body,
     )
-    reply = {"error": "RuntimeError: the engine core is gone"}
-    assert asyncio.run(routes.answer(request)) == (status, reply)
+    answering = asyncio.wait_for(routes.answer(request), 20)
+    assert asyncio.run(answering) == (status, {"error": error})
     assert routes.open.is_set() and routes.policy_version is None

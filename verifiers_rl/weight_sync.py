@@ -677,12 +677,12 @@ def receive_buckets(
     coming = transport.receive(bucket_num_bytes(buckets[0]))
     for bucket, following in zip_longest(buckets, buckets[1:]):
         buffer = coming()
-        if following is not None:
-            coming = transport.receive(bucket_num_bytes(following))
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
             )
+        if following is not None:
+            coming = transport.receive(bucket_num_bytes(following))
         yield bucket_views(bucket, buffer)
 
 
@@ -758,11 +758,16 @@ class WeightSync:
             "plan": asdict(self._plan),
         }
         largest = max(bucket_num_bytes(bucket) for bucket in self._plan.buckets())
+
+        def meet() -> Transport:
+            where = (address, port, 0, world_size)
+            try:
+                return make_transport(backend, *where, device, self.timeout_s, largest, listener)
+            except RuntimeError as error:
+                raise WorkersLeftError(f"the server's workers did not come: {error}") from error
+
         reply, self._transport = self._together(
-            lambda: self.client.connect_weight_sync(request, self.timeout_s),
-            lambda: make_transport(
-                backend, address, port, 0, world_size, device, self.timeout_s, largest, listener
-            ),
+            lambda: self.client.connect_weight_sync(request, self.timeout_s), meet
         )
         self._connection = reply["connection"]
         logger.info(

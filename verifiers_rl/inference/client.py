@@ -142,7 +142,7 @@ class InferenceClient:
 
     def receive_weights(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /weight_sync/receive; the trainer sends meanwhile."""
-        return self._call("POST", "/weight_sync/receive", body, 2 * timeout_s + 60.0)
+        return self._call("POST", "/weight_sync/receive", body, 3 * timeout_s + 60.0)
 
     def close(self) -> None:
         self._http.close()

@@ -44,6 +44,7 @@ TOKENS_PATH = "/v1/chat/completions/tokens"
 GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
 VERSIONS_HEADER = "x-policy-versions"
 SETTLE_DEADLINE_S = 10.0
+RESUME_DEADLINE_S = 30.0
 
 
 class InFlight:
@@ -224,7 +225,8 @@ class WeightSyncRoutes:
         except Exception as error:  # the trainer must see what went wrong in here, whatever it was
             logger.exception("%s %s failed", *route)
             # 503: the server is lost, as when its process had ended. Else it goes on.
-            return 503 if engine.errored else 500, {"error": f"{type(error).__name__}: {error}"}
+            status = 503 if await is_dying(engine) else 500
+            return status, {"error": f"{type(error).__name__}: {error}"}
         return 404, {"error": f"no such route: {route[0]} {route[1]}"}
 
     async def status(self, engine: Any, state: Any) -> tuple[int, dict[str, Any]]:
@@ -325,9 +327,11 @@ class WeightSyncRoutes:
             if running:
                 self.in_flight.swap(num_tokens, self.policy_version)
         finally:
-            if running:
-                await engine.resume_generation()
-            self.open.set()
+            try:
+                if running and not engine.errored:
+                    await asyncio.wait_for(engine.resume_generation(), RESUME_DEADLINE_S)
+            finally:
+                self.open.set()
         return 200, {"policy_version": self.policy_version}
 
     async def settle(self, engine: Any) -> dict[str, int]:
@@ -409,6 +413,15 @@ def is_one_completion(fields: dict[str, Any]) -> bool:
 
 class WorkerError(RuntimeError):
     """What went wrong in a worker, which has logged where."""
+
+
+async def is_dying(engine: Any) -> bool:
+    """vLLM tells that a call has failed shortly before it tells that the engine is dead."""
+    for _ in range(20):
+        if engine.errored:
+            return True
+        await asyncio.sleep(0.1)  # vLLM has no event for it
+    return False
 
 
 async def ask_workers(engine: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:

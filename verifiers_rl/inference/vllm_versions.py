@@ -46,10 +46,20 @@ async def call_engines(engine: Any, method: str, *args: Any) -> list[Any]:
     """Call a method of each engine core behind this `AsyncLLM`; their results.
 
     There are several with data parallelism. vLLM's own calls return what the first one answered.
+
+    Raises:
+        RuntimeError: an engine died; vLLM leaves those who wait for its answer waiting.
     """
     core = engine.engine_core
-    calls = [core._call_utility_async(method, *args, engine=one) for one in core.core_engines]
-    return await asyncio.gather(*calls)
+    calls = asyncio.gather(
+        *(core._call_utility_async(method, *args, engine=one) for one in core.core_engines)
+    )
+    while not calls.done():
+        await asyncio.wait({calls}, timeout=1.0)
+        if engine.errored and not calls.done():
+            calls.cancel()
+            raise RuntimeError("vLLM's engine died; see the server's log")
+    return calls.result()
 
 
 def sleep_instead_of_spinning() -> None:

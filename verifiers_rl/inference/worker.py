@@ -106,7 +106,10 @@ class WeightSyncWorker:
             work()
         except Exception as error:
             logger.exception("weight sync failed")
-            self._leave()  # or the trainer and the other workers would wait for this one
+            try:
+                self._leave()  # or the trainer and the other workers would wait for this one
+            except RuntimeError:
+                logger.exception("the connection for weights could not be closed")
             return f"{type(error).__name__}: {error}"
         return None
 
