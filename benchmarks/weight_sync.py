@@ -124,8 +124,10 @@ def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceCli
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while not answers(client):
-            if ended_within(server, 0.5) or time.monotonic() > deadline:
+            if ended_within(server, 0.5):
                 raise ended_early(server, None)
+            if time.monotonic() > deadline:
+                raise InferenceServerError(f"the server was not ready after {TIMEOUT_S:g} s")
         yield client
     except (InferenceServerError, httpx.HTTPError):
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)

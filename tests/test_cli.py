@@ -206,6 +206,14 @@ def test_inference_gets_the_first_gpus_and_the_trainer_the_next(monkeypatch):
         rl.assign_gpus(make_config(inference_gpus=3, trainer_gpus=2))
 
 
+@pytest.mark.parametrize("num_engines", [0, 2, "two"])
+def test_gpus_that_cannot_be_shared_out_to_the_engines_are_refused(num_engines):
+    config = make_config(inference_gpus=3, inference_args={"data_parallel_size": num_engines})
+    message = rf"data_parallel_size={num_engines!r} must be .* divides inference\.gpus=3"
+    with pytest.raises(TomlError, match=message):
+        rl.assign_gpus(config)
+
+
 def test_the_server_is_told_what_follows_from_the_trainer():
     command = rl.server_command(
         make_config(trainer_args={"max_seq_len": 99, "lora_rank": 9}, inference_gpus=2),

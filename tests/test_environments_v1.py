@@ -273,29 +273,23 @@ def test_a_truncation_of_any_turn_counts(tokenizer, tmp_path):
     assert rollout.error is None and rollout.is_truncated and rollout.num_turns == 3
 
 
-def test_an_agent_ends_at_its_turn_limit_without_an_error(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("taskset", "agent", "num_turns"),
+    [("tool_tasks", {"max_turns": 3}, 3), ("stopping_tasks", {}, 2)],
+    ids=["turn limit", "stop condition of the task"],
+)
+def test_an_agent_that_calls_on_and_on_is_ended_without_an_error(
+    tokenizer, tmp_path, taskset, agent, num_turns
+):
     def call_on_and_on(_):
         return {"name": "double", "arguments": '{"x":4}'}
 
-    env = load("tool_tasks", agent={"max_turns": 3})
+    env = load(taskset, agent=agent)
     (rollout,), requests = play(
         env, tokenizer, tmp_path, call_on_and_on, max_tokens=40, max_seq_len=400
     )
     assert rollout.error is None, rollout.error
-    assert rollout.num_turns == len(requests) == 3
-    check_tokens([rollout], requests)
-
-
-def test_a_stop_condition_of_the_task_ends_the_harness(tokenizer, tmp_path):
-    def call_on_and_on(_):
-        return {"name": "double", "arguments": '{"x":4}'}
-
-    env = load("stopping_tasks")
-    (rollout,), requests = play(
-        env, tokenizer, tmp_path, call_on_and_on, max_tokens=40, max_seq_len=400
-    )
-    assert rollout.error is None, rollout.error
-    assert rollout.num_turns == len(requests) == 2
+    assert rollout.num_turns == len(requests) == num_turns
     check_tokens([rollout], requests)
 
 

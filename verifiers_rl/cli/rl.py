@@ -109,8 +109,15 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
     """CUDA_VISIBLE_DEVICES of server and trainer; "" is CPU.
 
     Raises:
-        TomlError: more GPUs asked for than there are.
+        TomlError: more GPUs asked for than there are, or the server's cannot be shared out to its
+            data-parallel engines.
     """
+    num_engines = config.inference_args.get("data_parallel_size", 1)
+    if type(num_engines) is not int or num_engines < 1 or config.inference_gpus % num_engines:
+        raise TomlError(
+            f"{config.path}: [inference.args] data_parallel_size={num_engines!r} must be a whole "
+            f"number that divides inference.gpus={config.inference_gpus}; change one of them"
+        )
     wanted = config.inference_gpus + config.trainer_gpus
     if not wanted:
         return "", ""
@@ -141,7 +148,7 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     if trainer.get("use_lora", True) and not merged:
         args.setdefault("enable_lora", True)
         args.setdefault("max_lora_rank", smallest_lora_rank(trainer.get("lora_rank", 16)))
-    per_engine = config.inference_gpus // max(int(args.get("data_parallel_size", 1)), 1)
+    per_engine = config.inference_gpus // args.get("data_parallel_size", 1)
     if per_engine > 1:
         args.setdefault("tensor_parallel_size", per_engine)
     args |= {"host": host, "port": port}
