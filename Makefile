@@ -47,6 +47,7 @@ demo: $(INSTALLED)
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 
 test: $(INSTALLED)
+	$(if $(DEEPSPEED),$(BIN)/python -c "import deepspeed"  # or its tests would be skipped)
 	$(BIN)/python -m pytest $(TESTS)
 
 test-all: test

@@ -7,7 +7,8 @@ import torch
 
 def reference_policy(model, token_ids, temperature):
     """log softmax after each token, (T, vocabulary) float64."""
-    return torch.log_softmax(model(torch.tensor([token_ids])).logits[0].double() / temperature, -1)
+    logits = model(input_ids=torch.tensor([token_ids])).logits[0].double()
+    return torch.log_softmax(logits / temperature, -1)
 
 
 def token_loss(name, logprob, sampled, advantage, options, sequence_ratio):

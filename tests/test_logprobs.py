@@ -1,7 +1,10 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch._inductor.exc import InductorError
 from transformers import LlamaForCausalLM
 
 from verifiers_rl.logprobs import (
@@ -119,6 +122,7 @@ def make_small(name, **options):
 
 ARCHITECTURES = {
     "plain": lambda: make_small("Llama"),
+    "wide heads": lambda: make_small("Llama", head_dim=32),  # flex needs 16 at least
     "tied": lambda: make_small("Qwen3", head_dim=8, tie_word_embeddings=True),
     "bias in the head": lambda: make_small("Phi"),
     "soft cap": lambda: make_small("Gemma2", head_dim=8, final_logit_softcapping=3.0),
@@ -206,7 +210,13 @@ def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_found_out():
     assert model.training  # as it was
 
 
-# Flash attention and flex need a GPU: flex's CPU kernel does not compile with torch 2.13.
+needs_flash = pytest.mark.skipif(
+    not torch.cuda.is_available() or find_spec("flash_attn") is None,
+    reason="flash attention needs a GPU and the flash_attn package",
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, for flex
 # Gemma 2 has sliding windows, and no SDPA, which cannot soft-cap attention scores.
 @pytest.mark.parametrize(
     ("name", "attention"),
@@ -214,12 +224,26 @@ def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_found_out():
         ("plain", "sdpa"),
         ("plain", "eager"),
         ("soft cap", "eager"),
+        ("wide heads", "flex_attention"),
+        pytest.param("wide heads", "flash_attention_2", marks=needs_flash),
     ],
 )
 def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
     model = ARCHITECTURES[name]()
+    on_gpu = attention.startswith("flash")
+    if on_gpu:
+        model = model.to("cuda", torch.bfloat16)
     model.set_attn_implementation(attention)
-    assert reason_against_sharing_rows(model) is None
+    try:
+        assert reason_against_sharing_rows(model) is None
+        check_isolation(model, rows_at_once=1 if on_gpu else 3)
+    except InductorError as error:
+        # It takes a compiler; with the masks of transformers 5.23, torch 2.13 writes wrong C++.
+        pytest.skip(f"torch could not compile flex attention here: {str(error).splitlines()[0]}")
+
+
+def check_isolation(model, rows_at_once):
+    """Flash attention takes one row at once, the "flat" layout."""
     generator = torch.Generator().manual_seed(0)
     lengths = [[5, 9, 2], [16], [1, 12]]
     rows = [[torch.randint(64, (n,), generator=generator) for n in row] for row in lengths]
@@ -232,14 +256,24 @@ def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
             input_ids[r, start : start + len(sequence)] = sequence
             position_ids[r, start:] = torch.arange(width - start)
             start += len(sequence)
+    input_ids, position_ids = input_ids.to(model.device), position_ids.to(model.device)
+    batches = torch.arange(3).split(rows_at_once)
     with torch.no_grad():
-        packed = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        packed = torch.cat(
+            [
+                model(input_ids=input_ids[b], position_ids=position_ids[b], use_cache=False).logits
+                for b in batches
+            ]
+        )
         for r, row in enumerate(rows):
             start = 0
             for sequence in row:
-                alone = model(input_ids=sequence[None]).logits[0]
+                alone = model(input_ids=sequence[None].to(model.device)).logits[0]
                 here = packed[r, start : start + len(sequence)]
-                torch.testing.assert_close(here, alone, rtol=1e-4, atol=1e-4)
+                if model.dtype == torch.bfloat16:  # its rounding only
+                    assert (here - alone).float().norm() < 5e-2 * alone.float().norm()
+                else:
+                    torch.testing.assert_close(here, alone, rtol=1e-4, atol=1e-4)
                 start += len(sequence)
 
 

@@ -1,17 +1,33 @@
 import json
 import math
 
+import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.helpers import make_tiny_model
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.metrics import (
     TokenMeans,
     device_metrics,
+    model_flops,
     peak_flops,
     plot_curves,
     print_rollouts,
 )
 from verifiers_rl.types import Rollout
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 def test_means_are_taken_over_loss_tokens_of_all_microbatches():
@@ -52,6 +68,42 @@ def test_the_peak_of_a_gpu_is_known_by_its_name():
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("Some GPU 9000") is None
+
+
+def test_operations_of_a_step_by_hand():
+    model = make_tiny_model()  # q, k, v, o: 32 to 32, 16, 16, 32; gate, up, down: 32 to 64
+    layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32 + 2 * 8  # two norms, those of q and k
+    head = 32 * 261
+    matrices = 5 * (2 * layer + 32) + 2 * head  # 3 and 2 tokens, of which 2 carry loss
+    pairs = (1 + 2 + 3) + (1 + 2)
+    attention = 12 * 2 * (4 * 8) * pairs
+    assert model_flops(model, [3, 2], num_loss_tokens=2) == 6 * matrices + attention
+    model.requires_grad_(False)
+    assert model_flops(model, [3, 2], num_loss_tokens=2) == 4 * matrices + attention
+    tied = make_tiny_model(tie_word_embeddings=True)
+    assert model_flops(tied, [3, 2], num_loss_tokens=2) == 6 * matrices + attention
+
+
+@pytest.mark.parametrize("changes", [{}, {"modules_to_save": ["lm_head"]}, {"experts": 4}])
+def test_operations_of_a_step_are_those_that_torch_counts(changes):
+    torch.manual_seed(0)
+    if num_experts := changes.get("experts"):
+        config = Qwen3MoeConfig(
+            **SMALL, moe_intermediate_size=64, num_experts=num_experts, num_experts_per_tok=1
+        )
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SMALL))
+    if "modules_to_save" in changes:
+        config = LoraConfig(r=4, target_modules=["q_proj"], **changes)
+        model = get_peft_model(model, config).get_base_model()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # torch counts no grouped products
+    ids = torch.randint(32, (64, 2))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    ours = model_flops(model, [2] * 64, num_loss_tokens=128)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def test_the_peak_memory_of_a_process_is_logged():

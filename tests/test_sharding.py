@@ -44,7 +44,7 @@ elif kind.startswith("zero"):
     sharding = {"deepspeed": {
         "zero_optimization": stage, "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto", "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"},
     }}
 
 reductions = Counter()  # how often each bucket or layer of gradients was summed over the ranks
@@ -118,6 +118,7 @@ def run(case):
         save_strategy="steps" if "saved" in flags else "no", save_steps=2, eval_steps=2,
         eval_strategy="steps", num_rollouts_to_print=0, loss_normalization="sequence",
         kl_beta=0.1 if use_lora else 0.0, gradient_checkpointing="checkpointing" in flags,
+        bf16="bf16" in flags, ddp_find_unused_parameters="unused" in flags,
         **sharding,
     )
     torch.manual_seed(0)
@@ -126,7 +127,7 @@ def run(case):
     trainer = RLTrainer(
         make_tiny_model(tied) if mode == "merged" else f"{folder}/tied-{tied}", None, args,
         load_example("warm_start").make_tokenizer(),
-        orchestrator=StubSource(batch_size=11), weight_sync=sink,
+        orchestrator=StubSource(1 if "single" in flags else 11), weight_sync=sink,
     )
     resumed = folder + "/checkpoint-2" if "resumed" in flags else None
     trainer.train(resume_from_checkpoint=resumed)
@@ -142,7 +143,10 @@ if results[cases[0]][1] is not None:
     torch.save(results, folder + "/results.pt")
 """
 COMPARED = {"loss", "grad_norm", "entropy", "mismatch_kl", "importance_ratio_max", "clipped_share"}
-CASES = ["full", "full-tied-checkpointing", "adapter", "merged-checkpointing", "full-sgd"]
+CASES = [
+    "full", "full-tied-checkpointing", "full-single", "adapter", "adapter-single-unused",
+    "merged-checkpointing", "full-sgd", "adapter-sgd", "full-sgd-bf16", "adapter-sgd-bf16",
+]  # fmt: skip
 
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -187,6 +191,15 @@ def check_same_gradients(result, expected):
         torch.testing.assert_close(moved[name], tensor, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
+def relative_error(tensors, expected):
+    """Of how far weights have moved since the start, which an adapter's B made at zero."""
+    start = dict(make_tiny_model().named_parameters())
+    at = {n: start.get(n, torch.zeros(())) for n in expected if "lora_A" not in n}
+    moved = torch.cat([(tensors[name] - at[name]).flatten() for name in at])
+    expected_moved = torch.cat([(expected[name] - at[name]).flatten() for name in at])
+    return ((moved - expected_moved).norm() / expected_moved.norm()).item()
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     return run(tmp_path_factory.mktemp("one"), [], "ddp", CASES)
@@ -202,8 +215,15 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
     results = run(tmp_path, TWO_RANKS, kind, [*CASES, *resumes])
     for case in CASES:
         assert (one_process[case][0], results[case][0]) == (1, 2)
-        check_same(results[case], one_process[case])
+        if "bf16" not in case:
+            check_same(results[case], one_process[case])
     check_same_gradients(results["full-sgd"], one_process["full-sgd"])
+    for mode in ("full", "adapter"):
+        exact = one_process[f"{mode}-sgd"]
+        for result in (one_process[f"{mode}-sgd-bf16"], results[f"{mode}-sgd-bf16"]):
+            assert 1e-3 < relative_error(result[1], exact[1]) < 0.05
+    single = results["full-single"][2]
+    assert all(row["num_microbatches"] == 1 for row in single)  # an empty one for rank 1
     _, _, history, reductions = results["full-sgd"]
     assert all(row["num_microbatches"] > 1 for row in history)
     if kind in ("ddp", "fsdp2"):  # DeepSpeed reduces in each backward from stage 2 on

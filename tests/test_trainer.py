@@ -8,7 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 from tests.helpers import (
     StubSink,
@@ -23,7 +31,7 @@ from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo
 from verifiers_rl.config import ConfigError
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs
-from verifiers_rl.metrics import RewardProgressCallback
+from verifiers_rl.metrics import RewardProgressCallback, model_flops
 from verifiers_rl.rollouts import example_index
 from verifiers_rl.types import Batch
 
@@ -216,6 +224,83 @@ def test_the_step_equals_the_reference_under_every_option(
     make_model.calls = 0
     check_against_reference(trainer, make_model, samples, adapter)
     assert trainer._window[0]["reference_kl"] > 1e-4
+
+
+@pytest.mark.parametrize("chunk_size", [7, 10_000])
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"lora_target_modules": ["q_proj", "lm_head"]},
+        {"lora_target_modules": ["q_proj"], "lora_modules_to_save": ["lm_head"]},
+    ],
+)
+def test_a_head_that_peft_has_wrapped_equals_the_reference(
+    make_trainer, monkeypatch, chunk_size, head
+):
+    from verifiers_rl import trainer as module
+
+    monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
+    samples = with_logprobs_near(make_tiny_model(), make_samples(5, seed=3, longest=14), 0.7)
+    trainer = make_trainer(
+        use_lora=True, lora_rank=4, kl_beta=0.1, max_tokens_per_microbatch=40, **head,
+        loss="ppo", loss_args=LOSS_OPTIONS["ppo"],
+    )  # fmt: skip
+    with torch.no_grad():  # away from what training started from
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    check_against_reference(trainer, make_tiny_model, samples, trainer.model.state_dict())
+    assert trainer._window[0]["reference_kl"] > 1e-4
+    assert any(
+        "lm_head" in name and parameter.grad.any()
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    )
+
+
+class Shifted(LlamaForCausalLM):
+    """Adds a constant to the logits of each token, behind the head."""
+
+    def forward(self, position_ids=None, **kwargs):
+        outputs = super().forward(position_ids=position_ids, **kwargs)
+        outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1]) / 100
+        return outputs
+
+
+def make_shifted():
+    torch.manual_seed(0)
+    return Shifted(make_tiny_llama().config).float()
+
+
+def make_bloom():
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=261, hidden_size=32, n_layer=2, n_head=4)
+    return BloomForCausalLM(config).float()
+
+
+def make_mamba():
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=261, hidden_size=32, num_hidden_layers=2, state_size=4)
+    return MambaForCausalLM(config).float()
+
+
+@pytest.mark.parametrize(
+    ("make_model", "warning", "layout"),
+    [
+        (make_shifted, "full logits are held in memory: its logits are not those of", "rows"),
+        (make_bloom, "samples are padded, one a row: it takes no position_ids", "padded"),
+        (make_mamba, "samples are padded, one a row: ", "padded"),
+    ],
+)
+def test_a_model_of_another_kind_is_trained_exactly_and_the_warning_says_why(
+    make_trainer, caplog, make_model, warning, layout
+):
+    samples = with_logprobs_near(make_model(), make_samples(5, seed=3, longest=14), 0.7)
+    loss = {"loss": "cispo", "loss_args": LOSS_OPTIONS["cispo"], "kl_beta": 0.1}
+    trainer = make_trainer(make_model(), **loss, max_tokens_per_microbatch=40)
+    check_against_reference(trainer, make_model, samples)
+    assert warning in caplog.text and trainer._layout == layout
+    assert caplog.text.count("full logits are held") + caplog.text.count("are padded") == 1
 
 
 @pytest.mark.parametrize("use_lora", [False, True])
@@ -471,6 +556,31 @@ def test_logged_numbers_are_means_over_the_steps_between_two_lines(make_trainer)
 
     each, pairs = history(1), history(2)
     assert pairs == pytest.approx([(each[0] + each[1]) / 2, (each[2] + each[3]) / 2])
+
+
+def test_logged_values_by_hand(make_trainer):
+    samples = make_samples(4, seed=1)
+    by_length = sorted(samples, key=lambda sample: -len(sample.token_ids))
+    trainer = make_trainer(max_tokens_per_microbatch=10_000)
+    trainer._layout = "padded"
+    batch_gradients(trainer, samples)
+    trainer.log({"loss": 0.0})
+    (row,) = trainer.state.log_history
+    lengths = [len(sample.token_ids) for sample in by_length]
+    assert len(set(lengths)) > 1  # some are padded
+    assert row["padding_share"] == pytest.approx(1 - sum(lengths) / (4 * lengths[0]))
+    sizes = [abs(a) for s in samples for a, m in zip(s.advantages, s.loss_mask, strict=True) if m]
+    assert row["advantage_abs"] == pytest.approx(sum(sizes) / len(sizes))
+    assert (row["num_tokens"], row["num_loss_tokens"]) == (sum(lengths), len(sizes))
+    assert row["tokens_per_s"] == pytest.approx(sum(lengths) / row["step_s"])
+    assert row["step_s"] >= row["train_s"] + row["wait_s"] > 0
+    assert trainer.floating_point_ops({}) == model_flops(trainer.model, lengths, len(sizes))
+
+
+def test_report_to_reaches_transformers(make_trainer):
+    assert make_trainer().args.report_to == []
+    with pytest.raises(ValueError, match="no_such_tracker is not supported"):
+        make_trainer(report_to="no_such_tracker")
 
 
 def test_a_custom_loss_replaces_cispo(make_trainer):

@@ -58,6 +58,7 @@ from verifiers_rl.metrics import (
     RunFilesCallback,
     TokenMeans,
     device_metrics,
+    model_flops,
     print_rollouts,
 )
 from verifiers_rl.models import load_policy
@@ -124,8 +125,6 @@ class RLTrainer(Trainer):
         self._window: list[dict[str, float]] = []
         self._window_start = 0.0
         self._sync_metrics: dict[str, float] = {}
-        self._num_tokens = 0
-        self._flops_per_token: int | None = None
         self._is_serving = False
         self.orchestrator: BatchSource | None = None
         self.weight_sync: WeightSink | None = None
@@ -308,7 +307,6 @@ class RLTrainer(Trainer):
                     loss = loss * args.world_size / denominator
                 self.accelerator.backward(loss)
             batch_loss += loss.detach()
-        self._num_tokens = sum(lengths)
         own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
         token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
         train_s = time.monotonic() - start - waited_s
@@ -439,15 +437,12 @@ class RLTrainer(Trainer):
             model.train()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Forward and backward of this rank's share of the batch, without attention's scores: four
-        operations a parameter and token, and two more where the parameter is trained.
-        """
-        if self._flops_per_token is None:
-            self._flops_per_token = sum(
-                getattr(p, "ds_numel", p.numel()) * (6 if p.requires_grad else 4)  # of ZeRO-3
-                for p in cast(nn.Module, self.model).parameters()
-            )
-        return self._flops_per_token * self._num_tokens // self.args.world_size
+        """Forward and backward of this rank's share of the batch."""
+        if self.batch is None:
+            return 0
+        lengths = [len(sample.token_ids) for sample in self.batch.samples]
+        flops = model_flops(self._base_of(self.model), lengths, self.batch.num_loss_tokens)
+        return flops // self.args.world_size
 
     # --- Batches and weights ----------------------------------------------------------------------
 
