@@ -1,6 +1,7 @@
 """Forward and backward of one batch: our step against the textbook's and against TRL's utilities.
 
     python benchmarks/train_step.py [--samples 16] [--rounds 2] [--vocab 151936] [--lora]
+    python benchmarks/train_step.py --shape qwen3-4b --lora --samples 53   # 16k tokens; a GPU
 
 The same model, samples and token budget for all, each run in a process of its own, in turn:
 
@@ -11,7 +12,8 @@ The same model, samples and token budget for all, each run in a process of its o
 
 Samples are ragged: lengths lognormal from 16 to 1024 tokens, the first quarter of each a prompt.
 Prints tokens a second (prompts included), peak memory above what the process had before the step,
-and the loss, which all must agree on.
+and the loss, which all must agree on. On a GPU, where there is one: in bfloat16, with gradient
+checkpointing, and with the model FLOPs utilisation of ours.
 """
 
 import argparse
@@ -31,23 +33,41 @@ MICRO_BATCH_SIZE = 4
 LONGEST = 1024
 
 
-def make_model(vocab: int) -> Any:
+SHAPES = {
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    """With random weights; of the dtype that load_policy gives them."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
+        vocab_size=options.vocab, max_position_embeddings=LONGEST, **SHAPES[options.shape]
     )
-    return Qwen3ForCausalLM(config).float()
+    on_gpu = torch.cuda.is_available()
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    return model.to(torch.bfloat16 if options.lora and on_gpu else torch.float32)
 
 
 def make_samples(count: int, vocab: int) -> list[Any]:
@@ -67,7 +87,8 @@ def make_samples(count: int, vocab: int) -> list[Any]:
     return samples
 
 
-def step_of_ours(samples: list[Any], vocab: int, use_lora: bool, folder: str) -> Any:
+def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -> Any:
+    import torch
     from transformers import PreTrainedTokenizerFast
 
     from verifiers_rl import RLConfig, RLTrainer
@@ -88,8 +109,9 @@ def step_of_ours(samples: list[Any], vocab: int, use_lora: bool, folder: str) ->
     )
     args = RLConfig(
         output_dir=folder,
-        use_cpu=True,
-        use_lora=use_lora,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
+        use_lora=options.lora,
         micro_batch_size=MICRO_BATCH_SIZE,
         max_seq_len=LONGEST,
         temperature=1.0,
@@ -97,25 +119,40 @@ def step_of_ours(samples: list[Any], vocab: int, use_lora: bool, folder: str) ->
         disable_tqdm=True,
     )
     trainer = RLTrainer(
-        make_model(vocab),
+        make_model(options),
         None,
         args,
         tokenizer,
         orchestrator=OneBatch(),  # type: ignore[arg-type]
     )
 
-    def step() -> float:
+    if torch.cuda.is_available():
+        save_activations(trainer._base_of(trainer.model))
+
+    def step() -> tuple[float, float | None]:
         trainer.model.zero_grad()
-        return trainer.training_step(trainer.model, {}).item()
+        loss = trainer.training_step(trainer.model, {}).item()
+        return loss, trainer._window[-1].get("mfu")
 
     return step
 
 
-def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: str) -> Any:
+def save_activations(model: Any) -> None:
+    """Gradient checkpointing, as train() switches it on."""
+    on = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.18 on
+    (on or model.gradient_checkpointing_enable)()
+    model.enable_input_require_grads()
+
+
+def step_of_others(samples: list[Any], options: argparse.Namespace) -> Any:
     import torch
 
-    model = make_model(vocab).train()
-    if use_lora:
+    utilities = options.variant
+    model = make_model(options).train()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        save_activations(model)
+    if options.lora:
         from peft import LoraConfig, get_peft_model
 
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -125,7 +162,7 @@ def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: st
 
     def padded(group: list[Any], name: str, dtype: Any) -> Any:
         rows = [torch.tensor(getattr(sample, name), dtype=dtype) for sample in group]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
 
     def logprobs_and_entropy(ids: Any, attention: Any, num_kept: int) -> Any:
         inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
@@ -135,12 +172,12 @@ def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: st
             with torch.no_grad():
                 entropy = entropy_from_logits(logits)
             return selective_log_softmax(logits, targets), entropy
-        log_softmax = model(**inputs).logits[:, :-1].log_softmax(-1)
+        log_softmax = model(**inputs).logits[:, :-1].float().log_softmax(-1)
         entropy = -(log_softmax.detach().exp() * log_softmax.detach()).sum(-1)
         targets = ids[:, 1:]
         return log_softmax.gather(-1, targets[..., None])[..., 0], entropy
 
-    def step() -> float:
+    def step() -> tuple[float, None]:
         model.zero_grad()
         total = 0.0
         num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
@@ -151,7 +188,8 @@ def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: st
             # Completions begin at the shortest prompt.
             kept = ids.shape[1] - min(s.loss_mask.index(True) for s in group)
             kept = kept if utilities == "trl" else ids.shape[1] - 1
-            logprobs, _ = logprobs_and_entropy(ids, attention, kept)
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+                logprobs, _ = logprobs_and_entropy(ids, attention, kept)
             mask = padded(group, "loss_mask", torch.bool)[:, -kept:]
             sampled = padded(group, "inference_logprobs", torch.float32)[:, -kept:]
             advantages = padded(group, "advantages", torch.float32)[:, -kept:]
@@ -159,7 +197,7 @@ def step_of_others(samples: list[Any], vocab: int, use_lora: bool, utilities: st
             loss = -(ratio * advantages * logprobs)[mask].sum() / num_loss_tokens
             loss.backward()
             total += loss.item()
-        return total
+        return total, None
 
     return step
 
@@ -174,25 +212,46 @@ def status_kb(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
+class PeakMemory:
+    """Of what runs until `gb` is asked for, above what there was before."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.on_gpu = torch.cuda.is_available()
+        if self.on_gpu:
+            self.before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.before = status_kb("VmRSS") * 1024
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+
+    def gb(self) -> float:
+        import torch
+
+        peak = torch.cuda.max_memory_allocated() if self.on_gpu else status_kb("VmHWM") * 1024
+        return (peak - self.before) / 1e9
+
+
 def run_one(options: argparse.Namespace) -> None:
     samples = make_samples(options.samples, options.vocab)
     with tempfile.TemporaryDirectory() as folder:
         if options.variant == "ours":
-            step = step_of_ours(samples, options.vocab, options.lora, folder)
+            step = step_of_ours(samples, options, folder)
         else:
-            step = step_of_others(samples, options.vocab, options.lora, options.variant)
+            step = step_of_others(samples, options)
         shortest = min(range(len(samples)), key=lambda i: len(samples[i].token_ids))
         everything, samples[:] = samples[:], [samples[shortest]]
         step()  # a small one: threads, caches
         samples[:] = everything
-        before = status_kb("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        memory = PeakMemory()
         start = time.monotonic()
-        loss = step()
+        loss, mfu = step()
         seconds = time.monotonic() - start
-        peak = status_kb("VmHWM") - before
+        peak = memory.gb()
     tokens = sum(len(sample.token_ids) for sample in samples)
-    print(json.dumps({"tokens_per_s": tokens / seconds, "peak_gb": peak / 1e6, "loss": loss}))
+    result = {"tokens_per_s": tokens / seconds, "peak_gb": peak, "loss": loss, "mfu": mfu}
+    print(json.dumps({**result, "rounding": 3e-2 if memory.on_gpu else 1e-4}))
 
 
 def main() -> None:
@@ -202,6 +261,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--variant", choices=["ours", "textbook", "trl"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -227,8 +287,10 @@ def main() -> None:
             f"| {variant} | {speed:.1f} | {faster:.2f} | {peak:.2f} | {smaller:.2f} "
             f"| {median(variant, 'loss'):.6f} |"
         )
+    if any(result["mfu"] for result in results["ours"]):
+        print(f"model FLOPs utilisation of ours: {median('ours', 'mfu'):.3f}")
     losses = [median(variant, "loss") for variant in variants]
-    if max(losses) - min(losses) > 1e-4 * max(abs(loss) for loss in losses):
+    if max(losses) - min(losses) > median("ours", "rounding") * max(abs(loss) for loss in losses):
         sys.exit("the losses differ")
 
 
