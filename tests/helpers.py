@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.types import Batch, Rollout, Sample
@@ -126,6 +133,28 @@ def make_tiny_llama() -> LlamaForCausalLM:
         num_attention_heads=4,
     )
     return LlamaForCausalLM(config).float()
+
+
+def make_tiny_moe() -> Qwen3MoeForCausalLM:
+    """Two of four experts a token; the sizes are those that vLLM's CPU kernels take."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=261,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        eos_token_id=257,
+        pad_token_id=256,
+    )
+    return Qwen3MoeForCausalLM(config).float()
 
 
 def make_samples(

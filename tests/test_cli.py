@@ -238,6 +238,74 @@ def test_the_server_is_told_what_follows_from_the_trainer():
         assert "--enable-lora" not in rl.server_command(make_config(trainer_args=options), "h", 7)
 
 
+SUPERVISE = """
+import sys, types
+from tests.conftest import free_port
+from tests.test_cli import make_config
+from verifiers_rl.cli import rl
+
+lifetime_s, keeps_answering = float(sys.argv[1]), sys.argv[2] == "True"
+num_answers = 0
+
+def answers(client):
+    global num_answers
+    num_answers += 1
+    return keeps_answering or num_answers == 1
+
+rl.answers, rl.MAX_RESTARTS, rl.BACKOFF_S = answers, 3, 0.05
+server = [sys.executable, "-c", f"import time; time.sleep({lifetime_s})"]
+trainer = [sys.executable, "-c", "import sys, time; time.sleep(8); sys.exit(7)"]
+rl.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
+config = make_config(trainer_args={"vllm_server_port": free_port()})
+sys.exit(rl.supervise(config, ("", ""), types.SimpleNamespace(server_log=None, resume=None)))
+"""
+
+
+@pytest.mark.parametrize("keeps_answering", [False, True])
+def test_a_dying_server_is_started_again_later_and_later_and_not_for_ever(keeps_answering):
+    # One that has answered in between is not counted against those before it.
+    command = [sys.executable, "-c", SUPERVISE, "1.2", str(keeps_answering)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    delays = [
+        line.rpartition(" in ")[2] for line in done.stdout.splitlines() if "starting it" in line
+    ]
+    assert done.returncode == 7  # the trainer's, which ends by itself
+    if keeps_answering:
+        assert len(delays) >= 4 and set(delays) == {"0.05 s"}
+    else:
+        assert delays == ["0.05 s", "0.1 s", "0.2 s"]
+    assert ("the server ended with status 0, for good; see its log" in done.stderr) != (
+        keeps_answering
+    )
+
+
+UP_TO_VLLM = """
+import sys
+from verifiers_rl.inference import server, vllm_versions
+
+parts = vllm_versions.server_parts()
+
+def stop(args):
+    sys.exit(f"vLLM would listen on {args.host}")
+
+vllm_versions.server_parts = lambda: parts._replace(validate_parsed_serve_args=stop)
+server.main()
+"""
+
+
+def test_listening_beyond_this_machine_is_warned_of(model_folder):
+    def output(*flags):
+        command = [sys.executable, "-c", UP_TO_VLLM, "--model", str(model_folder), *flags]
+        command += ["--port", str(free_port())]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+
+    beyond = output("--host", "0.0.0.0")
+    assert "WARNING: --host 0.0.0.0 lets other machines reach this server" in beyond
+    assert "vLLM would listen on 0.0.0.0" in beyond
+    alone = output()
+    assert "vLLM would listen on 127.0.0.1" in alone and "WARNING: --host" not in alone
+
+
 def test_several_trainer_gpus_are_launched_through_accelerate():
     command = rl.trainer_command(make_config(trainer_gpus=4), resume="newest")
     assert command[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "4"]

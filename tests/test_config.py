@@ -103,10 +103,6 @@ def test_every_option_of_ours_has_a_help():
         ({"loss_normalization": "batch"}, r"loss_normalization='batch': must be one of token,"),
         ({"max_tokens_per_microbatch": 0}, r"max_tokens_per_microbatch=0: must be an integer >= 1"),
         (
-            {"ddp_find_unused_parameters": True, "use_lora": False},
-            r"ddp_find_unused_parameters=True: where the LM head is trained it must be False",
-        ),
-        (
             {"gradient_accumulation_steps": 2},
             r"gradient_accumulation_steps=2 has no effect.*set batch_size",
         ),

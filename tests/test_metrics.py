@@ -74,14 +74,12 @@ def test_operations_of_a_step_by_hand():
     model = make_tiny_model()  # q, k, v, o: 32 to 32, 16, 16, 32; gate, up, down: 32 to 64
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32 + 2 * 8  # two norms, those of q and k
     head = 32 * 261
-    matrices = 5 * (2 * layer + 32) + 2 * head  # 3 and 2 tokens, of which 2 carry loss
-    pairs = (1 + 2 + 3) + (1 + 2)
-    attention = 12 * 2 * (4 * 8) * pairs
-    assert model_flops(model, [3, 2], num_loss_tokens=2) == 6 * matrices + attention
+    products = 5 * (2 * layer + 32) + 2 * head  # of 5 tokens 2 carry loss
+    assert model_flops(model, 5, num_loss_tokens=2) == 6 * products
     model.requires_grad_(False)
-    assert model_flops(model, [3, 2], num_loss_tokens=2) == 4 * matrices + attention
+    assert model_flops(model, 5, num_loss_tokens=2) == 4 * products
     tied = make_tiny_model(tie_word_embeddings=True)
-    assert model_flops(tied, [3, 2], num_loss_tokens=2) == 6 * matrices + attention
+    assert model_flops(tied, 5, num_loss_tokens=2) == 6 * products
 
 
 @pytest.mark.parametrize("changes", [{}, {"modules_to_save": ["lm_head"]}, {"experts": 4}])
@@ -99,10 +97,10 @@ def test_operations_of_a_step_are_those_that_torch_counts(changes):
         model = get_peft_model(model, config).get_base_model()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")  # torch counts no grouped products
-    ids = torch.randint(32, (64, 2))
+    ids = torch.randint(32, (64, 1))  # next to nothing of it in attention's scores
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, use_cache=False).logits.sum().backward()
-    ours = model_flops(model, [2] * 64, num_loss_tokens=128)
+    ours = model_flops(model, 64, num_loss_tokens=64)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -188,12 +189,21 @@ class TwoEngines:
         return self.answers[method][engine]
 
 
+def config_of(num_engines=2, is_moe=False):
+    parallel = SimpleNamespace(data_parallel_size=num_engines)
+    return SimpleNamespace(
+        parallel_config=parallel, model_config=SimpleNamespace(is_moe=is_moe), lora_config=None
+    )
+
+
 def routes_after_an_update(in_flight, **answers):
     routes = WeightSyncRoutes(None)
     routes.connection = "c"
     idle = SimpleNamespace(has_unfinished_requests=lambda: False)
     core = TwoEngines(**answers)
-    engine = SimpleNamespace(engine_core=core, output_processor=idle, errored=False)
+    engine = SimpleNamespace(
+        engine_core=core, output_processor=idle, errored=False, vllm_config=config_of()
+    )
     body = {"connection": "c", "policy_version": 3, "in_flight": in_flight, "timeout_s": 1.0}
     assert asyncio.run(routes.receive(engine, body)) == (200, {"policy_version": 3})
     return routes
@@ -206,6 +216,63 @@ def test_the_second_engine_is_asked_too():
         routes_after_an_update("recompute", reset_prefix_cache=[True, False])
     with pytest.raises(WorkerError, match="ValueError: too large"):
         routes_after_an_update("recompute", collective_rpc=[[None], ["ValueError: too large"]])
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("is_moe", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_engines_in_lockstep_are_paused_though_no_request_runs(
+    monkeypatch, num_engines, is_moe, fails
+):
+    calls = []
+
+    class Engine:
+        errored = False
+        output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
+        vllm_config = config_of(num_engines, is_moe)
+
+        @property
+        def engine_core(self):
+            return self
+
+        core_engines = tuple(range(num_engines))
+
+        async def _call_utility_async(self, method, *args, engine):
+            calls.append(args[0] if method == "collective_rpc" else method)
+            told = "ValueError: broken" if fails else None
+            return [told] if method == "collective_rpc" else True
+
+        async def pause_generation(self, mode, clear_cache):
+            assert (mode, clear_cache) == ("keep", False)
+            calls.append("pause")
+
+        async def resume_generation(self):
+            calls.append("resume")
+
+    async def updates(routes, engine):
+        request = {"host": "h", "port": 1, "world_size": 2, "backend": "gloo", "timeout_s": 1.0}
+        plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8}
+        request["plan"] = {**plan, "adapter": {}}
+        with pytest.raises(WorkerError) if fails else nullcontext():
+            await routes.connect(engine, None, request)
+        routes.connection = "c"
+        body = {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 1.0}
+        with pytest.raises(WorkerError) if fails else nullcontext():
+            await routes.receive(engine, body)
+
+    monkeypatch.setattr("verifiers_rl.inference.server.check_plan", lambda *_: None)
+    Engine.vllm_config.model_config.dtype = "torch.float32"
+    routes = WeightSyncRoutes(None)
+    routes.shapes = {"full": {}}
+    asyncio.run(updates(routes, Engine()))
+    connect, receive = (
+        ["weight_sync_connect"] * num_engines,
+        ["weight_sync_receive"] * num_engines + ["reset_prefix_cache"] * num_engines * (not fails),
+    )
+    if is_moe and num_engines == 2:
+        connect, receive = (["pause", *done, "resume"] for done in (connect, receive))
+    assert calls == connect + receive
+    assert routes.open.is_set()
 
 
 def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):

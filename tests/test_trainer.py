@@ -11,6 +11,8 @@ from peft import get_peft_model
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
@@ -169,6 +171,10 @@ def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, l
         ("token", "ppo", make_tiny_llama),
         ("sequence", "gspo", make_tiny_model),
         ("constant", "cispo", make_tiny_model),
+        ("token", "icepop", make_tiny_model),
+        ("token", "dppo", make_tiny_llama),
+        ("sequence", "truncated_is", make_tiny_llama),
+        ("sequence", "reinforce", make_tiny_model),
     ],
 )
 def test_the_step_equals_the_reference_under_every_option(
@@ -367,6 +373,111 @@ def test_a_batch_without_loss_tokens_gives_zero_loss_and_finite_gradients(make_t
     loss, grads = batch_gradients(make_trainer(), samples)
     assert loss == 0.0
     assert all(torch.isfinite(g).all() and not g.any() for g in grads.values())
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+@pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
+def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, loss, layout):
+    # Longer ones first: the last is alone in a microbatch without loss.
+    samples = make_samples(3, seed=1) + make_samples(1, longest=1, prompt=1) + make_samples(1)
+    samples[0].inference_logprobs[-1] = -math.inf
+    samples[1].inference_logprobs[-1] = -700.0
+    samples[2].inference_logprobs[-1] = 0.0
+    samples[-1].loss_mask = [False] * len(samples[-1].loss_mask)
+    trainer = make_trainer(loss=loss, loss_args=LOSS_OPTIONS[loss], max_tokens_per_microbatch=1)
+    trainer._layout = layout
+    value, grads = batch_gradients(trainer, samples)
+    assert math.isfinite(value) and all(torch.isfinite(grad).all() for grad in grads.values())
+    assert any(grad.any() for grad in grads.values())
+    (metrics,) = trainer._window
+    assert metrics["num_microbatches"] == 5 and metrics["num_masked_samples"] == 1
+    assert metrics["clamped_share"] == pytest.approx(2 / metrics["num_loss_tokens"])
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer(make_trainer):
+    def broken(inputs):
+        outputs = cispo(inputs)
+        return LossOutputs(outputs.loss / 0.0 if calls else outputs.loss, {})
+
+    calls = []
+    at_step = AtStepEnd(lambda: calls.append(1))
+    options = {"save_strategy": "steps", "save_steps": 100, "micro_batch_size": 8}
+    trainer = make_trainer(
+        loss_fn=broken, trainer_options={"callbacks": [at_step]}, **options
+    )  # fmt: skip
+    with pytest.raises(FloatingPointError, match=r"the loss of this batch is (nan|-?inf)"):
+        trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    checkpoints = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
+    assert checkpoints == ["checkpoint-1"]
+
+
+def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_trainer, caplog):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=261, n_embd=32, n_layer=2, n_head=4)).float()
+    assert model.config.resid_pdrop == 0.1
+    samples = make_samples(4)
+    trainer = make_trainer(model)
+    assert batch_gradients(trainer, samples)[0] == batch_gradients(trainer, samples)[0]
+    assert "dropout of the model is switched off in ['Dropout']" in caplog.text
+    llama = make_tiny_llama()
+    llama.model.layers[1].self_attn.attention_dropout = 0.5
+    options = {"use_lora": True, "lora_dropout": 0.5}
+    trainer = make_trainer(llama, **options)
+    assert llama.model.layers[1].self_attn.attention_dropout == 0.0
+    kept = {m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert kept == {0.5}
+
+
+@pytest.mark.parametrize(
+    "head", [{"lora_target_modules": ["lm_head"]}, {"lora_modules_to_save": ["lm_head"]}]
+)
+def test_unused_parameters_are_not_looked_for_where_the_head_is_trained(make_trainer, head):
+    make_trainer(use_lora=True, ddp_find_unused_parameters=True)
+    for options in ({"use_lora": False}, {"use_lora": True, **head}):
+        with pytest.raises(ConfigError, match="ddp_find_unused_parameters=True: where the LM"):
+            make_trainer(ddp_find_unused_parameters=True, **options)
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lora):
+    from verifiers_rl import trainer as module
+
+    monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: 7)
+    rows = []
+    trainer = make_trainer(use_lora=use_lora)
+    trainer._layout = trainer._choose_layout(trainer.model)
+    real = torch.nn.functional.linear
+
+    def linear(hidden, weight, bias=None):
+        if weight.shape[0] == 261:
+            rows.append(hidden.shape[:-1].numel())
+        return real(hidden, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    samples = make_samples(6)
+    batch_gradients(trainer, samples)
+    assert 0 < max(rows) <= 7
+    # Of loss tokens only; a trained head once more in backward.
+    assert sum(rows) == sum(s.num_loss_tokens for s in samples) * (1 if use_lora else 2)
+
+
+def test_in_bfloat16_chunks_do_not_round_the_gradient_of_the_head(make_trainer, monkeypatch):
+    from verifiers_rl import trainer as module
+
+    samples = make_samples(8, longest=25)
+
+    def head_gradient(chunk_size, bf16):
+        monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
+        trainer = make_trainer(bf16=bf16, micro_batch_size=8)
+        with trainer.compute_loss_context_manager():
+            return batch_gradients(trainer, samples)[1]["lm_head.weight"]
+
+    exact, whole, chunks = (
+        head_gradient(*options) for options in ((1000, False), (1000, True), (1, True))
+    )
+    error_of_whole, error_of_chunks = ((g - exact).norm() / exact.norm() for g in (whole, chunks))
+    assert 0 < error_of_chunks < 1.2 * error_of_whole
 
 
 def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
@@ -574,7 +685,7 @@ def test_logged_values_by_hand(make_trainer):
     assert (row["num_tokens"], row["num_loss_tokens"]) == (sum(lengths), len(sizes))
     assert row["tokens_per_s"] == pytest.approx(sum(lengths) / row["step_s"])
     assert row["step_s"] >= row["train_s"] + row["wait_s"] > 0
-    assert trainer.floating_point_ops({}) == model_flops(trainer.model, lengths, len(sizes))
+    assert trainer.floating_point_ops({}) == model_flops(trainer.model, sum(lengths), len(sizes))
 
 
 def test_report_to_reaches_transformers(make_trainer):
@@ -795,6 +906,14 @@ def test_a_server_lost_again_and_again_ends_training(make_trainer):
     with pytest.raises(ServerLostError):
         trainer.train()
     assert trainer.weight_sync.waits == 2
+
+
+class AtStepEnd(TrainerCallback):
+    def __init__(self, look):
+        self.look = look
+
+    def on_step_end(self, *args, **kwargs):
+        self.look()
 
 
 class AtFirstStep(TrainerCallback):

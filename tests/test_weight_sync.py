@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-from tests.helpers import ROOT, make_tiny_model
+from tests.helpers import ROOT, make_tiny_model, make_tiny_moe
 from verifiers_rl import weight_sync
 from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import (
@@ -453,11 +454,56 @@ def plan_of(sources, kind="full", **adapter):
 
 def test_the_plans_of_a_trainer_are_what_its_server_expects(shapes):
     model = make_tiny_model()
-    check_plan(plan_of(full_sources(model)), shapes, "float32")
+    check_plan(plan_of(full_sources(model)), shapes["full"], "float32")
     model = with_trained_adapter(model)
-    check_plan(plan_of(merged_sources(model)), shapes, "float32")
+    check_plan(plan_of(merged_sources(model)), shapes["full"], "float32")
     adapter, config = adapter_sources(model)
-    check_plan(plan_of(adapter, "adapter", **config), shapes, "float32")
+    check_plan(plan_of(adapter, "adapter", **config), shapes["adapter"], "float32")
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
+    model = make_tiny_moe()
+    model.save_pretrained(tmp_path)
+    checkpoint = load_file(tmp_path / "model.safetensors")
+    if loaded:
+        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path)
+    sources, _ = weight_sync.what_to_send(model, "adapter")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in sources
+    assert sources.keys() == checkpoint.keys()
+    for name, source in sources.items():
+        made = source.make()
+        assert source.shape == made.shape and torch.equal(made, checkpoint[name]), name
+    model.config.architectures = ["Qwen3MoeForCausalLM"]
+    shapes = expected_shapes(model.config)
+    check_plan(plan_of(sources), shapes["full"], "float32")
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    model = get_peft_model(model, lora)
+    adapter, config = adapter_sources(model)
+    check_plan(plan_of(adapter, "adapter", **config), shapes["adapter"], "float32")
+    merged, _ = weight_sync.what_to_send(model, "merged")
+    assert merged.keys() == checkpoint.keys()
+
+
+def test_a_push_begun_again_makes_its_parts_anew():
+    model = make_tiny_moe()
+    sources, _ = weight_sync.what_to_send(model, "adapter")
+    names = [name for name in sources if ".experts." in name and "up_proj" in name]
+    sources[names[0].replace("up_proj", "gate_proj")].make()  # and no further
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj.add_(1.0)
+    made = {name: source.make() for name, source in sources.items()}
+    expert = model.model.layers[0].mlp.experts.gate_up_proj[0]
+    assert torch.equal(made["model.layers.0.mlp.experts.0.gate_proj.weight"], expert[:32])
+    assert torch.equal(made["model.layers.0.mlp.experts.0.up_proj.weight"], expert[32:])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
+def test_an_adapter_of_experts_is_refused():
+    model = get_peft_model(make_tiny_moe(), LoraConfig(r=2, target_modules=TARGETS))
+    for lora_sync in ("adapter", "merged"):
+        with pytest.raises(ValueError, match="a mixture of experts, which cannot be sent; leave"):
+            weight_sync.what_to_send(model, lora_sync)
 
 
 def edited(change, kind="full"):
@@ -500,7 +546,7 @@ def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(
     shapes, kind, change, message
 ):
     with pytest.raises(ValueError, match=message):
-        check_plan(edited(change, kind), shapes, "float32")
+        check_plan(edited(change, kind), shapes[kind], "float32")
 
 
 def test_an_unknown_architecture_is_named():
@@ -515,7 +561,7 @@ def test_an_unknown_architecture_is_named():
 SPLIT = """
 import os, sys, weakref, torch, torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from tests.helpers import make_tiny_model
+from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl import weight_sync
 from verifiers_rl.distributed import let_gloo_threads_finish
@@ -524,11 +570,12 @@ from verifiers_rl.weight_sync import announced, gathering, send_buckets, what_to
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 kind, lora = sys.argv[1], sys.argv[2] == "merged"
-model = make_tiny_model()
+model = make_tiny_moe() if sys.argv[2] == "experts" else make_tiny_model()
 if lora:
     model = with_trained_adapter(model)
 sources, _ = what_to_send(model, "merged")
 expected = {name: source.make().clone() for name, source in sources.items()}
+largest = max(parameter.numel() * 4 for parameter in model.parameters())
 live, peak = 0, 0
 original = weight_sync.whole
 
@@ -580,7 +627,6 @@ if rank == 0:
     assert recorder.got.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(recorder.got[name], expected[name], rtol=1e-6, atol=1e-7)
-    largest = max(t.numel() * 4 for t in expected.values())
     total = sum(t.numel() * 4 for t in expected.values())
     assert 0 < peak <= 1.5 * largest < total / 2, (peak, largest, total)
     print("gathered", total, "peak", peak)
@@ -589,7 +635,7 @@ let_gloo_threads_finish()
 """
 
 
-@pytest.mark.parametrize("what", ["full", "merged"])
+@pytest.mark.parametrize("what", ["full", "merged", "experts"])
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_a_split_model_is_gathered_one_tensor_at_a_time(kind, what, tmp_path):
     if kind == "zero3":

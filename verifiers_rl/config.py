@@ -458,13 +458,6 @@ class RLConfig(TrainingArguments):
                 f"rollouts_per_example={self.rollouts_per_example}; "
                 f"try batch_size={groups * self.rollouts_per_example}"
             )
-        check(
-            "ddp_find_unused_parameters",
-            not self.ddp_find_unused_parameters
-            or (self.use_lora and not self.lora_modules_to_save),
-            "where the LM head is trained it must be False: the head runs outside of forward, "
-            "so DDP would take it for unused",
-        )
         for name in ("max_prompt_len", "max_tokens"):
             value = getattr(self, name)
             check(

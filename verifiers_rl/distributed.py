@@ -62,6 +62,20 @@ def max_over_ranks(number: int, device: torch.device) -> int:
     return int(largest)
 
 
+def raise_if_not_finite(loss: torch.Tensor, world_size: int) -> None:
+    """On every rank, where any rank's loss is infinite or NaN: the optimizer would carry it into
+    all weights.
+    """
+    total = loss.clone()
+    if world_size > 1:
+        distributed.all_reduce(total)
+    if not torch.isfinite(total):
+        raise FloatingPointError(
+            f"the loss of this batch is {total.item()}; no step is taken with it. Look at what "
+            "loss_fn makes of extreme ratios, and at the rewards"
+        )
+
+
 def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
     """What FSDP2 and DeepSpeed need before the model is prepared.
 
@@ -85,10 +99,10 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     if fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
         raise ConfigError("FSDP's cpu_offload: not supported; remove it, or use ZeRO-2's")
     zero = getattr(accelerator.state, "deepspeed_plugin", None)
-    if needs_copy and (fsdp is not None or (zero is not None and zero.zero_stage == 3)):
+    if needs_copy and (fsdp is not None or zero is not None):
         raise ConfigError(
             "kl_beta without LoRA keeps a copy of the whole model on each rank, which does not go "
-            "with FSDP or ZeRO-3; set use_lora = true, or kl_beta = 0"
+            "with FSDP or DeepSpeed; set use_lora = true, or kl_beta = 0"
         )
     if fsdp is not None and accelerator.mixed_precision == "bf16":
         # accelerate's own also sums gradients in bfloat16.

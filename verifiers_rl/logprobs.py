@@ -144,6 +144,8 @@ def chunked_logprobs_and_entropy(
         def one_chunk(hidden_chunk: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal is_recomputed
             is_needed, is_recomputed = with_entropy and not is_recomputed, True
+            # Else all chunks share one bfloat16 copy of the head, which sums their gradients.
+            torch.clear_autocast_cache()
             return token_logprobs_and_entropy(
                 head(hidden_chunk), target_chunk, temperature, is_needed
             )

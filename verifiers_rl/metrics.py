@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
@@ -85,39 +85,37 @@ def peak_flops(device_name: str) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
 
 
-def model_flops(model: Any, lengths: Sequence[int], num_loss_tokens: int) -> int:
+def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
     """Operations of forward and backward, as the model needs them however they are done: nothing
     for what is computed again, nor for padding.
 
     Two a weight and token forward, two for the gradient of its input, and two for its own where it
-    is trained; for attention's scores and sums 12 a pair of tokens, head and dimension of it. The
-    input embedding is a lookup, and of the head's tokens only those with loss count. Of experts
-    each token uses `num_experts_per_tok`.
+    is trained. Embeddings are lookups, and of the head's tokens only those with loss count. Of
+    experts each token uses `num_experts_per_tok`. Attention's scores are not counted.
 
     Args:
         model: the causal LM, without what is around it.
-        lengths: tokens of each sequence.
+        num_tokens: of the batch.
         num_loss_tokens: those of them that carry loss.
     """
-    config = model.config.get_text_config()
-    head: Any = model.get_output_embeddings()
-    of_head = set() if head is None else {id(p) for p in head.parameters()}
-    looked_up = {id(p) for p in model.get_input_embeddings().parameters()} - of_head
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    get_head = getattr(model, "get_output_embeddings", lambda: None)
+    of_head = {id(p) for p in getattr(get_head(), "parameters", list)()}
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    looked_up = {id(p) for module in embeddings for p in module.parameters()} - of_head
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((n for name in names if (n := getattr(config, name, None))), 1)
+    num_used = getattr(config, "num_experts_per_tok", None) or num_experts
     flops = 0
     for name, parameter in model.named_parameters():
         if id(parameter) in looked_up or ".original_module." in name:  # of modules_to_save
             continue
         size = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3
         if ".experts." in name:
-            size = size * getattr(config, "num_experts_per_tok", num_experts) // num_experts
-        num_tokens = num_loss_tokens if id(parameter) in of_head else sum(lengths)
-        flops += size * (6 if parameter.requires_grad else 4) * num_tokens
-    num_heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
-    pairs = sum(n * (n + 1) // 2 for n in lengths)  # a token sees itself and those before it
-    return flops + 12 * config.num_hidden_layers * num_heads * head_dim * pairs
+            size = size * num_used // num_experts
+        tokens = num_loss_tokens if id(parameter) in of_head else num_tokens
+        flops += size * (6 if parameter.requires_grad else 4) * tokens
+    return flops
 
 
 def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict[str, float]:

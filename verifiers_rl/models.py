@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from verifiers_rl.config import RLConfig
+from verifiers_rl.config import ConfigError, RLConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     if hasattr(model, "peft_config"):
         return model
+    switch_off_dropout(model)
     if peft_config is None and not args.use_lora:
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             return model  # loaded under ZeRO-3: DeepSpeed keeps the masters
@@ -54,3 +55,28 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
             "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
         )
         return get_peft_model(model, peft_config)
+
+
+def switch_off_dropout(model: torch.nn.Module) -> None:
+    """The policy that is trained is the one that the server samples with, which has none."""
+    switched_off = set()
+    for module in model.modules():
+        is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        for name, value in list(vars(module).items()):
+            is_rate = "dropout" in name or (is_dropout and name == "p")
+            if is_rate and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                switched_off.add(type(module).__name__)
+    if switched_off:
+        logger.warning("dropout of the model is switched off in %s", sorted(switched_off))
+
+
+def check_policy(model: Any, args: RLConfig) -> None:
+    """Raise ConfigError where the options do not go with what is trained."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    is_trained = head is not None and any(p.requires_grad for p in head.parameters())
+    if args.ddp_find_unused_parameters and is_trained:
+        raise ConfigError(
+            "ddp_find_unused_parameters=True: where the LM head is trained it must be False: the "
+            "head runs outside of forward, so DDP would take it for unused"
+        )

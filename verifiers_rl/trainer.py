@@ -41,6 +41,7 @@ from verifiers_rl.distributed import (
     let_gloo_threads_finish,
     max_over_ranks,
     prepare_sharding,
+    raise_if_not_finite,
 )
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
@@ -61,7 +62,7 @@ from verifiers_rl.metrics import (
     model_flops,
     print_rollouts,
 )
-from verifiers_rl.models import load_policy
+from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 from verifiers_rl.weight_sync import gathering
@@ -119,6 +120,7 @@ class RLTrainer(Trainer):
             )
         set_seed(args.seed)  # a new adapter's weights follow from it too
         policy = load_policy(model, args, peft_config)
+        check_policy(policy, args)
         self.loss_fn = loss_fn or make_loss(args.loss, args.loss_args)
         self.batch: Batch | None = None  # the one being trained on
         # Metrics of the steps since the last line of logs.
@@ -307,6 +309,7 @@ class RLTrainer(Trainer):
                     loss = loss * args.world_size / denominator
                 self.accelerator.backward(loss)
             batch_loss += loss.detach()
+        self._saving(partial(raise_if_not_finite, batch_loss, args.world_size))
         own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
         token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
         train_s = time.monotonic() - start - waited_s
@@ -317,6 +320,7 @@ class RLTrainer(Trainer):
             **device_metrics(args.device, self.floating_point_ops({}), train_s),
             "num_tokens": float(sum(lengths)),
             "num_loss_tokens": float(batch.num_loss_tokens),
+            "num_masked_samples": float(sum(not s.num_loss_tokens for s in batch.samples)),
             "num_microbatches": float(len(plan)),
             "padding_share": 1 - own_tokens / num_positions,
             "policy_version": float(batch.policy_version),
@@ -440,8 +444,8 @@ class RLTrainer(Trainer):
         """Forward and backward of this rank's share of the batch."""
         if self.batch is None:
             return 0
-        lengths = [len(sample.token_ids) for sample in self.batch.samples]
-        flops = model_flops(self._base_of(self.model), lengths, self.batch.num_loss_tokens)
+        num_tokens = sum(len(sample.token_ids) for sample in self.batch.samples)
+        flops = model_flops(self._base_of(self.model), num_tokens, self.batch.num_loss_tokens)
         return flops // self.args.world_size
 
     # --- Batches and weights ----------------------------------------------------------------------

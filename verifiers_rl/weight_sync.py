@@ -26,10 +26,14 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise, zip_longest
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from verifiers_rl.inference.client import (
     InferenceServerError,
@@ -487,6 +491,11 @@ def check_adapter(config: Any, lora_sync: str) -> None:
             f"peft_config={type(config).__name__}: only plain LoRA can be sent to vLLM (no DoRA, "
             "no lora_bias)"
         )
+    if getattr(config, "target_parameters", None):
+        raise ValueError(
+            "the adapter reaches into a mixture of experts, which cannot be sent; leave their "
+            "layers out of lora_target_modules, as in ['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+        )
     for name in ("rank_pattern", "alpha_pattern"):
         if getattr(config, name, None) and lora_sync == "adapter":
             raise ValueError(
@@ -557,8 +566,54 @@ def _merged_weight(module: Any) -> Tensor:
 
 
 def full_sources(model: nn.Module) -> dict[str, Source]:
-    """All parameters under the checkpoint's names; a tied LM head once, as the input embedding."""
+    """All parameters; a tied LM head once, as the input embedding."""
     return {name: source_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Source]:
+    """Parameters under the names and in the parts that a checkpoint has, which is what vLLM loads:
+    transformers keeps the experts of a layer in one tensor, for example.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return sources
+    # Not those that a checkpoint of other names left in it: the server's model has the same then.
+    conversions = [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if type(conversion).__name__ != "PrefixChange"  # as transformers saves a new model
+    ]
+    if not conversions:
+        return sources
+    plain: Any = SimpleNamespace(config=model.config, _weight_conversions=conversions)
+
+    def converted(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return revert_weight_conversion(plain, {name: tensor})
+
+    result: dict[str, Source] = {}
+    for name, source in sources.items():
+        meta = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        parts = _Parts(partial(converted, name), source)
+        for number, (part, tensor) in enumerate(converted(name, meta).items()):
+            if part in result:
+                raise ValueError(f"tensor {part!r} has parts in several parameters; not supported")
+            make = partial(parts.make, part, is_first=number == 0)
+            result[part] = Source(tuple(tensor.shape), source.dtype, make)
+    return result
+
+
+class _Parts:
+    """What one parameter becomes in a checkpoint. Its parts are made in order, and the parameter is
+    gathered for the first, so that ranks which take part after a failed push stay in step.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], dict[str, Tensor]], source: Source) -> None:
+        self._convert, self._source = convert, source
+        self._made: dict[str, Tensor] = {}
+
+    def make(self, part: str, is_first: bool) -> Tensor:
+        if is_first:
+            self._made = self._convert(self._source.make())
+        return self._made.pop(part)
 
 
 def what_to_send(
@@ -566,12 +621,12 @@ def what_to_send(
 ) -> tuple[dict[str, Source], dict[str, Any]]:
     """The tensors that travel, and the adapter's config where they are an adapter's."""
     if not hasattr(model, "peft_config"):
-        return full_sources(model), {}
+        return in_checkpoint_form(model, full_sources(model)), {}
     config = model.peft_config["default"]
     check_adapter(config, lora_sync)
     if lora_sync == "merged" or config.modules_to_save:
         # vLLM takes no fully trained modules inside an adapter.
-        return merged_sources(model), {}
+        return in_checkpoint_form(model.get_base_model(), merged_sources(model)), {}
     return adapter_sources(model)
 
 

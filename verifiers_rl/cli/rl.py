@@ -36,6 +36,7 @@ USAGE = (
 )
 STOP_GRACE_S = 20.0
 MAX_RESTARTS = 5  # of a server that has not answered in between
+BACKOFF_S = 1.0  # before the first of them, twice as long before each further one
 
 
 class Stopped(Exception):
@@ -297,7 +298,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
                 if not ended_within(trainer, timeout_s + 60.0):
                     raise InferenceServerError("the trainer did not end after its server")
                 return trainer.process.returncode or 1
-            delay_s = 2.0 ** (num_deaths - 1)
+            delay_s = BACKOFF_S * 2.0 ** (num_deaths - 1)
             # A new line: the trainer's progress bar may be in the middle of one.
             print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
             if not ended_within(trainer, delay_s):

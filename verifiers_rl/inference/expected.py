@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verifiers_rl.weight_sync import TransferPlan
+from verifiers_rl.weight_sync import TransferPlan, full_sources, in_checkpoint_form
 
 _ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 
 
-def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all parameters of this Hugging Face config's model, a tied LM head once.
+def expected_shapes(config: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Names and shapes of all parameters of this Hugging Face config's model, a tied LM head once:
+    as a checkpoint has them, for "full" weights, and as the model, for an "adapter".
 
     The architecture is built on torch's meta device: no weights, no memory.
 
@@ -31,14 +32,19 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         )
     with torch.device("meta"):
         model = architecture._from_config(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    sources = full_sources(model)
+    in_checkpoint = in_checkpoint_form(model, sources)
+    return {
+        "full": {name: source.shape for name, source in in_checkpoint.items()},
+        "adapter": {name: source.shape for name, source in sources.items()},
+    }
 
 
 def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
     """Raise ValueError, which names the tensor, unless the plan is what this model takes.
 
     Args:
-        shapes: as of `expected_shapes`.
+        shapes: of `expected_shapes`, those of the plan's kind.
         dtype: of the server's weights, or of its adapters.
     """
     names = [spec.name for spec in plan.tensors]

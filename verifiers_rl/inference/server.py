@@ -27,6 +27,8 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -106,7 +108,7 @@ class WeightSyncRoutes:
         self.policy_version: int | None = None
         self.connection: str | None = None
         self.gpus: list[str | None] | None = None
-        self.shapes: dict[str, tuple[int, ...]] | None = None
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] | None = None
         self.in_flight = InFlight()
         self.num_running = 0  # generation requests that vLLM has not answered
         self.is_salted = False
@@ -278,11 +280,12 @@ class WeightSyncRoutes:
             self.shapes = await asyncio.to_thread(expected_shapes, model_config.hf_config)
         dtype = lora.lora_dtype if plan.kind == "adapter" else config.model_config.dtype
         try:
-            check_plan(plan, self.shapes, str(dtype).removeprefix("torch."))
+            check_plan(plan, self.shapes[plan.kind], str(dtype).removeprefix("torch."))
         except ValueError as error:
             raise BadRequest(error) from error
         self.connection = self.policy_version = None  # of a trainer before this one
-        await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
+        async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():
+            await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
         self.connection = secrets.token_hex(8)
         if plan.kind == "adapter":
             # The name by which requests reach the adapter.
@@ -302,37 +305,34 @@ class WeightSyncRoutes:
             raise BadRequest(f"in_flight={body['in_flight']!r}: must be recompute or keep")
         # Requests may be running. They are frozen over the swap and go on under the new weights.
         running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
-        recompute = body["in_flight"] == "recompute"
+        freezes = running or steps_together(engine)
+        timeout_s = body["timeout_s"]
         self.open.clear()
         try:
-            if running:
-                pausing = engine.pause_generation(mode="keep", clear_cache=False)
-                await asyncio.wait_for(pausing, body["timeout_s"])
-                num_tokens = await self.settle(engine)
-            self.policy_version = None  # half of them, until the load is done
-            timeout_s = body["timeout_s"]
-            await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s)
-            # Cached keys and values are those of the old weights. `recompute` drops all, those of
-            # the running requests too. `keep` cannot while a request holds some: from then on
-            # each request gets a cache salt of its version, so that it finds no older one's.
-            dropped = all(
-                await call_engines(engine, "reset_prefix_cache", running and recompute, False)
-            )
-            if not dropped and recompute:
-                raise RuntimeError(
-                    "vLLM could not reset its prefix cache; old policy's entries would be reused"
-                )
-            self.is_salted = self.is_salted or not dropped
-            self.policy_version = body["policy_version"]
-            if running:
+            async with paused(engine, timeout_s) if freezes else nullcontext():
+                num_tokens = await self.settle(engine) if running else {}
+                self.policy_version = None  # half of them, until the load is done
+                await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s)
+                await self.drop_caches(engine, running, body["in_flight"] == "recompute")
+                self.policy_version = body["policy_version"]
                 self.in_flight.swap(num_tokens, self.policy_version)
         finally:
-            try:
-                if running and not engine.errored:
-                    await asyncio.wait_for(engine.resume_generation(), RESUME_DEADLINE_S)
-            finally:
-                self.open.set()
+            self.open.set()
         return 200, {"policy_version": self.policy_version}
+
+    async def drop_caches(self, engine: Any, running: bool, recompute: bool) -> None:
+        """Cached keys and values are those of the old weights. `recompute` drops all, those of the
+        running requests too. Without it they cannot be dropped while a request holds some: from
+        then on each request gets a cache salt of its version, so that it finds no older one's.
+        """
+        dropped = all(
+            await call_engines(engine, "reset_prefix_cache", running and recompute, False)
+        )
+        if not dropped and recompute:
+            raise RuntimeError(
+                "vLLM could not reset its prefix cache; old policy's entries would be reused"
+            )
+        self.is_salted = self.is_salted or not dropped
 
     async def settle(self, engine: Any) -> dict[str, int]:
         """Tokens sampled so far by each request in flight, while generation is paused.
@@ -413,6 +413,27 @@ def is_one_completion(fields: dict[str, Any]) -> bool:
 
 class WorkerError(RuntimeError):
     """What went wrong in a worker, which has logged where."""
+
+
+def steps_together(engine: Any) -> bool:
+    """Whether the engines run their steps in lockstep, requests or not: those of a mixture of
+    experts with data parallelism. One that takes an update early would leave the others waiting in
+    a step.
+    """
+    config = engine.vllm_config
+    return config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+
+
+@asynccontextmanager
+async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
+    """No engine takes a step inside; requests keep what they have."""
+    try:
+        pausing = engine.pause_generation(mode="keep", clear_cache=False)
+        await asyncio.wait_for(pausing, timeout_s)
+        yield
+    finally:
+        if not engine.errored:
+            await asyncio.wait_for(engine.resume_generation(), RESUME_DEADLINE_S)
 
 
 async def is_dying(engine: Any) -> bool:

@@ -42,6 +42,23 @@ def adapter_name_mapper(model: Any) -> Any:
     return rename()
 
 
+def repack_for_cpu(model: Any) -> None:
+    """What vLLM's reload leaves out of a model's weights on a CPU, whose kernels take them packed.
+
+    An LM head of its own is packed anew, but not one tied to the embedding, which would go on with
+    the old logits. Experts are packed when they are loaded first only.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for name, module in model.named_modules(remove_duplicate=False):
+        quant_method = getattr(module, "quant_method", None)
+        is_head = name.rpartition(".")[2] == "lm_head"
+        if is_head and isinstance(quant_method, UnquantizedEmbeddingMethod):
+            quant_method.process_weights_after_loading(module)
+        if (kernel := getattr(quant_method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
 async def call_engines(engine: Any, method: str, *args: Any) -> list[Any]:
     """Call a method of each engine core behind this `AsyncLLM`; their results.
 

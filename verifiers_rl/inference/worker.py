@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from verifiers_rl.inference.vllm_versions import adapter_name_mapper
+from verifiers_rl.inference.vllm_versions import adapter_name_mapper, repack_for_cpu
 from verifiers_rl.weight_sync import (
     TransferPlan,
     Transport,
@@ -146,7 +146,6 @@ class WeightSyncWorker:
                 self._load_full(buckets)
 
     def _load_full(self, buckets: Iterable[Bucket]) -> None:
-        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
@@ -161,14 +160,7 @@ class WeightSyncWorker:
             # After half a push too: else vLLM takes its tensors for part of the next one.
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         if self.device.type == "cpu":
-            # The CPU kernels keep a packed copy of the LM head. The reload renews it for an LM head
-            # with weights of its own, but not for one tied to the embedding, which would go on with
-            # the old logits.
-            for name, module in model.named_modules(remove_duplicate=False):
-                quant_method = getattr(module, "quant_method", None)
-                is_head = name.rpartition(".")[2] == "lm_head"
-                if is_head and isinstance(quant_method, UnquantizedEmbeddingMethod):
-                    quant_method.process_weights_after_loading(module)
+            repack_for_cpu(model)
 
     def _load_adapter(self, plan: TransferPlan, buckets: Iterable[Bucket]) -> None:
         from vllm.lora.peft_helper import PEFTHelper
