@@ -52,7 +52,7 @@ test: $(INSTALLED)
 
 test-all: test
 	$(MAKE) DEEPSPEED=1 TESTS='-k "zero2 or zero3"' test
-	$(MAKE) CLASSIC=1 test
+	$(MAKE) CLASSIC=1 TESTS='--ignore tests/test_sharding.py' test  # which is of neither stack
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
