@@ -207,6 +207,14 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
         if kind == "adapter":
             check_tokens_on_both_sides(kind, models[False], server, connect, "keep", num_requests=2)
             check_a_killed_trainer(kind, models[False], server, connect)
+            # Killed, it leaves nothing: engines, workers, and what coordinates them.
+            assert len(group_of(server)) >= 6
+            server.process.kill()
+            server.process.wait()
+            deadline = time.monotonic() + 30
+            while left := group_of(server):
+                assert time.monotonic() < deadline, left
+                time.sleep(0.2)  # they are no children of ours: nothing to await
 
 
 def test_experts_arrive_exactly(connect, tmp_path):
@@ -226,16 +234,23 @@ def test_experts_arrive_exactly(connect, tmp_path):
         assert largest_difference(model, server, merged.model_name) < 1e-4
 
 
-def memory_of(server):
-    """Resident bytes of the server's processes, MB."""
-    total = 0
+def group_of(server):
+    """Folders in /proc of the server's processes."""
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getpgid(int(path.name)) == server.process.pid:
-                total += int((path / "statm").read_text().split()[1])
-        except (OSError, ValueError):
+            is_running = (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            if is_running and os.getpgid(int(path.name)) == server.process.pid:
+                found.append(path)
+        except OSError:
             pass  # it ended meanwhile
-    return total * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return found
+
+
+def memory_of(server):
+    """Resident bytes of the server's processes, MB."""
+    pages = [int((path / "statm").read_text().split()[1]) for path in group_of(server)]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def own_memory():
@@ -533,14 +548,8 @@ def test_a_worker_killed_in_a_push_is_a_lost_server(models, connect, tmp_path):
 
 
 def worker_of(server):
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            is_worker = b"Worker" in (path / "cmdline").read_bytes()
-            if is_worker and os.getpgid(int(path.name)) == server.process.pid:
-                return int(path.name)
-        except OSError:
-            pass  # it ended meanwhile
-    raise AssertionError("no worker")
+    (worker,) = (p for p in group_of(server) if b"Worker" in (p / "cmdline").read_bytes())
+    return int(worker.name)
 
 
 def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, monkeypatch):

@@ -67,7 +67,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name():
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("Some GPU 9000") is None
+    assert peak_flops("Some GPU 9000") is None and peak_flops("NVIDIA RTX A1000") is None
 
 
 def test_operations_of_a_step_by_hand():
@@ -80,6 +80,11 @@ def test_operations_of_a_step_by_hand():
     assert model_flops(model, 5, num_loss_tokens=2) == 4 * products
     tied = make_tiny_model(tie_word_embeddings=True)
     assert model_flops(tied, 5, num_loss_tokens=2) == 6 * products
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    untied, tied = (
+        get_peft_model(make_tiny_model(tied), lora).get_base_model() for tied in (False, True)
+    )
+    assert model_flops(tied, 5, num_loss_tokens=2) == model_flops(untied, 5, num_loss_tokens=2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"modules_to_save": ["lm_head"]}, {"experts": 4}])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +83,10 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Of a GPU by the name that torch gives it; None where it is not known."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+    matches = (
+        flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)
+    )
+    return next(matches, None)
 
 
 def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
@@ -99,8 +103,8 @@ def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
         num_loss_tokens: those of them that carry loss.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    get_head = getattr(model, "get_output_embeddings", lambda: None)
-    of_head = {id(p) for p in getattr(get_head(), "parameters", list)()}
+    head = getattr(model, "get_output_embeddings", lambda: None)() or nn.Identity()
+    of_head = {id(p) for n, p in head.named_parameters() if "original_module." not in n}
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     looked_up = {id(p) for module in embeddings for p in module.parameters()} - of_head
     names = ("num_experts", "num_local_experts", "n_routed_experts")

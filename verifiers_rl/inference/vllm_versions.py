@@ -47,9 +47,13 @@ def repack_for_cpu(model: Any) -> None:
 
     An LM head of its own is packed anew, but not one tied to the embedding, which would go on with
     the old logits. Experts are packed when they are loaded first only.
+
+    Raises:
+        RuntimeError: this vLLM packs experts in another way.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+    has_packed = False
     for name, module in model.named_modules(remove_duplicate=False):
         quant_method = getattr(module, "quant_method", None)
         is_head = name.rpartition(".")[2] == "lm_head"
@@ -57,6 +61,12 @@ def repack_for_cpu(model: Any) -> None:
             quant_method.process_weights_after_loading(module)
         if (kernel := getattr(quant_method, "moe_kernel", None)) is not None:
             kernel.fused_experts.process_weights_after_loading(module)
+            has_packed = True
+    if not has_packed and any("w13_weight" in name for name, _ in model.named_parameters()):
+        raise RuntimeError(
+            "on a CPU this vLLM cannot take new weights of a mixture of experts; install 0.29 or "
+            "later"
+        )
 
 
 async def call_engines(engine: Any, method: str, *args: Any) -> list[Any]:

@@ -45,30 +45,47 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 
 def die_with_server() -> None:
-    """When the API server dies, however it does, end this worker and vLLM's engine above it.
+    """When the API server dies, however it does, end this worker, vLLM's engine above it, and what
+    else the server has started: the coordinator of data-parallel engines.
 
-    vLLM's engine process lives on when its API server is killed, and holds the GPU's memory. Only
-    Linux tells a process of the death of one that is not its child.
+    vLLM's processes live on when their API server is killed, and hold the GPU's memory. Only Linux
+    tells a process of the death of one that is not its child.
     """
     server = int(os.environ.get("VERIFIERS_RL_SERVER_PID", 0))
-    ancestors = [os.getppid()]
     try:
-        ancestors.append(
-            int(Path(f"/proc/{ancestors[0]}/stat").read_text().rsplit(")")[-1].split()[1])
-        )
-        death = os.pidfd_open(server) if server in ancestors else None
+        if server not in (os.getppid(), _parent(os.getppid())):
+            return
+        death = os.pidfd_open(server)
+        children = _children(server)
     except (OSError, AttributeError):
-        death = None  # no /proc, or gone already
-    if death is None:
-        return
+        return  # no /proc, or gone already
 
     def wait() -> None:
         select.select([death], [], [])
-        if os.getppid() == ancestors[0] != server:
-            os.kill(ancestors[0], signal.SIGKILL)
+        for child in children:
+            try:
+                signal.pidfd_send_signal(child, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="die-with-server", daemon=True).start()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _children(pid: int) -> list[int]:
+    """File descriptors that stand for them: a number may soon be another process's."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if _parent(int(folder.name)) == pid:
+                found.append(os.pidfd_open(int(folder.name)))
+        except OSError:
+            pass  # it ended meanwhile
+    return found
 
 
 die_with_server()  # vLLM imports this module once in each worker process
