@@ -254,7 +254,7 @@ def answers(client):
 
 rl.answers, rl.MAX_RESTARTS, rl.BACKOFF_S = answers, 3, 0.05
 server = [sys.executable, "-c", f"import time; time.sleep({lifetime_s})"]
-trainer = [sys.executable, "-c", "import sys, time; time.sleep(8); sys.exit(7)"]
+trainer = [sys.executable, "-c", "import sys, time; time.sleep(12); sys.exit(7)"]
 rl.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
 config = make_config(trainer_args={"vllm_server_port": free_port()})
 sys.exit(rl.supervise(config, ("", ""), types.SimpleNamespace(server_log=None, resume=None)))

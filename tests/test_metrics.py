@@ -70,6 +70,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name():
     assert peak_flops("Some GPU 9000") is None and peak_flops("NVIDIA RTX A1000") is None
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # of peft
 def test_operations_of_a_step_by_hand():
     model = make_tiny_model()  # q, k, v, o: 32 to 32, 16, 16, 32; gate, up, down: 32 to 64
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32 + 2 * 8  # two norms, those of q and k

@@ -434,6 +434,8 @@ def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_train
 )
 def test_unused_parameters_are_not_looked_for_where_the_head_is_trained(make_trainer, head):
     make_trainer(use_lora=True, ddp_find_unused_parameters=True)
+    tied = make_tiny_model(tie_word_embeddings=True)
+    make_trainer(tied, use_lora=False, ddp_find_unused_parameters=True)
     for options in ({"use_lora": False}, {"use_lora": True, **head}):
         with pytest.raises(ConfigError, match="ddp_find_unused_parameters=True: where the LM"):
             make_trainer(ddp_find_unused_parameters=True, **options)

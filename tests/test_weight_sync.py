@@ -444,7 +444,7 @@ def test_lora_sync_decides_what_travels():
 def shapes():
     config = make_tiny_model().config
     config.architectures = ["Qwen3ForCausalLM"]
-    return expected_shapes(config)
+    return {kind: expected_shapes(config, kind) for kind in ("full", "adapter")}
 
 
 def plan_of(sources, kind="full", **adapter):
@@ -475,7 +475,7 @@ def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
         made = source.make()
         assert source.shape == made.shape and torch.equal(made, checkpoint[name]), name
     model.config.architectures = ["Qwen3MoeForCausalLM"]
-    shapes = expected_shapes(model.config)
+    shapes = {kind: expected_shapes(model.config, kind) for kind in ("full", "adapter")}
     check_plan(plan_of(sources), shapes["full"], "float32")
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     model = get_peft_model(model, lora)
@@ -553,7 +553,7 @@ def test_an_unknown_architecture_is_named():
     config = make_tiny_model().config
     config.architectures = ["NoSuchModel"]
     with pytest.raises(ValueError, match="no architecture 'NoSuchModel'"):
-        expected_shapes(config)
+        expected_shapes(config, "full")
 
 
 # --- Models split over ranks --------------------------------------------------------------------

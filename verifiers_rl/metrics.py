@@ -108,8 +108,10 @@ def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     looked_up = {id(p) for module in embeddings for p in module.parameters()} - of_head
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = next((n for name in names if (n := getattr(config, name, None))), 1)
-    num_used = getattr(config, "num_experts_per_tok", None) or num_experts
+    counts = (getattr(config, name, None) for name in names)
+    num_experts = next((n for n in counts if isinstance(n, int) and n > 0), 1)
+    num_used = getattr(config, "num_experts_per_tok", None)
+    num_used = num_used if isinstance(num_used, int) else num_experts
     flops = 0
     for name, parameter in model.named_parameters():
         if id(parameter) in looked_up or ".original_module." in name:  # of modules_to_save

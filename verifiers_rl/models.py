@@ -74,8 +74,10 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
 def check_policy(model: Any, args: RLConfig) -> None:
     """Raise ConfigError where the options do not go with what is trained."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    is_trained = head is not None and any(p.requires_grad for p in head.parameters())
-    if args.ddp_find_unused_parameters and is_trained:
+    if head is None or not args.ddp_find_unused_parameters:
+        return
+    in_forward = {id(p) for p in model.get_input_embeddings().parameters()}  # a tied head
+    if any(p.requires_grad and id(p) not in in_forward for p in head.parameters()):
         raise ConfigError(
             "ddp_find_unused_parameters=True: where the LM head is trained it must be False: the "
             "head runs outside of forward, so DDP would take it for unused"

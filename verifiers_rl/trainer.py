@@ -307,9 +307,10 @@ class RLTrainer(Trainer):
                 with self.compute_loss_context_manager():
                     loss = self.microbatch_loss(model, microbatch, means)
                     loss = loss * args.world_size / denominator
+                batch_loss += loss.detach()
+                if is_last:  # DeepSpeed's engine takes its step inside this backward
+                    self._saving(partial(raise_if_not_finite, batch_loss, args.world_size))
                 self.accelerator.backward(loss)
-            batch_loss += loss.detach()
-        self._saving(partial(raise_if_not_finite, batch_loss, args.world_size))
         own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
         token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
         train_s = time.monotonic() - start - waited_s

@@ -584,7 +584,9 @@ def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Sour
     ]
     if not conversions:
         return sources
-    plain: Any = SimpleNamespace(config=model.config, _weight_conversions=conversions)
+    plain: Any = SimpleNamespace(
+        config=model.config, get_parameter=model.get_parameter, _weight_conversions=conversions
+    )
 
     def converted(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return revert_weight_conversion(plain, {name: tensor})

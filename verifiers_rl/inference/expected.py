@@ -5,16 +5,16 @@ allocated for it.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from verifiers_rl.weight_sync import TransferPlan, full_sources, in_checkpoint_form
 
 _ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 
 
-def expected_shapes(config: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all parameters of this Hugging Face config's model, a tied LM head once:
-    as a checkpoint has them, for "full" weights, and as the model, for an "adapter".
+    for "full" weights as its checkpoint has them, for an "adapter" as the model itself.
 
     The architecture is built on torch's meta device: no weights, no memory.
 
@@ -33,11 +33,9 @@ def expected_shapes(config: Any) -> dict[str, dict[str, tuple[int, ...]]]:
     with torch.device("meta"):
         model = architecture._from_config(config)
     sources = full_sources(model)
-    in_checkpoint = in_checkpoint_form(model, sources)
-    return {
-        "full": {name: source.shape for name, source in in_checkpoint.items()},
-        "adapter": {name: source.shape for name, source in sources.items()},
-    }
+    if kind == "full":
+        sources = in_checkpoint_form(model, sources)
+    return {name: source.shape for name, source in sources.items()}
 
 
 def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:

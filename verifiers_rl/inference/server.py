@@ -108,7 +108,7 @@ class WeightSyncRoutes:
         self.policy_version: int | None = None
         self.connection: str | None = None
         self.gpus: list[str | None] | None = None
-        self.shapes: dict[str, dict[str, tuple[int, ...]]] | None = None
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by the kind of plan
         self.in_flight = InFlight()
         self.num_running = 0  # generation requests that vLLM has not answered
         self.is_salted = False
@@ -275,9 +275,10 @@ class WeightSyncRoutes:
             raise BadRequest(needs_lora_flag(plan.adapter["r"]))
         if plan.kind == "full" and lora is not None:
             raise BadRequest("the trainer sends full weights; start vf-vllm without --enable-lora")
-        if self.shapes is None:
-            model_config = config.model_config
-            self.shapes = await asyncio.to_thread(expected_shapes, model_config.hf_config)
+        if plan.kind not in self.shapes:
+            hf_config = config.model_config.hf_config
+            shapes = await asyncio.to_thread(expected_shapes, hf_config, plan.kind)
+            self.shapes[plan.kind] = shapes
         dtype = lora.lora_dtype if plan.kind == "adapter" else config.model_config.dtype
         try:
             check_plan(plan, self.shapes[plan.kind], str(dtype).removeprefix("torch."))

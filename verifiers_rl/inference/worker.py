@@ -77,11 +77,11 @@ def _parent(pid: int) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """File descriptors that stand for them: a number may soon be another process's."""
+    """But for this process; file descriptors, as a number may soon be another process's."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if _parent(int(folder.name)) == pid:
+            if _parent(int(folder.name)) == pid and int(folder.name) != os.getpid():
                 found.append(os.pidfd_open(int(folder.name)))
         except OSError:
             pass  # it ended meanwhile
