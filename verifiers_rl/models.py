@@ -72,7 +72,10 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
 
 
 def check_policy(model: Any, args: RLConfig) -> None:
-    """Raise ConfigError where the options do not go with what is trained."""
+    """Raise ConfigError where the options do not go with what is trained; warn of what is not
+    exact.
+    """
+    warn_of_changing_rope(model, args.max_seq_len)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not args.ddp_find_unused_parameters:
         return
@@ -81,4 +84,23 @@ def check_policy(model: Any, args: RLConfig) -> None:
         raise ConfigError(
             "ddp_find_unused_parameters=True: where the LM head is trained it must be False: the "
             "head runs outside of forward, so DDP would take it for unused"
+        )
+
+
+def warn_of_changing_rope(model: Any, max_seq_len: int) -> None:
+    """Some models rotate all of a batch by what its longest sequence needs, once that is longer
+    than they were first trained for, and vLLM by what the longest possible one needs.
+    """
+    config: Any = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("longrope", "dynamic"):
+        return
+    first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if max_seq_len > first:
+        logger.warning(
+            "rope_type=%r: logprobs of sequences depend on the longest one beside them, and differ "
+            "from the server's, where max_seq_len=%d is above %d; lower it for exact ones",
+            rope["rope_type"],
+            max_seq_len,
+            first,
         )
