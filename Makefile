@@ -31,7 +31,7 @@ NUMERICS := advantages logprobs losses metrics packing sharding
 help:
 	@echo "make demo      train the example on this machine and watch its reward rise"
 	@echo "make test      all tests, with the real vLLM server"
-	@echo "make test-all  the same, again with verifiers<0.4 and its vLLM, and what needs DeepSpeed"
+	@echo "make test-all  also what needs DeepSpeed, and with verifiers<0.4 and its vLLM"
 	@echo "make check     ruff and types"
 
 install: $(INSTALLED)

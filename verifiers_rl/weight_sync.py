@@ -491,9 +491,10 @@ def check_adapter(config: Any, lora_sync: str) -> None:
             f"peft_config={type(config).__name__}: only plain LoRA can be sent to vLLM (no DoRA, "
             "no lora_bias)"
         )
-    if getattr(config, "target_parameters", None):
+    if experts := getattr(config, "target_parameters", None):
         raise ValueError(
-            "the adapter reaches into a mixture of experts, which cannot be sent; leave their "
+            f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into "
+            "a mixture of experts, which cannot be sent; leave their "
             "layers out of lora_target_modules, as in ['q_proj', 'k_proj', 'v_proj', 'o_proj']"
         )
     for name in ("rank_pattern", "alpha_pattern"):
