@@ -19,6 +19,7 @@ from verifiers_rl.inference.server import (
     WeightSyncRoutes,
     WorkerError,
     format_spans,
+    paused,
     require,
 )
 
@@ -273,6 +274,31 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
         connect, receive = (["pause", *done, "resume"] for done in (connect, receive))
     assert calls == connect + receive
     assert routes.open.is_set()
+
+
+def test_an_engine_whose_pause_comes_too_late_goes_on_afterwards():
+    is_paused = False
+
+    class Engine:
+        errored = False
+
+        async def pause_generation(self, mode, clear_cache):
+            nonlocal is_paused
+            await asyncio.sleep(0.05)  # a step that takes long
+            is_paused = True
+
+        async def resume_generation(self):
+            nonlocal is_paused
+            assert is_paused, "vLLM: resume_scheduler called while pause is still in flight"
+            is_paused = False
+
+    async def update():
+        async with paused(Engine(), timeout_s=0.01):
+            pytest.fail("updated while it took a step")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(update())
+    assert not is_paused
 
 
 REPACK = """

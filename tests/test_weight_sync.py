@@ -9,9 +9,18 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.helpers import ROOT, make_tiny_model, make_tiny_moe
 from verifiers_rl import weight_sync
@@ -483,6 +492,30 @@ def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
     check_plan(plan_of(adapter, "adapter", **config), shapes["adapter"], "float32")
     merged, _ = weight_sync.what_to_send(model, "merged")
     assert merged.keys() == checkpoint.keys()
+
+
+def test_a_model_that_fsdp_split_travels_under_the_names_of_its_own_class():
+    config = GPTNeoXConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = GPTNeoXForCausalLM(config)
+    sources, _ = weight_sync.what_to_send(model, "adapter")
+    expected = {name: source.make().clone() for name, source in sources.items()}
+    assert "embed_out.weight" in expected  # lm_head.weight in transformers
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        sources, _ = weight_sync.what_to_send(model, "adapter")
+        made = {name: source.make() for name, source in sources.items()}
+    finally:
+        dist.destroy_process_group()
+    assert made.keys() == expected.keys()
+    for name in made:
+        assert torch.equal(made[name], expected[name]), name
 
 
 def test_a_push_begun_again_makes_its_parts_anew():

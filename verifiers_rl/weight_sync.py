@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -577,6 +579,11 @@ def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Sour
     """
     if not isinstance(model, PreTrainedModel):
         return sources
+    if isinstance(model, FSDPModule):
+        # Its class, by which transformers looks conversions up, is FSDP's: first come that and
+        # FSDPModule, then the model's own. An empty model of that one stands for it.
+        with torch.device("meta"):
+            model = type(model).__mro__[2](deepcopy(model.config))
     # Not those that a checkpoint of other names left in it: the server's model has the same then.
     conversions = [
         conversion

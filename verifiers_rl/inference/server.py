@@ -428,12 +428,14 @@ def steps_together(engine: Any) -> bool:
 @asynccontextmanager
 async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
     """No engine takes a step inside; requests keep what they have."""
+    pausing = asyncio.ensure_future(engine.pause_generation(mode="keep", clear_cache=False))
     try:
-        pausing = engine.pause_generation(mode="keep", clear_cache=False)
-        await asyncio.wait_for(pausing, timeout_s)
+        await asyncio.wait_for(asyncio.shield(pausing), timeout_s)
         yield
     finally:
         if not engine.errored:
+            # Engines in lockstep that are still pausing refuse to resume.
+            await asyncio.wait([pausing], timeout=RESUME_DEADLINE_S)
             await asyncio.wait_for(engine.resume_generation(), RESUME_DEADLINE_S)
 
 
