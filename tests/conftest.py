@@ -55,6 +55,7 @@ def running_server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
+            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},  # vLLM then has more control routes
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

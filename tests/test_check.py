@@ -122,7 +122,7 @@ def test_an_environment_that_does_not_load(make_preflight, lines):
     line = said(EnvTable("nowhere"))
     if not HAS_CLASSIC:
         assert "[env] id='nowhere' without [env.taskset] is a classic environment" in line
-        assert "uv pip install 'verifiers-rl[classic,vllm]'" in line
+        assert "install -e '.[classic,vllm]'" in line
         return
     assert "No module named 'nowhere'" in line
     line = said(EnvTable("reverse_text", {"size": 3}))

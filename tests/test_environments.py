@@ -2,6 +2,7 @@
 
 import math
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,12 @@ from tests.helpers import HAS_CLASSIC, load_example, make_samples
 from verifiers_rl import RLConfig
 from verifiers_rl.chat_template import reason_against_chat_template
 from verifiers_rl.cli.config import EnvTable
-from verifiers_rl.environments import InvalidEnvironmentError, make_runner, versions_of_tokens
+from verifiers_rl.environments import (
+    InvalidEnvironmentError,
+    make_runner,
+    versions_of_tokens,
+    warn_of_replies_beyond_use,
+)
 from verifiers_rl.rollouts import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Rollout
 
@@ -25,6 +31,33 @@ from verifiers_rl.types import Rollout
 )
 def test_spans_give_each_token_its_version(spans, num_tokens, versions):
     assert versions_of_tokens(spans, num_tokens) == versions
+
+
+def test_only_replies_that_nothing_bounds_are_warned_of(caplog):
+    runners = [SimpleNamespace(bounds_replies=bounds) for bounds in (True, False)]
+    for options in (
+        {"max_seq_len": 64},
+        {"max_seq_len": 128},
+        {"max_seq_len": 64, "max_tokens": 9},
+    ):
+        for runner in runners:
+            caplog.clear()
+            args = RLConfig(use_cpu=True, **options)
+            warn_of_replies_beyond_use(runner, 128, args)
+            expected = options == {"max_seq_len": 64} and not runner.bounds_replies
+            assert ("start vf-vllm with --max-model-len 64" in caplog.text) == expected
+
+
+def test_a_group_that_failed_is_not_uniform():
+    def rollout(reward, error=None):
+        made = Rollout(0, "p", env="a", num_turns=1, samples=make_samples(1), error=error)
+        made.reward = reward
+        return made
+
+    failed = [rollout(math.nan, ValueError()), rollout(math.nan, ValueError())]
+    mixed, alike = [rollout(0.0), rollout(1.0)], [rollout(1.0), rollout(1.0)]
+    assert batch_metrics([failed, mixed])["uniform_group_share"] == 0
+    assert batch_metrics([failed, mixed, alike])["uniform_group_share"] == 0.5
 
 
 def test_metrics_of_several_environments_are_kept_apart():
@@ -88,4 +121,4 @@ def test_a_classic_environment_where_there_are_none_says_what_to_install(tmp_pat
         EnvTable("reverse_text").load(tmp_path)
     said = str(caught.value)
     assert f"verifiers {version('verifiers')}" in said
-    assert "uv pip install 'verifiers-rl[classic,vllm]'" in said
+    assert "install -e '.[classic,vllm]'" in said

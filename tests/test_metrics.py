@@ -110,6 +110,19 @@ def test_operations_of_a_step_are_those_that_torch_counts(changes):
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
+def test_mfu_is_the_share_of_the_peak_that_the_model_used(monkeypatch):
+    for name, value in {
+        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "max_memory_allocated": 3_000_000_000,
+        "reset_peak_memory_stats": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    metrics = device_metrics(torch.device("cuda"), num_flops=1_978_000_000_000_000, seconds=4.0)
+    assert metrics == {"peak_memory_gb": 3.0, "mfu": pytest.approx(0.5)}  # of 989 TFLOP/s
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Unknown")
+    assert device_metrics(torch.device("cuda"), 1, 1.0) == {"peak_memory_gb": 3.0}
+
+
 def test_the_peak_memory_of_a_process_is_logged():
     before = device_metrics(torch.device("cpu"), 0, 1.0)["peak_memory_gb"]
     block = torch.ones(50_000_000)  # 0.2 GB, which may have been used before

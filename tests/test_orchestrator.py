@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import threading
 import time
 
@@ -298,6 +299,52 @@ def test_stop_cancels_what_is_pending_and_joins_the_thread(make_orchestrator):
     orchestrator.stop()
     assert time.monotonic() - start < 5
     assert runner.cancelled == 8 and runner.closed
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the task's end
+def test_stop_leaves_a_task_that_does_not_end_and_closes_the_environment(
+    make_orchestrator, monkeypatch, caplog
+):
+    monkeypatch.setattr("verifiers_rl.orchestrator.STOP_DEADLINE_S", 0.2)
+
+    class Stubborn(StubRunner):
+        async def run_group(self, *args):
+            try:
+                return await super().run_group(*args)
+            except asyncio.CancelledError:
+                await asyncio.sleep(60)
+
+    runner = Stubborn(delay_s=60)
+    orchestrator = make_orchestrator(runner)
+    orchestrator.submit(0, "policy", 0)
+    while runner.in_flight < 8:
+        time.sleep(0.01)
+    orchestrator.stop()
+    assert runner.closed and "tasks of the environment do not end" in caplog.text
+    gc.collect()  # python tells of them here, and not in another test
+
+
+def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, monkeypatch):
+    monkeypatch.setattr("verifiers_rl.orchestrator.STOP_DEADLINE_S", 0.1)
+    is_blocked, is_free = threading.Event(), threading.Event()
+
+    class Blocking(StubRunner):
+        async def run_group(self, *args):
+            is_blocked.set()
+            is_free.wait(30)
+            return await super().run_group(*args)
+
+    orchestrator = make_orchestrator(Blocking())
+    loop, thread = orchestrator._loop, orchestrator._thread
+    orchestrator.submit(0, "policy", 0)
+    assert is_blocked.wait(10)
+    with pytest.raises(RuntimeError, match="thread is blocked by an environment"):
+        orchestrator.stop()
+    orchestrator.stop()  # nothing is left to stop
+    is_free.set()
+    thread.join(30)
+    loop.run_until_complete(asyncio.wait(asyncio.all_tasks(loop)))
+    loop.close()
 
 
 def test_a_batch_that_takes_too_long_is_an_error(make_orchestrator):

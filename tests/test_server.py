@@ -22,6 +22,7 @@ from verifiers_rl.inference.server import (
     paused,
     require,
 )
+from verifiers_rl.inference.vllm_versions import call_engines
 
 
 def test_a_swap_splits_the_tokens_of_each_request_in_flight():
@@ -191,7 +192,7 @@ class TwoEngines:
 
 
 def config_of(num_engines=2, is_moe=False):
-    parallel = SimpleNamespace(data_parallel_size=num_engines)
+    parallel = SimpleNamespace(data_parallel_size=num_engines, world_size_across_dp=num_engines)
     return SimpleNamespace(
         parallel_config=parallel, model_config=SimpleNamespace(is_moe=is_moe), lora_config=None
     )
@@ -251,7 +252,8 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
             calls.append("resume")
 
     async def updates(routes, engine):
-        request = {"host": "h", "port": 1, "world_size": 2, "backend": "gloo", "timeout_s": 1.0}
+        request = {"host": "h", "port": 1, "backend": "gloo", "timeout_s": 1.0}
+        request["world_size"] = 1 + num_engines
         plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8}
         request["plan"] = {**plan, "adapter": {}}
         with pytest.raises(WorkerError) if fails else nullcontext():
@@ -274,6 +276,51 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
         connect, receive = (["pause", *done, "resume"] for done in (connect, receive))
     assert calls == connect + receive
     assert routes.open.is_set()
+
+
+def test_no_websocket_reaches_vllm():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(WeightSyncRoutes(None)({"type": "websocket", "path": "/v1/realtime"}, None, send))
+    assert sent == [{"type": "websocket.close"}]
+
+
+def test_a_control_request_whose_body_does_not_arrive_keeps_nobody_out(monkeypatch):
+    monkeypatch.setattr("verifiers_rl.inference.server.BODY_DEADLINE_S", 0.05)
+    routes = WeightSyncRoutes(None)
+
+    async def body():
+        assert not routes.lock.locked()
+        await asyncio.Event().wait()
+
+    request = SimpleNamespace(
+        headers={"authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}"},
+        method="POST",
+        url=SimpleNamespace(path="/weight_sync/receive"),
+        app=SimpleNamespace(state=SimpleNamespace(engine_client=None)),
+        json=body,
+    )
+    error = {"error": "the body did not arrive within 0.05 s"}
+    assert asyncio.run(routes.answer(request)) == (400, error)
+
+
+def test_an_engine_that_does_not_answer_is_given_up():
+    class Engine:
+        errored = False
+        core_engines = (0,)
+
+        @property
+        def engine_core(self):
+            return self
+
+        async def _call_utility_async(self, *args, engine):
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError, match=r"did not answer reset_prefix_cache within 0\.05 s"):
+        asyncio.run(call_engines(Engine(), 0.05, "reset_prefix_cache"))
 
 
 def test_an_engine_whose_pause_comes_too_late_goes_on_afterwards():

@@ -903,6 +903,24 @@ def test_a_server_lost_in_an_evaluation_is_waited_for(make_trainer):
     assert [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
 
 
+def test_an_evaluation_that_fails_ends_training_with_a_checkpoint(make_trainer, tmp_path):
+    class Failing(StubSource):
+        def evaluate(self, *args):
+            raise InferenceServerError("all of its rollouts failed")
+
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 3, "save_steps": 100}
+    trainer = make_trainer(source=Failing(), save_strategy="steps", **options)
+    with pytest.raises(InferenceServerError, match="all of its rollouts failed"):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+def test_several_gpus_in_one_process_are_refused(make_trainer, monkeypatch):
+    monkeypatch.setattr(RLConfig, "n_gpu", 2)
+    with pytest.raises(ConfigError, match=r"2 GPUs are visible to one process.*accelerate launch"):
+        make_trainer()
+
+
 @pytest.mark.parametrize("save_strategy", ["steps", "no"])
 def test_a_server_that_stays_away_ends_training_with_a_checkpoint(
     make_trainer, tmp_path, save_strategy

@@ -172,7 +172,9 @@ class RLConfig(TrainingArguments):
 
     # --- Sampling ---------------------------------------------------------------------------------
     max_tokens: int | None = _option(
-        None, "Longest reply of one turn in tokens; None: up to the server's max_model_len."
+        None,
+        "Longest reply of one turn in tokens; None: up to max_seq_len, or in classic environments "
+        "the server's max_model_len.",
     )
     temperature: float = _option(
         0.7, "Sampling temperature; the trainer's logprobs are taken at it too."
@@ -227,7 +229,8 @@ class RLConfig(TrainingArguments):
     max_oversampling: float = _option(
         3.0,
         "With one of these three set, at most this times batch_size rollouts are generated for a "
-        "batch, none begun after generation_timeout; it stays smaller if that is not enough.",
+        "batch, none begun after generation_timeout for each batch pending; it stays smaller if "
+        "that is not enough.",
     )
     advantage: str = _option(
         "mean",
@@ -288,7 +291,7 @@ class RLConfig(TrainingArguments):
         if self.deepspeed and not importlib.util.find_spec("deepspeed"):
             raise ConfigError(
                 f"deepspeed={self.deepspeed!r}: DeepSpeed is not installed; "
-                "pip install 'verifiers-rl[deepspeed]'"
+                "`make DEEPSPEED=1 install`, or uv pip install -e '.[deepspeed]', in a clone"
             )
         if self.output_dir is None:
             self.output_dir = f"outputs/{self.run_name}"
@@ -299,14 +302,16 @@ class RLConfig(TrainingArguments):
         # transformers' new name for it; the old one alone draws a warning.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
-        # The other ranks wait for rank 0's batch: not shorter than rank 0 waits for it.
+        # The other ranks wait for rank 0's batch, or its evaluation after that: not shorter than
+        # rank 0 may take for it, in three attempts.
         num_batches = max(self.max_off_policy_steps, 1)
         num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
+        num_rollouts += self.eval_examples * self.eval_rollouts_per_example
         waves = math.ceil(num_rollouts / self.max_concurrent)
-        waiting_s = (2 * waves + num_batches) * self.generation_timeout
+        waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
         if self.env_workers:  # load their environments first
             waiting_s += max(self.generation_timeout, LOAD_S)
-        longest_s = waiting_s + 3 * self.vllm_server_timeout + 120
+        longest_s = 3 * (waiting_s + 5 * self.vllm_server_timeout + 240)
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps

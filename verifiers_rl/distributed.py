@@ -44,15 +44,22 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
     return batch or Batch(step, policy_version, unflatten_samples(lengths.cpu(), fields.cpu()))
 
 
-def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Rank 0's numbers on every rank."""
+def broadcast_metrics(metrics: dict[str, float] | None, device: torch.device) -> dict[str, float]:
+    """Rank 0's numbers on every rank; None on rank 0 means that it failed.
+
+    Raises:
+        RuntimeError: on the other ranks, when rank 0 failed.
+    """
     payload = torch.tensor(list(json.dumps(metrics).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor(len(payload), device=device)
     distributed.broadcast(size, 0)
     if distributed.get_rank() != 0:
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     distributed.broadcast(payload, 0)
-    return json.loads(bytes(payload.tolist()))
+    received = json.loads(bytes(payload.tolist()))
+    if received is None and distributed.get_rank() != 0:
+        raise RuntimeError("rank 0 could not evaluate; its error is in its own output")
+    return received or {}
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:
@@ -87,6 +94,12 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     Raises:
         ConfigError: a way to split the model that would not work here.
     """
+    if args.n_gpu > 1:  # Trainer would copy the model to each for every forward
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process, which uses one: choose it with "
+            "CUDA_VISIBLE_DEVICES (not the server's), or start a process for each: accelerate "
+            "launch --num_processes N"
+        )
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name) and getattr(accelerator.state, f"{name}_plugin", None) is None:
             raise ConfigError(

@@ -41,8 +41,8 @@ def check_classic(what: str) -> None:
         raise InvalidEnvironmentError(
             f"{what} is a classic environment, and verifiers {version('verifiers')} has those of "
             "verifiers.v1 only. Install verifiers<0.4 with the vLLM that goes with it: "
-            "`make CLASSIC=1 install` in a clone, or "
-            "uv pip install 'verifiers-rl[classic,vllm]' ([classic,cpu] --torch-backend=cpu)"
+            "`make CLASSIC=1 install`, or uv pip "
+            "install -e '.[classic,vllm]' ([classic,cpu] --torch-backend=cpu), in a clone"
         )
 
 
@@ -113,6 +113,7 @@ class MixedEnvironment:
             )
         self.parts = list(parts)
         self.weights = list(weights)
+        self.bounds_replies = all(part.bounds_replies for part in parts)
         self.num_overlong_prompts = sum(part.num_overlong_prompts for part in parts)
 
     def sizes(self, split: Split) -> list[int]:
@@ -141,6 +142,18 @@ class MixedEnvironment:
         which = bisect.bisect_right(starts, index) - 1
         part = self.parts[which]
         return await part.run_group(split, index - starts[which], *args, **kwargs)
+
+
+def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> None:
+    """Classic environments leave the length of a reply to max_tokens and the server."""
+    if args.max_tokens is None and max_model_len > args.max_seq_len and not runner.bounds_replies:
+        logger.warning(
+            "the server goes on to max_model_len=%d tokens, of which max_seq_len=%d are used; "
+            "start vf-vllm with --max-model-len %d, or set max_tokens",
+            max_model_len,
+            args.max_seq_len,
+            args.max_seq_len,
+        )
 
 
 def _runner_class(env: Any, name: str) -> Any:

@@ -139,6 +139,7 @@ class ClassicEnvironment:
     """
 
     RUNS_IN_WORKERS = True
+    bounds_replies = False
 
     def __init__(
         self,

@@ -136,6 +136,7 @@ class V1Environment:
     """
 
     RUNS_IN_WORKERS = False
+    bounds_replies = True  # to what is left of max_seq_len
 
     def __init__(
         self,

@@ -41,6 +41,8 @@ from verifiers_rl.types import LOAD_S, Batch, Rollout, Slots
 
 logger = logging.getLogger(__name__)
 
+STOP_DEADLINE_S = 30.0
+
 
 class RolloutError(RuntimeError):
     """No batch could be generated; the message says what failed first and what to do."""
@@ -211,19 +213,21 @@ class Orchestrator:
 
     def stop(self) -> None:
         """Cancel what is pending, close the environment's client and join the thread."""
-        if self._loop is None or self._thread is None:
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
             return
         gc.unfreeze()
-        self._run(self._shut_down()).result(timeout=60.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=30.0)
-        if self._thread.is_alive():
-            raise RuntimeError(
-                "the orchestrator thread did not stop: an environment blocks its event loop"
-            )
-        self._loop.close()
+        shut_down = self._run(self._shut_down())
         self._loop = self._thread = None
         self._pending.clear()
+        try:
+            shut_down.result(timeout=2 * STOP_DEADLINE_S)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(timeout=STOP_DEADLINE_S)
+            if thread.is_alive():
+                raise RuntimeError("the orchestrator's thread is blocked by an environment")
+            loop.close()
 
     # --- On the thread ----------------------------------------------------------------------------
 
@@ -255,7 +259,8 @@ class Orchestrator:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        if others and (left := (await asyncio.wait(others, timeout=STOP_DEADLINE_S))[1]):
+            logger.warning("%d tasks of the environment do not end when cancelled", len(left))
         await self.env.close()
 
     async def _generate(

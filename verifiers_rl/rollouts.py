@@ -158,7 +158,8 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         return {"error_share": 1.0}
     rewards = np.array([rollout.reward for rollout in rollouts])
     tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
-    uniform = [all(len({r.reward for r in role}) == 1 for role in by_role(g)) for g in groups]
+    roles = [found for group in groups if (found := by_role(group))]  # not where all failed
+    uniform = [all(len({r.reward for r in role}) == 1 for role in found) for found in roles]
     num_later_turns = sum(rollout.num_turns - 1 for rollout in rollouts)
     num_breaks = sum(len(rollout.samples) - 1 for rollout in rollouts)
     return {

@@ -164,7 +164,7 @@ class RLTrainer(Trainer):
 
     def _make_server_side(self, model: Any, env: Any, args: RLConfig, tokenizer: Any) -> Any:
         """Rank 0's orchestrator and weight sync; returns the environment's runner."""
-        from verifiers_rl.environments import make_runner
+        from verifiers_rl.environments import make_runner, warn_of_replies_beyond_use
         from verifiers_rl.inference.client import InferenceClient
         from verifiers_rl.orchestrator import Orchestrator
         from verifiers_rl.rollouts import ExampleOrder
@@ -180,14 +180,7 @@ class RLTrainer(Trainer):
             num_cores = os.cpu_count() or 1
             torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))
         client.check_model(model.config)
-        if args.max_tokens is None and status["max_model_len"] > args.max_seq_len:
-            logger.warning(
-                "the server goes on to max_model_len=%d tokens, of which max_seq_len=%d are used; "
-                "start vf-vllm with --max-model-len %d, or set max_tokens",
-                status["max_model_len"],
-                args.max_seq_len,
-                args.max_seq_len,
-            )
+        warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         self.weight_sync = weight_sync = WeightSync(
             client, args.weight_sync_backend, args.lora_sync, args.vllm_server_timeout
         )
@@ -558,21 +551,27 @@ class RLTrainer(Trainer):
         themselves.
         """
         start = time.monotonic()
-        metrics: dict[str, float] = {}
-        results: dict[str, float] = {}
-        with self._serving(), self._gathering():
-            if self.orchestrator is not None and self.weight_sync is not None:
-                results = self._surviving(self._evaluate_on_server)
-        if results:
-            metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
-            metrics[f"{metric_key_prefix}_runtime"] = time.monotonic() - start
-        if self.args.world_size > 1:  # save_strategy="best" decides by them on every rank
-            metrics = broadcast_metrics(metrics, self.args.device)
+        if results := self._saving(self._evaluation):
+            results["runtime"] = time.monotonic() - start
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def _evaluation(self) -> dict[str, float]:
+        """Its results, on every rank: save_strategy="best" decides by them."""
+        results: dict[str, float] | None = None
+        try:
+            with self._serving(), self._gathering():
+                is_here = self.orchestrator is not None and self.weight_sync is not None
+                found = self._surviving(self._evaluate_on_server) if is_here else {}
+            results = found
+        finally:
+            if self.args.world_size > 1:  # an error too: the other ranks are waiting
+                results = broadcast_metrics(results, self.args.device)
+        return results
 
     def _evaluate_on_server(self) -> dict[str, float]:
         assert self.orchestrator is not None and self.weight_sync is not None

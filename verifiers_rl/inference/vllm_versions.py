@@ -69,23 +69,28 @@ def repack_for_cpu(model: Any) -> None:
         )
 
 
-async def call_engines(engine: Any, method: str, *args: Any) -> list[Any]:
+async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -> list[Any]:
     """Call a method of each engine core behind this `AsyncLLM`; their results.
 
     There are several with data parallelism. vLLM's own calls return what the first one answered.
 
     Raises:
         RuntimeError: an engine died; vLLM leaves those who wait for its answer waiting.
+        TimeoutError: an engine did not answer within `timeout_s`.
     """
     core = engine.engine_core
     calls = asyncio.gather(
         *(core._call_utility_async(method, *args, engine=one) for one in core.core_engines)
     )
+    deadline = time.monotonic() + timeout_s
     while not calls.done():
-        await asyncio.wait({calls}, timeout=1.0)
+        await asyncio.wait({calls}, timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
         if engine.errored and not calls.done():
             calls.cancel()
             raise RuntimeError("vLLM's engine died; see the server's log")
+        if time.monotonic() > deadline and not calls.done():
+            calls.cancel()
+            raise TimeoutError(f"vLLM's engine did not answer {method} within {timeout_s:g} s")
     return calls.result()
 
 
