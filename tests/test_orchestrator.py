@@ -343,7 +343,8 @@ def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, mo
     orchestrator.stop()  # nothing is left to stop
     is_free.set()
     thread.join(30)
-    loop.run_until_complete(asyncio.wait(asyncio.all_tasks(loop)))
+    loop.call_later(0.5, loop.stop)
+    loop.run_forever()  # to the end of what was cancelled
     loop.close()
 
 
