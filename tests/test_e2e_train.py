@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.conftest import free_port, processes_of, running_server
 from tests.helpers import EXAMPLE, ROOT, example_env, make_env, write_environment
@@ -171,6 +172,97 @@ def test_it_ends_vf_train_with_status_1(server, warm_start, tmp_path):
     assert "all 32 rollouts failed" in said and "the sandbox is not there" in said
 
 
+def after_a_bucket(trainer, version, work):
+    """Does `work` when the first bucket of this version's push has left, and others have not."""
+    sync, is_done = trainer.weight_sync, []
+    sync.bucket_bytes = 50_000
+    push = sync.push
+
+    def watched_push(model, policy_version, in_flight):
+        if policy_version == version and not is_done:
+            send, sent = sync._transport.send, []
+
+            def watched_send(buffer):
+                if len(sent) == 1:
+                    is_done.append(True)
+                    work()
+                sent.append(buffer)
+                send(buffer)
+
+            sync._transport.send = watched_send
+        return push(model, policy_version, in_flight)
+
+    sync.push = watched_push
+
+
+KILLED_TRAINER = """
+import json, os, signal, sys
+from tests.helpers import example_env
+from tests.test_e2e_train import Examples, after_a_bucket
+from verifiers_rl import RLConfig, RLTrainer
+
+trainer = RLTrainer(sys.argv[1], example_env(), RLConfig(**json.loads(sys.argv[2])))
+examples = Examples(trainer)
+
+def die():
+    print("trained on", json.dumps(examples.of_steps), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+after_a_bucket(trainer, 3, die)
+trainer.train()
+"""
+
+
+class Examples(TrainerCallback):
+    """Which examples each step was trained on."""
+
+    def __init__(self, trainer):
+        self.trainer, self.of_steps = trainer, []
+        trainer.add_callback(self)
+
+    def on_step_end(self, args, state, control, **_):
+        self.of_steps.append(sorted({r.example_id for r in self.trainer.batch.rollouts}))
+
+
+def test_a_trainer_killed_in_a_push_goes_on_with_the_same_server(server, warm_start, tmp_path):
+    options = {
+        "output_dir": str(tmp_path / "run"),
+        "use_cpu": True,
+        "batch_size": 32,
+        "rollouts_per_example": 8,
+        "micro_batch_size": 32,
+        "max_seq_len": 64,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "learning_rate": 1e-3,
+        "max_steps": 6,
+        "save_steps": 1,
+        "vllm_server_port": server.port,
+        "vllm_server_timeout": 30.0,
+        "num_rollouts_to_print": 0,
+    }
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_TRAINER, str(warm_start), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    (line,) = [line for line in killed.stdout.splitlines() if line.startswith("trained on ")]
+    before = json.loads(line.removeprefix("trained on "))
+    assert len(before) == 3 and server.process.poll() is None
+    trainer = RLTrainer(str(warm_start), example_env(), RLConfig(**options))
+    after = Examples(trainer)
+    trainer.train(resume_from_checkpoint=True)
+    assert history(trainer, "policy_version") == [0, 0, 1, 3, 3, 4]
+    # What the server had of the adapter was replaced: its first batch is of the very weights.
+    assert history(trainer, "mismatch_kl")[3] < 1e-6
+    order, num_groups = trainer.orchestrator.order, 32 // 8
+    expected = [sorted(order.at(range(s * num_groups, (s + 1) * num_groups))) for s in range(6)]
+    assert before + after.of_steps == expected
+
+
 def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
     port = free_port()
     flags = ("--enable-lora", "--max-lora-rank", "16")
@@ -197,16 +289,13 @@ def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
 
     with running_server(warm_start, tmp_path / "first.log", *flags, port=port) as server:
         trainer = make()
-        receive_weights, killed = trainer.weight_sync.client.receive_weights, []
+        killed = []
 
-        def kill_first(body, timeout_s):
-            # Our part of the push waits for the server's already.
-            if body["policy_version"] == 3 and not killed:
-                os.kill(server.process.pid, signal.SIGKILL)
-                killed.append(time.monotonic())
-            return receive_weights(body, timeout_s)
+        def kill_server():
+            os.kill(server.process.pid, signal.SIGKILL)
+            killed.append(time.monotonic())
 
-        trainer.weight_sync.client.receive_weights = kill_first
+        after_a_bucket(trainer, 3, kill_server)
         with pytest.raises(InferenceServerError, match=r"after 15 s \(vllm_server_timeout\)"):
             trainer.train()
         assert time.monotonic() - killed[0] < 45
