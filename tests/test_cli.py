@@ -357,6 +357,15 @@ def test_vf_vllm_alone_makes_and_prints_a_token(model_folder, tmp_path, given):
     assert bool(printed) != bool(given)
 
 
+def test_a_tmux_that_does_not_start_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rl.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    config = make_config(trainer_args={"output_dir": str(tmp_path)})
+    with pytest.raises(SystemExit):
+        rl.run_in_tmux(config, SimpleNamespace(session="s", resume=None))
+    assert "tmux started no session; start with --no-tmux" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".environment-*"))
+
+
 def test_tmux_is_shown_nothing_of_the_environment(tmp_path, monkeypatch):
     # All users of a machine can read a command's words.
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -371,7 +380,7 @@ def test_tmux_is_shown_nothing_of_the_environment(tmp_path, monkeypatch):
             pane = command[command.index("--") + 1 :]
             status_file = Path(pane[pane.index(str(given)) + 1])
             status_file.write_text("3")
-        return SimpleNamespace(returncode=1)
+        return SimpleNamespace(returncode=int(command[1] == "has-session"))
 
     monkeypatch.setattr(rl.subprocess, "run", run)
     config = make_config(trainer_args={"output_dir": str(tmp_path)})

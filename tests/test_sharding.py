@@ -264,7 +264,7 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
 )
 def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):
     accelerator = SimpleNamespace(state=SimpleNamespace(**plugin), mixed_precision="no")
-    args = SimpleNamespace(**{"fsdp": None, "deepspeed": None, **options})
+    args = SimpleNamespace(**{"n_gpu": 0, "fsdp": None, "deepspeed": None, **options})
     with pytest.raises(ConfigError, match=message):
         prepare_sharding(accelerator, args, needs_copy=True)
 
@@ -285,7 +285,8 @@ def test_a_push_that_was_given_up_gathers_nothing_more(monkeypatch):
 def test_fsdp2_sums_gradients_in_float32():
     plugin = SimpleNamespace(fsdp_version=2, cpu_offload=None)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16")
-    prepare_sharding(accelerator, SimpleNamespace(fsdp=True, deepspeed=None), needs_copy=False)
+    args = SimpleNamespace(n_gpu=0, fsdp=True, deepspeed=None)
+    prepare_sharding(accelerator, args, needs_copy=False)
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 

@@ -406,7 +406,10 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace) -> int:
     command = [*program, str(environment), str(status_file), session, *me]
     width, height = shutil.get_terminal_size()
     size = ["-x", str(width), "-y", str(height)]
-    subprocess.run(["tmux", "new-session", "-d", "-s", session, *size, "--", *command], check=True)
+    started = subprocess.run(["tmux", "new-session", "-d", "-s", session, *size, "--", *command])
+    if started.returncode != 0:
+        environment.unlink(missing_ok=True)
+        fail("tmux started no session; start with --no-tmux")
     subprocess.run(
         [
             "tmux",
