@@ -321,7 +321,7 @@ from verifiers_rl.inference import server, vllm_versions
 parts = vllm_versions.server_parts()
 
 def stop(args):
-    sys.exit(f"vLLM would listen on {args.host}")
+    sys.exit(f"vLLM would listen on {args.host}, behind {args.middleware}")
 
 vllm_versions.server_parts = lambda: parts._replace(run_server=stop)
 server.main()
@@ -334,7 +334,9 @@ def test_listening_beyond_this_machine_is_warned_of(model_folder):
         command += ["--port", str(free_port())]
         return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
 
-    beyond = output("--host", "0.0.0.0")
+    beyond = output("--host", "0.0.0.0", "--middleware", "mine.Routes")
+    # The last is the first that a request meets: routes of one's own are served.
+    assert beyond.rstrip().endswith("WeightSyncRoutes', 'mine.Routes']")
     assert "WARNING: --host 0.0.0.0 lets other machines reach this server" in beyond
     assert "vLLM would listen on 0.0.0.0" in beyond
     alone = output()

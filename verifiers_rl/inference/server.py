@@ -591,7 +591,7 @@ def main() -> None:
             file=sys.stderr,
         )
     os.environ["VERIFIERS_RL_SERVER_PID"] = str(os.getpid())  # read by its workers
-    args.middleware = [*args.middleware, ROUTES]
+    args.middleware = [ROUTES, *args.middleware]  # those of --middleware come before it
     cli_env_setup()
     uvloop.run(parts.run_server(args))
 
