@@ -172,6 +172,20 @@ def test_it_ends_vf_train_with_status_1(server, warm_start, tmp_path):
     assert "all 32 rollouts failed" in said and "the sandbox is not there" in said
 
 
+SIX_STEPS = {
+    "use_cpu": True,
+    "batch_size": 32,
+    "rollouts_per_example": 8,
+    "micro_batch_size": 32,
+    "max_seq_len": 64,
+    "max_tokens": 16,
+    "temperature": 1.0,
+    "learning_rate": 1e-3,
+    "max_steps": 6,
+    "num_rollouts_to_print": 0,
+}
+
+
 def after_a_bucket(trainer, version, work):
     """Does `work` when the first bucket of this version's push has left, and others have not."""
     sync, is_done = trainer.weight_sync, []
@@ -226,20 +240,11 @@ class Examples(TrainerCallback):
 
 def test_a_trainer_killed_in_a_push_goes_on_with_the_same_server(server, warm_start, tmp_path):
     options = {
+        **SIX_STEPS,
         "output_dir": str(tmp_path / "run"),
-        "use_cpu": True,
-        "batch_size": 32,
-        "rollouts_per_example": 8,
-        "micro_batch_size": 32,
-        "max_seq_len": 64,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "learning_rate": 1e-3,
-        "max_steps": 6,
         "save_steps": 1,
         "vllm_server_port": server.port,
         "vllm_server_timeout": 30.0,
-        "num_rollouts_to_print": 0,
     }
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_TRAINER, str(warm_start), json.dumps(options)],
@@ -258,7 +263,7 @@ def test_a_trainer_killed_in_a_push_goes_on_with_the_same_server(server, warm_st
     assert history(trainer, "policy_version") == [0, 0, 1, 3, 3, 4]
     # What the server had of the adapter was replaced: its first batch is of the very weights.
     assert history(trainer, "mismatch_kl")[3] < 1e-6
-    order, num_groups = trainer.orchestrator.order, 32 // 8
+    order, num_groups = trainer.orchestrator.order, trainer.orchestrator.num_groups
     expected = [sorted(order.at(range(s * num_groups, (s + 1) * num_groups))) for s in range(6)]
     assert before + after.of_steps == expected
 
@@ -268,20 +273,11 @@ def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
     flags = ("--enable-lora", "--max-lora-rank", "16")
     env = example_env()
     options = {
+        **SIX_STEPS,
         "output_dir": str(tmp_path / "run"),
-        "use_cpu": True,
-        "batch_size": 32,
-        "rollouts_per_example": 8,
-        "micro_batch_size": 32,
-        "max_seq_len": 64,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "learning_rate": 1e-3,
-        "max_steps": 6,
         "save_steps": 100,
         "vllm_server_port": port,
         "vllm_server_timeout": 15.0,
-        "num_rollouts_to_print": 0,
     }
 
     def make():
