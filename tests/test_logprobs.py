@@ -67,6 +67,38 @@ def test_impossible_tokens_give_a_finite_loss_and_gradients(name):
     assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_logits_keep_their_values_unless_they_may_be_overwritten(overwrite, dtype):
+    torch.manual_seed(0)
+    leaf, targets = torch.randn(5, 11, dtype=dtype, requires_grad=True), torch.randint(11, (5,))
+    expected = [*reference(leaf, targets, 0.7)]
+    (expected_grad,) = torch.autograd.grad(expected[0].sum(), leaf)
+    logits = leaf * 1  # as a head gives them: what came before does not need them in backward
+    before = logits.detach().clone()
+    given = token_logprobs_and_entropy(logits, targets, 0.7, overwrite=overwrite)
+    given[0].sum().backward()
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad, expected_grad)
+    assert torch.equal(logits, before) == (not overwrite or dtype == torch.bfloat16)
+
+
+def test_a_second_backward_is_an_error_not_a_wrong_gradient():
+    logits = torch.randn(5, 11, requires_grad=True)
+    logprobs, _ = token_logprobs_and_entropy(logits, torch.arange(5), 1.0)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+def test_a_head_that_needs_its_logits_is_an_error_not_a_wrong_gradient():
+    hidden = torch.randn(5, 11, requires_grad=True)
+    logprobs, _ = token_logprobs_and_entropy(hidden.tanh(), torch.arange(5), 1.0, overwrite=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
 def test_a_chunk_of_logits_takes_256_mb():
     assert chunk_size_for(151_936) == 441 and 441 * 151_936 * 4 < 2**28
     assert chunk_size_for(10**9) == 1
@@ -98,6 +130,24 @@ def test_chunks_give_the_same_values_and_gradients(chunk_size):
     )
     for expected, actual in zip(whole, chunked, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_begins_with_the_last_chunk_and_computes_only_the_others_again():
+    head, calls = nn.Linear(1, 5), []
+    hidden = torch.arange(6.0, requires_grad=True)
+
+    def recorded(rows):
+        calls.append(rows.flatten().tolist())
+        logits, first = head(rows), rows[0].item()
+        logits.register_hook(lambda _: calls.append(first))
+        return logits
+
+    targets = torch.zeros(6, dtype=torch.int64)
+    logprobs, _ = chunked_logprobs_and_entropy(hidden[:, None], recorded, targets, 1.0, 2)
+    assert calls == [[0, 1], [2, 3], [4, 5]]
+    calls.clear()
+    logprobs.sum().backward()
+    assert calls == [4, [2, 3], 2, [0, 1], 0]
 
 
 SMALL = {
@@ -166,7 +216,7 @@ def test_a_frozen_head_gives_what_a_trained_one_gives(name, chunk_size):
         results.append((logprobs.detach(), entropy, rows.grad))
     for given, expected in zip(*results, strict=True):
         torch.testing.assert_close(given, expected)
-    assert calls.count(True) == 2 * calls.count(False)  # once more in backward
+    assert calls.count(True) == 2 * calls.count(False) - 1  # in backward all but the last again
 
 
 @pytest.mark.parametrize("head_is_trained", [True, False])
@@ -190,7 +240,7 @@ def test_the_head_can_be_called_more_often_than_there_are_rows(head_is_trained):
 
     expected = run(1)
     given = run(5)
-    assert len(calls) == (10 if head_is_trained else 5)  # as often again in backward
+    assert len(calls) == (9 if head_is_trained else 5)  # in backward all but the last again
     for one, other in zip(given, expected, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -3,7 +3,7 @@ Pure functions.
 
 The full logits (tokens x vocabulary) are the largest tensor of a training step: 8 sequences of 2048
 tokens over Qwen3's 151,936 entries take 10 GB in float32, several times that with gradients. Here
-they exist for one chunk of tokens at a time and are computed again in backward.
+they exist for one chunk of tokens at a time, and again in backward.
 """
 
 from __future__ import annotations
@@ -19,56 +19,72 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax of one token a row, and the row's entropy. Keeps one tensor of the logits' size
-    for backward, which makes one more.
+    """log softmax of one token a row, and the row's entropy. Every pass over the logits counts, and
+    every tensor of their size: backward needs exp(logits) only, and makes its gradient in there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        scaled = logits.float() / temperature
-        scaled.sub_(scaled.amax(-1, keepdim=True))
-        # -inf where the model rules a token out: 0 * -inf would make the entropy NaN. A finite
-        # logprob this small keeps sums over a batch finite too.
-        scaled.clamp_(min=-1e30)
-        log_z = scaled.logsumexp(-1)
-        logprobs = scaled.gather(-1, targets[:, None])[:, 0] - log_z
+        x = logits.to(torch.float32, copy=not overwrite)
+        if temperature != 1:
+            x.div_(temperature)
+        x.sub_(x.amax(-1, keepdim=True))
+        x_target = x.gather(-1, targets[:, None])[:, 0]
         if with_entropy:
-            entropy = log_z - scaled.softmax(-1).mul_(scaled).sum(-1)
+            exp_x = x.exp()
+            # Where the model rules a token out this is 0 * -inf, which counts as nothing.
+            sum_x = x.mul_(exp_x).nansum(-1)
+            z = exp_x.sum(-1)
+            entropy = z.log() - sum_x / z
         else:
-            entropy = torch.zeros_like(log_z)
-        ctx.save_for_backward(scaled, log_z, targets)
+            exp_x = x.exp_()
+            z = exp_x.sum(-1)
+            entropy = torch.zeros_like(z)
+        # A finite logprob of a token ruled out keeps sums over a batch finite too.
+        logprobs = (x_target - z.log()).clamp(min=-1e30)
+        ctx.save_for_backward(exp_x, z, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # d logprob / d logit_v = (1 if v is the target, else 0) - p(v), over the temperature
-        scaled, log_z, targets = ctx.saved_tensors
-        grad = (grads[0] / ctx.temperature)[:, None]
-        grad_logits = (scaled - log_z[:, None]).exp_().mul_(-grad)
-        grad_logits.scatter_add_(1, targets[:, None], grad)
-        return grad_logits.to(ctx.dtype), None, None, None
+        exp_x, z, targets = ctx.saved_tensors
+        grad = grads[0] / ctx.temperature
+        grad_logits = exp_x.mul_((-grad / z)[:, None])
+        grad_logits.scatter_add_(1, targets[:, None], grad[:, None])
+        return grad_logits.to(ctx.dtype), None, None, None, None
 
 
 def token_logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool = True
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool = True,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution,
-    softmax(logits / temperature).
+    softmax(logits / temperature). One backward only: it reuses what the forward kept.
 
     Args:
         logits: (N, vocabulary), any float dtype; computed in float32.
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
         with_entropy: False gives zeros in its place.
+        overwrite: compute in the memory of `logits` if they are float32. Their values are lost.
 
     Returns:
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats, detached.
     """
-    return _TokenLogprobs.apply(logits, targets, temperature, with_entropy)
+    return _TokenLogprobs.apply(logits, targets, temperature, with_entropy, overwrite)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -93,7 +109,7 @@ class _FrozenHead(torch.autograd.Function):
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():
                 logprobs, entropy = token_logprobs_and_entropy(
-                    head(rows), row_targets, temperature, with_entropy
+                    head(rows), row_targets, temperature, with_entropy, overwrite=True
                 )
                 (gradient,) = torch.autograd.grad(logprobs.sum(), rows)
             results.append((logprobs.detach(), entropy, gradient))
@@ -118,8 +134,8 @@ def chunked_logprobs_and_entropy(
     head_is_trained: bool = True,
     min_chunks: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The same from hidden states, `chunk_size` tokens at a time. Backward computes the logits
-    again, unless the head is frozen.
+    """The same from hidden states, `chunk_size` tokens at a time. Backward computes the logits of
+    all chunks but the last again; of none if the head is frozen.
 
     Args:
         hidden: (N, hidden_size).
@@ -138,24 +154,25 @@ def chunked_logprobs_and_entropy(
     if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
         return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, with_entropy)
 
-    def run_chunk(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
+    def run_chunk(rows: Tensor, row_targets: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
         is_recomputed = False
 
-        def one_chunk(hidden_chunk: Tensor) -> tuple[Tensor, Tensor]:
+        def one_chunk(rows: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal is_recomputed
             is_needed, is_recomputed = with_entropy and not is_recomputed, True
             # Else all chunks share one bfloat16 copy of the head, which sums their gradients.
             torch.clear_autocast_cache()
             return token_logprobs_and_entropy(
-                head(hidden_chunk), target_chunk, temperature, is_needed
+                head(rows), row_targets, temperature, is_needed, overwrite=True
             )
 
-        return checkpoint(one_chunk, hidden_chunk, use_reentrant=False)
+        # The last chunk is the first of backward, which would only make the same logits again.
+        return one_chunk(rows) if is_last else checkpoint(one_chunk, rows, use_reentrant=False)
 
     chunks = [
-        run_chunk(h, t)
-        for h, t in zip(
-            hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
+        run_chunk(h, t, is_last=i == num_chunks - 1)
+        for i, (h, t) in enumerate(
+            zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
         )
     ]
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])

@@ -406,7 +406,9 @@ class RLTrainer(Trainer):
         with self.accelerator.autocast():
             if self._why_full_logits:
                 logits = model(**model_inputs).logits[rows, columns]  # (N, vocabulary)
-                return token_logprobs_and_entropy(logits, targets, temperature, with_entropy)
+                return token_logprobs_and_entropy(
+                    logits, targets, temperature, with_entropy, overwrite=True
+                )
             with hidden_states_in_place_of_logits(base) as to_logits:
                 hidden = model(**model_inputs).logits[rows, columns]  # (N, hidden_size)
             head = list(base.get_output_embeddings().parameters())
