@@ -50,11 +50,15 @@ def test_impossible_tokens_give_a_finite_entropy(autocast):
     assert entropy.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_impossible_tokens_give_a_finite_loss_and_gradients(name):
+def test_impossible_tokens_give_a_finite_loss_and_gradients(name, overwrite):
     # The server sampled tokens that the trainer's model rules out.
     logits = torch.tensor([[0.0, -torch.inf]] * 3, requires_grad=True)
-    logprobs, _ = token_logprobs_and_entropy(logits, torch.tensor([1, 1, 1]), 0.5)
+    logprobs, entropy = token_logprobs_and_entropy(
+        logits.clone(), torch.tensor([1, 1, 1]), 0.5, overwrite=overwrite
+    )
+    assert entropy.tolist() == [0.0] * 3
     inputs = LossInputs(
         trainer_logprobs=logprobs,
         inference_logprobs=torch.tensor([-0.1, -0.2, -torch.inf]),
@@ -68,35 +72,52 @@ def test_impossible_tokens_give_a_finite_loss_and_gradients(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_logits_keep_their_values_unless_they_may_be_overwritten(overwrite, dtype):
+def test_logits_keep_their_values_unless_they_may_be_overwritten(overwrite, with_entropy, dtype):
     torch.manual_seed(0)
     leaf, targets = torch.randn(5, 11, dtype=dtype, requires_grad=True), torch.randint(11, (5,))
-    expected = [*reference(leaf, targets, 0.7)]
-    (expected_grad,) = torch.autograd.grad(expected[0].sum(), leaf)
+    expected_logprobs, expected_entropy = reference(leaf, targets, 0.7)
+    (expected_grad,) = torch.autograd.grad(expected_logprobs.sum(), leaf)
     logits = leaf * 1  # as a head gives them: what came before does not need them in backward
     before = logits.detach().clone()
-    given = token_logprobs_and_entropy(logits, targets, 0.7, overwrite=overwrite)
-    given[0].sum().backward()
-    for one, other in zip(given, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(leaf.grad, expected_grad)
+    logprobs, entropy = token_logprobs_and_entropy(logits, targets, 0.7, with_entropy, overwrite)
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-6)
+    expected_entropy = expected_entropy if with_entropy else torch.zeros(5, dtype=torch.float64)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6)
+    for _ in range(2):  # nothing that backward needs is lost in a backward
+        (grad,) = torch.autograd.grad(logprobs.sum(), leaf, retain_graph=True)
+        torch.testing.assert_close(grad, expected_grad)
     assert torch.equal(logits, before) == (not overwrite or dtype == torch.bfloat16)
 
 
-def test_a_second_backward_is_an_error_not_a_wrong_gradient():
+def test_a_derivative_of_the_gradient_is_an_error_not_a_wrong_value():
     logits = torch.randn(5, 11, requires_grad=True)
     logprobs, _ = token_logprobs_and_entropy(logits, torch.arange(5), 1.0)
-    logprobs.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logprobs.sum().backward()
+    (grad,) = torch.autograd.grad(logprobs.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
-def test_a_head_that_needs_its_logits_is_an_error_not_a_wrong_gradient():
-    hidden = torch.randn(5, 11, requires_grad=True)
-    logprobs, _ = token_logprobs_and_entropy(hidden.tanh(), torch.arange(5), 1.0, overwrite=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logprobs.sum().backward()
+@pytest.mark.parametrize("last", [nn.Tanh(), nn.Sigmoid(), nn.Softmax(-1), nn.ReLU()])
+@pytest.mark.parametrize("head_is_trained", [False, True])
+def test_a_head_whose_backward_needs_its_logits_keeps_them(head_is_trained, last):
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(6, 11), last).requires_grad_(head_is_trained)
+    hidden, targets = torch.randn(6, 6, requires_grad=True), torch.randint(11, (6,))
+    wanted = [hidden, *(p for p in head.parameters() if head_is_trained)]
+    whole = head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    chunked, _ = chunked_logprobs_and_entropy(
+        hidden, head, targets, 1.0, chunk_size=2, head_is_trained=head_is_trained
+    )
+    torch.testing.assert_close(chunked, whole)
+    factors = torch.arange(6.0)
+    for given, expected in zip(
+        torch.autograd.grad((chunked * factors).sum(), wanted),
+        torch.autograd.grad((whole * factors).sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(given, expected)
 
 
 def test_a_chunk_of_logits_takes_256_mb():

@@ -3,7 +3,7 @@ Pure functions.
 
 The full logits (tokens x vocabulary) are the largest tensor of a training step: 8 sequences of 2048
 tokens over Qwen3's 151,936 entries take 10 GB in float32, several times that with gradients. Here
-they exist for one chunk of tokens at a time, and again in backward.
+they exist for one chunk of tokens at a time; where the head is trained, backward makes them again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax of one token a row, and the row's entropy. Every pass over the logits counts, and
-    every tensor of their size: backward needs exp(logits) only, and makes its gradient in there.
+    """log softmax of one token a row, and the row's entropy. Each pass over the logits costs, and
+    each new tensor of their size: this keeps one for backward, which makes one more.
     """
 
     @staticmethod
@@ -55,11 +56,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # d logprob / d logit_v = (1 if v is the target, else 0) - p(v), over the temperature
         exp_x, z, targets = ctx.saved_tensors
         grad = grads[0] / ctx.temperature
-        grad_logits = exp_x.mul_((-grad / z)[:, None])
+        grad_logits = exp_x * (-grad / z)[:, None]
         grad_logits.scatter_add_(1, targets[:, None], grad[:, None])
         return grad_logits.to(ctx.dtype), None, None, None, None
 
@@ -72,18 +74,20 @@ def token_logprobs_and_entropy(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution,
-    softmax(logits / temperature). One backward only: it reuses what the forward kept.
+    softmax(logits / temperature).
 
     Args:
         logits: (N, vocabulary), any float dtype; computed in float32.
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
         with_entropy: False gives zeros in its place.
-        overwrite: compute in the memory of `logits` if they are float32. Their values are lost.
+        overwrite: compute in the memory of `logits` if they are float32, and if the operation that
+            made them does not need them in backward (as tanh does). Their values are lost.
 
     Returns:
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats, detached.
     """
+    overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
     return _TokenLogprobs.apply(logits, targets, temperature, with_entropy, overwrite)
 
 
@@ -119,6 +123,7 @@ class _FrozenHead(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return (grads[0][:, None] * gradient).to(gradient.dtype), None, None, None, None, None
