@@ -38,18 +38,13 @@ class _TokenLogprobs(torch.autograd.Function):
             x.div_(temperature)
         x.sub_(x.amax(-1, keepdim=True))
         x_target = x.gather(-1, targets[:, None])[:, 0]
-        if with_entropy:
-            exp_x = x.exp()
-            # Where the model rules a token out this is 0 * -inf, which counts as nothing.
-            sum_x = x.mul_(exp_x).nansum(-1)
-            z = exp_x.sum(-1)
-            entropy = z.log() - sum_x / z
-        else:
-            exp_x = x.exp_()
-            z = exp_x.sum(-1)
-            entropy = torch.zeros_like(z)
+        exp_x = x.exp() if with_entropy else x.exp_()
+        z = exp_x.sum(-1)
+        log_z = z.log()
+        # Where the model rules a token out this is 0 * -inf, which counts as nothing.
+        entropy = log_z - x.mul_(exp_x).nansum(-1) / z if with_entropy else torch.zeros_like(z)
         # A finite logprob of a token ruled out keeps sums over a batch finite too.
-        logprobs = (x_target - z.log()).clamp(min=-1e30)
+        logprobs = (x_target - log_z).clamp(min=-1e30)
         ctx.save_for_backward(exp_x, z, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.mark_non_differentiable(entropy)
@@ -87,6 +82,7 @@ def token_logprobs_and_entropy(
     Returns:
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats, detached.
     """
+    # Autograd's nodes have this attribute where they keep their own output, as tanh's does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
     return _TokenLogprobs.apply(logits, targets, temperature, with_entropy, overwrite)
 
