@@ -55,7 +55,7 @@ demo:
 else
 demo: $(INSTALLED)
 	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text_v1.py $(EXAMPLE)/outputs/warm_start
-	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
+	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --overwrite --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 endif
 
 test: $(INSTALLED)

@@ -85,6 +85,7 @@ def step_time(server: Server, training_s: float, ahead: int, steps: int, folder:
         output_dir=str(folder), use_cpu=True, use_lora=False, max_steps=steps, save_strategy="no",
         batch_size=BATCH_SIZE, rollouts_per_example=GROUP, max_seq_len=32, micro_batch_size=512,
         max_off_policy_steps=ahead, logging_steps=steps, num_rollouts_to_print=0, disable_tqdm=True,
+        overwrite_output_dir=True,
     )  # fmt: skip
     orchestrator = Orchestrator(
         server, lambda: None, batch_size=BATCH_SIZE, rollouts_per_example=GROUP,

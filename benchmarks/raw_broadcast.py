@@ -1,6 +1,6 @@
 """The floor that `weight_sync.py` compares with: buffers to a second process that drops them.
 
-Over the same communicator (gloo) and in the sizes of the real messages, but packed and touched
+Over the same sockets (TCP) and in the sizes of the real messages, but packed and touched
 beforehand on both sides: no HTTP, no casts, no fresh memory, no model.
 """
 
@@ -13,9 +13,10 @@ import sys
 import torch
 
 from verifiers_rl.inference.server import server_cores
-from verifiers_rl.weight_sync import Communicator
+from verifiers_rl.meeting import host_meeting, join_meeting, receive_into
+from verifiers_rl.weight_sync import Sockets
 
-CPU = torch.device("cpu")
+SECRET = "none is needed here"
 
 
 class RawReceiver:
@@ -30,7 +31,7 @@ class RawReceiver:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.communicator = Communicator("127.0.0.1", port, 0, 2, "gloo", CPU, timeout_s, listener)
+        self.sockets = Sockets(host_meeting(listener, 1, SECRET, timeout_s), rank=0)
         self.buffer = torch.ones(0, dtype=torch.uint8)
 
     def push(self, sizes: list[int]) -> None:
@@ -41,13 +42,13 @@ class RawReceiver:
         if self.buffer.numel() < max(sizes):  # once, in the push that warms up
             self.buffer = torch.ones(max(sizes), dtype=torch.uint8)
         for size in sizes:
-            self.communicator.send(self.buffer[:size])
+            self.sockets.send(self.buffer[:size])
         # At its own deadline the receiver ends, and with it this wait.
         if self.process.stdout.readline() != "received\n":
             raise RuntimeError("the raw receiver failed")
 
     def close(self) -> None:
-        self.communicator.close()
+        self.sockets.close()
         self.process.kill()
         self.process.wait(20)
 
@@ -57,14 +58,14 @@ def main(port: int, timeout_s: float) -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = server_cores(list(os.sched_getaffinity(0)))
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    communicator = Communicator("127.0.0.1", port, 1, 2, "gloo", CPU, timeout_s)
+    connection = join_meeting("127.0.0.1", port, 1, SECRET, timeout_s)
     buffer = torch.ones(0, dtype=torch.uint8)
     for line in sys.stdin:
         sizes = json.loads(line)
         if buffer.numel() < max(sizes):
             buffer = torch.ones(max(sizes), dtype=torch.uint8)
         for size in sizes:
-            communicator._broadcast(buffer[:size])()
+            receive_into(connection, memoryview(buffer[:size].numpy()))
         print("received", flush=True)
 
 

@@ -232,7 +232,7 @@ def measure_workers(url: str, model: str, tokenizer: Any, options: Any) -> None:
                     alone = train_until(lambda end=end: time.perf_counter() > end)
                     start = time.perf_counter()
                     orchestrator.submit(step, model, 0)
-                    batch, _ = orchestrator._pending[0]
+                    batch, *_ = orchestrator._pending[0]
                     shares.append(train_until(batch.done) / alone)
                     orchestrator.get()
                     rates.append(num_rollouts / (time.perf_counter() - start))
@@ -248,7 +248,7 @@ def measure_v1(url: str, model: str, tokenizer: Any, options: Any) -> None:
 
     print("| turns | environment | rollouts/s | over classic |")
     print("| --- | --- | --- | --- |")
-    ours = environments_v1._with_chat_harness
+    ours = environments_v1.played_here
     for num_turns in (1, 4):
         table = {"taskset": {"id": "rollouts"}, "num_turns": num_turns}
         v1 = environments_v1.load_v1_environment(table)
@@ -259,7 +259,7 @@ def measure_v1(url: str, model: str, tokenizer: Any, options: Any) -> None:
             ("v1, stock null harness", v1, 16, 1),
         ):
             is_stock = name.endswith("stock null harness")
-            environments_v1._with_chat_harness = (lambda env: env) if is_stock else ours
+            environments_v1.played_here = (lambda env: env) if is_stock else ours
             args = RLConfig(
                 output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
                 max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,

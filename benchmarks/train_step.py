@@ -132,7 +132,7 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
     def step() -> tuple[float, float | None]:
         trainer.model.zero_grad()
         loss = trainer.training_step(trainer.model, {}).item()
-        return loss, trainer._window[-1].get("mfu")
+        return loss, trainer._window.steps[-1].get("mfu")
 
     return step
 

@@ -8,8 +8,8 @@ A model of Qwen3-0.6B's shape with random weights: float32 here (on one thread i
 
 - full, merged: all weights, or all weights with a rank-16 adapter added in. Server without LoRA.
 - adapter: the adapter alone. Server with --enable-lora.
-- (a) raw: buffers of the same sizes, already packed and touched, over the same kind of gloo
-  communicator to a second process, which drops them. No HTTP, no casts, no model: a floor.
+- (a) raw: buffers of the same sizes, already packed and touched, over the same kind of
+  TCP sockets to a second process, which drops them. No HTTP, no casts, no model: a floor.
 - (b) per parameter: for each parameter one HTTP call that announces it, answered at once, and a
   broadcast of that one tensor, which the real vLLM gives to `load_weights`; see `per_parameter.py`.
   Milder than TRL's: HTTP connections are kept, no barrier follows a tensor, and vLLM's layerwise

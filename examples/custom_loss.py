@@ -46,6 +46,7 @@ def main() -> None:
         learning_rate=1e-3,
         logging_steps=10,
         save_strategy="no",
+        overwrite_output_dir=True,
     )
     model = str(EXAMPLE / "outputs" / "warm_start")
     trainer = RLTrainer(model, make_taskset(), args, loss_fn=reinforce)

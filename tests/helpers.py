@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +18,10 @@ from aiohttp import web
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -155,6 +160,52 @@ def make_tiny_moe() -> Qwen3MoeForCausalLM:
         pad_token_id=256,
     )
     return Qwen3MoeForCausalLM(config).float()
+
+
+def write_tiny_qwen3_5(folder: Path, experts: bool = False) -> None:
+    """A checkpoint as the hub has it: a text model with delta nets and a tied head, a vision tower,
+    and what a processor of images wants to read. The sizes are those that vLLM's CPU kernels take.
+    """
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 264,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "max_position_embeddings": 512,
+        "eos_token_id": 257,
+        "pad_token_id": 256,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    if experts:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2}
+        text |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+    vision |= {"patch_size": 16, "out_hidden_size": 64, "num_position_embeddings": 16}
+    special = {"image_token_id": 261, "vision_start_token_id": 262, "vision_end_token_id": 263}
+    common = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **special}
+    if experts:
+        moe_config = Qwen3_5MoeConfig(**common, video_token_id=261)
+        model: Any = Qwen3_5MoeForConditionalGeneration(moe_config)
+    else:
+        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**common, video_token_id=261))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokens = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    load_example("warm_start").make_tokenizer(tokens).save_pretrained(folder)
+    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16}
+    processor |= {"temporal_patch_size": 2, "merge_size": 2}
+    processor |= {"size": {"shortest_edge": 1024, "longest_edge": 4096}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    processor |= {"video_processor_type": "Qwen3VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(processor))
 
 
 def make_samples(

@@ -1,4 +1,5 @@
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -42,13 +43,16 @@ def make_preflight(model_folder, monkeypatch):
 
 @pytest.fixture
 def lines(capsys):
-    """The lines that the named checks of a preflight print."""
+    """The lines that the named checks of a preflight print, without what an environment says of
+    itself.
+    """
 
     def run(preflight, *names):
         capsys.readouterr()
         for name in names:
             preflight.line(name, getattr(preflight, f"check_{name}"))
-        return capsys.readouterr().out.splitlines()
+        printed = capsys.readouterr().out.splitlines()
+        return [line for line in printed if not line.startswith("      ")]
 
     return run
 
@@ -92,6 +96,48 @@ def test_a_port_in_use(make_preflight, lines):
     )
 
 
+def test_an_output_folder_that_cannot_be_written(make_preflight, lines, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "run"
+    (line,) = lines(make_preflight({"output_dir": str(folder)}), "options", "output_folder")[1:]
+    assert line == (
+        f"FIX   output_folder: output_dir={str(folder)!r} cannot be written: {tmp_path}/file: "
+        "Not a directory; choose another"
+    )
+    (line,) = lines(make_preflight({"output_dir": "/proc/run"}), "options", "output_folder")[1:]
+    assert line.startswith("FIX   output_folder: output_dir='/proc/run' cannot be written: /proc: ")
+    good = tmp_path / "new" / "run"
+    (line,) = lines(make_preflight({"output_dir": str(good)}), "options", "output_folder")[1:]
+    assert line.startswith(f"ok    output_folder: {good}, ") and line.endswith(" GB free")
+    assert not good.parent.exists()
+
+
+def test_an_output_folder_that_a_run_has_used(make_preflight, lines, tmp_path):
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 3}')
+    preflight = make_preflight({"output_dir": str(tmp_path)})
+    line = lines(preflight, "options", "output_folder")[1]
+    assert line.startswith("FIX   output_folder: ") and "holds a run already" in line
+    preflight.resume = True
+    (line,) = lines(preflight, "output_folder")
+    assert line.startswith("ok    ") and line.endswith(f"resuming from {checkpoint}")
+
+
+@pytest.mark.parametrize(
+    ("report_to", "found"),
+    [
+        ("none", "ok    trackers: none"),
+        ("clearml", "FIX   trackers: report_to='clearml': it is not installed; uv pip install"),
+        (["comet_ml"], "FIX   trackers: report_to='comet_ml': it is not installed"),
+        ("wandbb", "FIX   trackers: report_to='wandbb': no such tracker; known: "),
+    ],
+)
+def test_a_tracker_that_is_not_there(make_preflight, lines, report_to, found):
+    line = lines(make_preflight({"report_to": report_to}), "options", "trackers")[1]
+    assert line.startswith(found)
+
+
 def test_sequences_longer_than_the_model_can(make_preflight, lines):
     line = lines(make_preflight({"max_seq_len": 129}), "options", "model_config")[1]
     assert line.startswith("FIX   model_config: max_seq_len=129 in [trainer.args]")
@@ -118,7 +164,7 @@ def test_an_environment_that_does_not_load(make_preflight, lines):
         return line
 
     line = said(EnvTable("nowhere", v1={"taskset": {"id": "nowhere"}}))
-    assert "cannot load the environment" in line and "'nowhere'" in line
+    assert "id='nowhere': no module 'nowhere' is installed" in line and "'nowhere'" in line
     line = said(EnvTable("nowhere"))
     if not HAS_CLASSIC:
         assert "[env] id='nowhere' without [env.taskset] is a classic environment" in line
@@ -175,28 +221,29 @@ def test_logprobs_tell_which_weights_the_server_has(
         def status(self):
             return {"dtype": "float32"}
 
-    def complete(path, body):
-        # make_tiny_model has the weights of the folder, and a new adapter changes none.
-        model = make_tiny_model() if weights == "before" else preflight.model
-        ids = torch.tensor([*body["prompt"], 7, 8, 9])
-        logits = model(input_ids=ids[None]).logits[0, -4:-1].detach()
-        logprobs, _ = token_logprobs_and_entropy(logits, ids[-3:], body["temperature"])
-        if weights == "inexact":
-            logprobs[1] += 0.02
-        reply = {"token_ids": [7, 8, 9], "logprobs": {"token_logprobs": logprobs.tolist()}}
-        return {"choices": [reply]}
+        def complete(self, body, timeout_s):
+            # make_tiny_model has the weights of the folder, and a new adapter changes none.
+            model = make_tiny_model() if weights == "before" else preflight.model
+            ids = torch.tensor([*body["prompt"], 7, 8, 9])
+            logits = model(input_ids=ids[None]).logits[0, -4:-1].detach()
+            logprobs, _ = token_logprobs_and_entropy(logits, ids[-3:], body["temperature"])
+            if weights == "inexact":
+                logprobs[1] += 0.02
+            reply = {"token_ids": [7, 8, 9], "logprobs": {"token_logprobs": logprobs.tolist()}}
+            return {"choices": [reply]}
 
     monkeypatch.setattr(preflight, "_make_sync", Server)
-    monkeypatch.setattr(preflight, "_post", complete)
     preflight.client.close()
     preflight.client = Server()
     preflight.prompt_ids = [1, 2, 3]
     sync, logprobs = lines(preflight, "sync", "logprobs")
     assert sync == "ok    sync: 1 MB in 0.10 s"
     if message is None:
-        assert logprobs.startswith("ok    logprobs: at most ")
+        assert re.match(
+            r"ok    logprobs: \S+ nats apart on average over 3 sampled tokens", logprobs
+        )
     else:
-        assert logprobs.startswith("FIX   logprobs: at most ") and message in logprobs
+        assert logprobs.startswith("FIX   logprobs: ") and message in logprobs
 
 
 def test_another_tokenizer_on_the_server(make_preflight, lines, monkeypatch):
@@ -236,11 +283,14 @@ def test_what_is_wrong_has_a_line_each_and_no_server_starts(model_folder, tmp_pa
         toml.write_text(text.replace("= 0 #", f"= {port} #"))
         done = run_check(toml)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    status = {line[6:].split(":")[0]: line[:4].strip() for line in done.stdout.splitlines()[1:-1]}
+    checks = [line for line in done.stdout.splitlines()[1:-1] if line[:6] != "      "]
+    status = {line[6:].split(":")[0]: line[:4].strip() for line in checks}
     assert status == {
         "GPUs": "ok",
         "versions": "ok",
         "trainer options": "ok",
+        "output folder": "ok",
+        "trackers": "ok",
         "port": "FIX",
         "model config": "ok",
         "tokenizer": "FIX",
@@ -265,7 +315,7 @@ def test_a_run_that_works_is_ok_and_leaves_nothing_behind(warm_start, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     first, *checks, last = done.stdout.splitlines()
     assert first == f"vf-rl: checking {toml}" and last.startswith("vf-rl: all is ok, after ")
-    assert [line[:6] for line in checks if not line.startswith("      ")] == ["ok    "] * 14
+    assert [line[:6] for line in checks if not line.startswith("      ")] == ["ok    "] * 16
     assert processes_of(tmp_path) == {}
     assert not list((tmp_path / "tmp").glob("vf-rl-check-*"))
     assert not (tmp_path / "run").exists()

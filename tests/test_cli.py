@@ -1,8 +1,12 @@
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,7 +23,7 @@ from tests.helpers import (
     needs_classic,
     write_environment,
 )
-from verifiers_rl.cli import rl
+from verifiers_rl.cli import rl, train
 from verifiers_rl.cli.config import (
     EnvTable,
     RunConfig,
@@ -29,7 +33,9 @@ from verifiers_rl.cli.config import (
     server_flags,
     toml_argument,
 )
+from verifiers_rl.cli.ending import Interrupt
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.inference.port import reserve_port
 from verifiers_rl.inference.server import server_cores
 
 
@@ -136,6 +142,10 @@ def test_environments_of_v1_and_classic_ones_come_from_one_toml(write_toml):
             r"\[trainer\] has an unknown key 'gpu'; did you mean 'gpus'",
         ),
         (
+            '[env]\nid = "e"\n[trainer]\nmax_steps = 1\n',
+            r"\[trainer\] has an unknown key 'max_steps'; .* belong into \[trainer.args\]",
+        ),
+        (
             '[env]\nid = "e"\n[trainr]\n',
             r"the top level has an unknown key 'trainr'; did you mean 'trainer'",
         ),
@@ -164,6 +174,35 @@ def test_a_missing_model_is_one_clear_error(write_toml, tmp_path):
         load_run_config(write_toml(model='model = "./empty"\n'))
     with pytest.raises(TomlError, match="No such file"):
         load_run_config(tmp_path / "none.toml")
+
+
+def test_a_model_beside_the_toml_is_found_by_a_dot(write_toml, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    toml = write_toml(model='model = "model"\n')
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(TomlError, match=r"write '\./model'$"):
+        load_run_config(toml)
+
+
+def test_a_toml_of_other_editors_is_read_or_refused_in_one_line(write_toml, model_folder):
+    toml = write_toml()
+    toml.write_bytes(b"\xef\xbb\xbf" + toml.read_bytes())
+    assert load_run_config(toml).model == str(model_folder)
+    toml.write_bytes('model = "modèle"'.encode("latin-1"))
+    with pytest.raises(TomlError, match=r"config\.toml: 'utf-8' codec can't decode"):
+        load_run_config(toml)
+
+
+def test_a_server_log_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TomlError, match=r"--server-log .*/file/log: (File exists|Not a directory)"):
+        rl.begin_log(tmp_path / "file" / "log")
+    log = tmp_path / "new" / "log"
+    for _ in range(2):
+        rl.begin_log(log)
+        assert log.read_text() == ""
+        log.write_text("of a run before")
 
 
 def test_an_unknown_trainer_option_names_the_nearest_one():
@@ -241,12 +280,61 @@ def test_vf_train_does_not_leave_gpus_idle_in_silence(write_toml):
     )
 
 
-@pytest.mark.parametrize("num_engines", [0, 2, "two"])
-def test_gpus_that_cannot_be_shared_out_to_the_engines_are_refused(num_engines):
-    config = make_config(inference_gpus=3, inference_args={"data_parallel_size": num_engines})
-    message = rf"data_parallel_size={num_engines!r} must be .* divides inference\.gpus=3"
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size=0 must be a whole number from 1 on"),
+        ({"data_parallel_size": "two"}, "data_parallel_size='two' must be a whole number"),
+        ({"data_parallel_size": 3}, r"product 3 must divide inference\.gpus=4"),
+        (
+            {"pipeline_parallel_size": 8},
+            r"pipeline_parallel_size=8.* must divide inference\.gpus=4",
+        ),
+        ({"tensor_parallel_size": 2}, r"product 2 must be inference\.gpus=4"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 4},
+            r"tensor_parallel_size=2 \* pipeline_parallel_size=4: the product 8 must divide",
+        ),
+    ],
+)
+def test_gpus_that_cannot_be_shared_out_to_the_server_are_refused(monkeypatch, sizes, message):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     with pytest.raises(TomlError, match=message):
-        rl.assign_gpus(config)
+        rl.assign_gpus(make_config(inference_gpus=4, inference_args=sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensor_parallel"),
+    [
+        ({}, 8),
+        ({"pipeline_parallel_size": 2}, 4),
+        ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
+        ({"pipeline_parallel_size": 8}, None),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 4}, 4),
+    ],
+)
+def test_the_server_uses_all_of_its_gpus(monkeypatch, sizes, tensor_parallel):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(9))))
+    config = make_config(inference_gpus=8, inference_args=sizes)
+    assert rl.assign_gpus(config) == ("0,1,2,3,4,5,6,7", "8")
+    command = rl.server_command(config, "h", 7)
+    found = [command[i + 1] for i, word in enumerate(command) if word == "--tensor-parallel-size"]
+    assert found == ([] if tensor_parallel is None else [str(tensor_parallel)])
+
+
+def test_a_flag_with_dashes_is_the_flag_with_underscores(write_toml):
+    toml = '[env]\nid = "e"\n[inference]\ngpus = 2\n[inference.args]\n'
+    config = load_run_config(
+        write_toml(f'{toml}"max-model-len" = 64\n"pipeline-parallel-size" = 2\n')
+    )
+    flags = rl.server_command(config, "h", 7)
+    # Ours, which follow from the trainer's options, would win as the last.
+    assert flags.count("--max-model-len") == 1 and flags[flags.index("--max-model-len") + 1] == "64"
+    assert "--tensor-parallel-size" not in flags
+    with pytest.raises(TomlError, match="has 'max_model_len' in two spellings; remove one"):
+        load_run_config(write_toml(f'{toml}"max-model-len" = 64\nmax_model_len = 32\n'))
+    with pytest.raises(TomlError, match="has 'port'; set vllm_server_port in"):
+        load_run_config(write_toml(f'{toml}"--port" = 3\n'))
 
 
 def test_the_server_is_told_what_follows_from_the_trainer():
@@ -292,7 +380,7 @@ server = [sys.executable, "-c", f"import time; time.sleep({lifetime_s})"]
 trainer = [sys.executable, "-c", "import sys, time; time.sleep(12); sys.exit(7)"]
 rl.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
 config = make_config(trainer_args={"vllm_server_port": free_port()})
-sys.exit(rl.supervise(config, ("", ""), types.SimpleNamespace(server_log=None, resume=None)))
+sys.exit(rl.supervise(config, ("", ""), types.SimpleNamespace(server_log=None)))
 """
 
 
@@ -312,6 +400,40 @@ def test_a_dying_server_is_started_again_later_and_later_and_not_for_ever(keeps_
     assert ("the server ended with status 0, for good; see its log" in done.stderr) != (
         keeps_answering
     )
+
+
+LAST_WORDS = """
+import signal, sys, time
+def end(*_):
+    print("leaked 514 functions!", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(float(sys.argv[1]))
+print("broken", flush=True)
+"""
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_a_server_prints_when_it_is_ended_is_not_shown_but_why_it_ended_is(capsys, quiet):
+    def shown(lifetime_s, wait_for):
+        child = rl.Child(
+            "inference", [sys.executable, "-c", LAST_WORDS, lifetime_s], {}, None, False
+        )
+        said, deadline = "", time.monotonic() + 20
+        while wait_for not in said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+        if wait_for == "broken":
+            child.process.wait(20)
+        if quiet:
+            child.mute()
+        child.stop()
+        child.process.stdout.close()
+        return said + capsys.readouterr().out
+
+    assert ("leaked" in shown("60", "ready")) != quiet
+    assert "[inference] broken" in shown("0", "broken")
 
 
 UP_TO_VLLM = """
@@ -344,7 +466,7 @@ def test_listening_beyond_this_machine_is_warned_of(model_folder):
 
 
 @pytest.mark.parametrize("given", [None, "", "the run's own"])
-def test_vf_vllm_alone_makes_and_prints_a_token(model_folder, tmp_path, given):
+def test_vf_vllm_alone_makes_a_token_and_says_where_it_is(model_folder, tmp_path, given):
     port = free_port()
     command = [sys.executable, "-c", UP_TO_VLLM, "--model", str(model_folder), "--port", str(port)]
     environment = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE}
@@ -353,17 +475,40 @@ def test_vf_vllm_alone_makes_and_prints_a_token(model_folder, tmp_path, given):
     )
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert "vLLM would listen on" in done.stderr
-    printed = re.findall(r"control token (\S+)", done.stderr)
-    saved = [path.read_text() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert printed == ([] if given else [token for token in saved if token in printed])
-    assert bool(printed) != bool(given)
+    named = re.findall(r"finds the server's token in (\S+);", done.stderr)
+    saved = [str(path) for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert named == saved and len(saved) == (0 if given else 1)
+    for path in saved:  # what is printed often ends in a log that others can read
+        token = Path(path).read_text()
+        assert len(token) > 20 and token not in done.stderr + done.stdout
+
+
+def test_a_bad_flag_of_vllm_and_a_taken_port_are_one_line(model_folder):
+    port = free_port()
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--port", str(port)]
+    command += ["--model", str(model_folder)]
+    options = {"stderr": subprocess.PIPE, "text": True}
+    with (
+        reserve_port("127.0.0.1", port),
+        subprocess.Popen([*command, "--max-modle-len", "5"], **options) as bad,
+        subprocess.Popen(command, **options) as taken,  # both load vLLM, meanwhile
+    ):
+        said = [process.communicate(timeout=120)[1].splitlines() for process in (bad, taken)]
+    assert (bad.returncode, taken.returncode) == (2, 1)
+    line = "vf-vllm: error: --max-modle-len: no such flag; did you mean --max-model-len?"
+    assert said[0][-1] == line and not any("usage:" in line for line in said[0])
+    message = f"vf-vllm: cannot listen on 127.0.0.1:{port}: process {os.getpid()}, a vf-rl or "
+    assert said[1][-1].startswith(message)
+
+
+def make_options(**options):
+    return SimpleNamespace(**{"session": "s", "resume": None, "overwrite": False, **options})
 
 
 def test_a_tmux_that_does_not_start_is_one_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rl.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
-    config = make_config(trainer_args={"output_dir": str(tmp_path)})
     with pytest.raises(SystemExit):
-        rl.run_in_tmux(config, SimpleNamespace(session="s", resume=None))
+        rl.run_in_tmux(make_config(), make_options(), tmp_path)
     assert "tmux started no session; start with --no-tmux" in capsys.readouterr().err
     assert not list(tmp_path.glob(".environment-*"))
 
@@ -385,17 +530,116 @@ def test_tmux_is_shown_nothing_of_the_environment(tmp_path, monkeypatch):
         return SimpleNamespace(returncode=int(command[1] == "has-session"))
 
     monkeypatch.setattr(rl.subprocess, "run", run)
-    config = make_config(trainer_args={"output_dir": str(tmp_path)})
-    assert rl.run_in_tmux(config, SimpleNamespace(session="s", resume=None)) == 3
+    assert rl.run_in_tmux(make_config(), make_options(), tmp_path) == 3
     assert environments[0]["HF_TOKEN"] == "hf_secret" and "TMUX" not in environments[0]
     assert not any("hf_secret" in word for command in calls for word in command)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [("my-run_2", "my-run_2"), ("qwen3-0.6b", "qwen3-0_6b"), ("a:b", "a_b"), ("=$é x", "____x")],
+)
+def test_a_session_has_a_name_that_tmux_keeps(wanted, name):
+    assert rl.session_name(wanted) == name
+
+
+@pytest.mark.parametrize("wanted", ["", ".", "-x"])
+def test_a_session_needs_a_name(wanted):
+    with pytest.raises(SystemExit):
+        rl.session_name(wanted)
+
+
+@pytest.fixture
+def tmux(tmp_path, monkeypatch):
+    """A tmux server of this test's own, in which we are already: nothing is attached."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    monkeypatch.setenv("TMUX", f"{tmp_path}/tmux,1,0")
+    monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
+    # The first session starts the server, which goes on with it.
+    yield
+    subprocess.run(["tmux", "kill-server"], capture_output=True)
+    deadline = time.monotonic() + 20
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(tmp_path) == {}
+
+
+def of_session(monkeypatch, code, *words):
+    """The tmux session runs this code in place of vf-rl."""
+    command = [sys.executable, "-c", code, *map(str, words)]
+    monkeypatch.setattr(rl, "command_in_session", lambda *_: command)
+
+
+def test_a_session_that_tmux_would_rename_runs(tmux, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text("{}")  # a model
+    of_session(monkeypatch, "import time; time.sleep(1)")
+    status = rl.run_in_tmux(make_config(), make_options(session="qwen3-0.6b"), tmp_path)
+    assert status == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "vf-rl: the tmux session is named 'qwen3-0_6b'"
+    # What the session showed is gone with it.
+    assert said[-2] == f"model: {tmp_path}" and said[-1].startswith("serve it: ")
+
+
+def test_a_terminal_too_small_for_two_panes_shows_one(tmux, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("LINES", "2")
+    of_session(monkeypatch, "import time; time.sleep(1)")
+    assert rl.run_in_tmux(make_config(), make_options(), tmp_path) == 0
+
+
+def test_ctrl_c_in_the_session_ends_the_run_in_good_order(tmux, tmp_path, monkeypatch, capsys):
+    code = """
+import signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(2)
+    Path(sys.argv[1], "saved").write_text("")
+    sys.exit(130)
+
+signal.signal(signal.SIGINT, save)
+Path(sys.argv[1], "up").write_text("")
+time.sleep(60)
+"""
+    of_session(monkeypatch, code, tmp_path)
+
+    def press_ctrl_c():
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        subprocess.run(["tmux", "send-keys", "-t", "=s:.1", "C-c"])
+
+    threading.Thread(target=press_ctrl_c).start()
+    assert rl.run_in_tmux(make_config(), make_options(), tmp_path) == 130
+    assert (tmp_path / "saved").exists()
+    assert capsys.readouterr().out.splitlines()[-1] == f"its files: {tmp_path}"
+
+
 def test_several_trainer_gpus_are_launched_through_accelerate():
-    command = rl.trainer_command(make_config(trainer_gpus=4), resume="newest")
-    assert command[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "4"]
-    assert command[-1] == "--resume"
-    assert "accelerate.commands.launch" not in rl.trainer_command(make_config(trainer_gpus=1), None)
+    command = rl.trainer_command(make_config(trainer_gpus=4), make_options())
+    assert command[1:3] == ["-m", "accelerate.commands.launch"]
+    assert command[command.index("--num_processes") + 1] == "4"
+    one = rl.trainer_command(make_config(trainer_gpus=1), make_options())
+    assert "accelerate.commands.launch" not in one
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, []),
+        ({"resume": True}, ["--resume"]),
+        ({"resume": "a/checkpoint-3"}, ["--resume", "a/checkpoint-3"]),
+        ({"overwrite": True}, ["--overwrite"]),
+    ],
+)
+def test_what_is_done_with_a_used_folder_reaches_the_trainer(tmp_path, options, words):
+    options = make_options(**options)
+    command = rl.trainer_command(make_config(), options)
+    assert command[command.index("@") + 2 :] == words
+    in_session = rl.command_in_session(make_config(), options, tmp_path / "log")
+    assert in_session[in_session.index(str(tmp_path / "log")) + 1 :] == words
 
 
 def test_on_the_cpu_the_server_leaves_half_of_the_cores_to_the_trainer():
@@ -473,18 +717,18 @@ def test_a_wrong_toml_ends_either_command_with_status_1(write_toml, command, tex
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_port_in_use_is_one_clear_error(write_toml):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+@pytest.mark.parametrize("how", ["listens", "reserves"])
+def test_a_port_in_use_is_one_clear_error(write_toml, how):
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) if how == "listens" else reserve_port("", port):
         toml = write_toml(
             '[env]\nid = "e"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
             f"[trainer.args]\nvllm_server_port = {port}\n"
         )
-        done = run("verifiers_rl.cli.rl", "@", toml)
+        done = run("verifiers_rl.cli.rl", "@", toml)  # "e" is no environment: the port comes first
     assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    reason = "Address already in use" if how == "listens" else f"process {os.getpid()}, a vf-rl"
+    assert f"cannot listen on 127.0.0.1:{port}: {reason}" in done.stderr
     assert "vllm_server_port" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -502,6 +746,91 @@ def write_run(tmp_path, write_toml):
     return write
 
 
+@pytest.mark.parametrize("command", ["rl", "train"])
+def test_a_used_folder_is_one_clear_error_before_anything_starts(
+    write_toml, tmp_path, monkeypatch, capsys, command
+):
+    (tmp_path / "run" / "checkpoint-4").mkdir(parents=True)
+    state = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
+    state.write_text('{"global_step": 4}')
+    toml = write_toml(
+        '[env]\nid = "e"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n'
+        f'output_dir = "{tmp_path}/run"\nmax_steps = 4\n'
+    )
+
+    def said(*words):
+        words = [*words, "--in-session"] if command == "rl" else words
+        monkeypatch.setattr(sys, "argv", [f"vf-{command}", "@", str(toml), *words])
+        with pytest.raises(SystemExit) as ended:
+            rl.run() if command == "rl" else train.train(Interrupt())
+        assert ended.value.code == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert said().startswith(
+        f"vf-{command}: error: output_dir='{tmp_path}/run' holds a run already"
+    )
+    assert "checkpoint-4 is already at step 4 of 4: raise max_steps" in said("--resume")
+    state.unlink()
+    assert "holds no finished checkpoint to resume from" in said("--resume")
+
+
+@pytest.mark.parametrize(
+    ("code", "deadline_s", "said"),
+    [
+        (
+            "import os; os._exit(3)",
+            60.0,
+            "loading the environment ended with status 3; see its output",
+        ),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(99,)).start()",
+            60,
+            None,
+        ),
+        ("import time; time.sleep(99)", 2.0, None),
+    ],
+)
+def test_the_environment_is_loaded_in_a_process_that_ends(
+    write_run, tmp_path, monkeypatch, capsys, code, deadline_s, said
+):
+    monkeypatch.setattr(rl, "STOP_GRACE_S", 1.0)
+    monkeypatch.setattr(rl, "ENV_DEADLINE_S", deadline_s)
+    monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
+    toml = write_run(["a"], "")
+    path = tmp_path / "tiny_env.py"
+    path.write_text(f"{code}\n{path.read_text()}")
+    with (
+        pytest.raises(TomlError, match=said) if said else nullcontext(),
+        rl.LoadedEnvironments(load_run_config(toml)) as loading,
+    ):
+        loading.check()
+    assert processes_of(tmp_path) == {}
+    # An environment that takes long does not keep the run from starting.
+    assert ("starting all the same" in capsys.readouterr().out) == ("; time.sleep" in code)
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_an_environment_that_does_not_load_ends_vf_rl_before_its_server_starts(
+    write_run, tmp_path, is_broken
+):
+    port = free_port()
+    toml = write_run(["a"], f"vllm_server_port = {port}\n")
+    if is_broken:  # an error of its own code, and not of its description
+        path = tmp_path / "tiny_env.py"
+        path.write_text("print('hello')\nraise KeyError('nothing here')\n")
+    else:
+        toml.write_text(toml.read_text().replace('"tiny_env"', '"tinny_env"'))
+    done = run("verifiers_rl.cli.rl", "@", toml, "--no-tmux")
+    assert done.returncode == 1 and "starting the server" not in done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"vf-rl: error: {toml}: ")
+    if is_broken:
+        assert "KeyError: 'nothing here'" in last
+        assert "[environment] hello" in done.stdout
+    else:
+        assert "tinny_env" in last and "Traceback" not in done.stderr + done.stdout
+
+
 def test_no_server_is_one_clear_error(write_run):
     toml = write_run(["a"], "vllm_server_port = 1\nvllm_server_timeout = 1\n")
     done = run("verifiers_rl.cli.train", "@", toml)
@@ -515,6 +844,6 @@ def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(write_run, tmp_path
     done = run("verifiers_rl.cli.rl", "@", toml, "--no-tmux", VF_RL_TEST=str(tmp_path))
     assert done.returncode == 1
     said = [line for line in done.stdout.splitlines() if line.startswith("[trainer]")]
-    why = "the environment's training dataset is empty" if HAS_CLASSIC else "'env' has no tasks"
+    why = "the environment's training dataset is empty" if HAS_CLASSIC else "'env': it has no tasks"
     assert said[-1].startswith("[trainer] vf-train: error: ") and said[-1].endswith(why)
     assert processes_of(tmp_path) == {}

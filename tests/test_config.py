@@ -1,9 +1,13 @@
+import copy
+import inspect
 from dataclasses import asdict, fields, replace
 
 import pytest
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.training_args import OptimizerNames
 
-from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.config import ConfigError, RLConfig, unknown_option_hint
+from verifiers_rl.foreign_names import HINTS
 
 
 def make(**options):
@@ -18,15 +22,7 @@ def test_the_defaults_are_the_documented_ones():
         "lora_alpha": 16,
         "lora_dropout": 0.0,
         "lora_use_rslora": False,
-        "lora_target_modules": [
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "o_proj",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-        ],
+        "lora_target_modules": None,  # what fits the architecture
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
         "max_steps": 500,
@@ -109,6 +105,24 @@ def test_every_option_of_ours_has_a_help():
         ({"num_train_epochs": 1}, r"num_train_epochs=1 has no effect.*set max_steps"),
         ({"dataloader_num_workers": 2}, r"dataloader_num_workers=2 has no effect"),
         ({"torch_compile": True}, r"torch_compile=True has no effect.*not supported yet"),
+        (
+            {"resume_from_checkpoint": 3},
+            r"=3: must be the path of a checkpoint, or true for the newest",
+        ),
+        ({"vllm_server_host": "http://localhost"}, r"must be a name or an address alone"),
+        ({"vllm_server_host": "localhost:8000"}, r"alone.*the port is vllm_server_port"),
+        ({"output_dir": ""}, r"output_dir='': must name a folder"),
+        ({"save_steps": 0}, r"save_steps=0: must be a number > 0"),
+        ({"logging_steps": 0}, r"logging_steps=0: must be a number > 0"),
+        ({"top_k": -1}, r"top_k=-1: must be an integer >= 1, or left out"),
+        ({"gradient_checkpointing_kwargs": "{a"}, r"gradient_checkpointing_kwargs='{a': not valid"),
+        ({"seed": -1}, r"seed=-1: must be from 0 to 2\*\*32 - 1"),
+        ({"adam_beta2": 1.0}, r"adam_beta2=1.0: must be >= 0 and < 1"),
+        ({"save_strategy": "epoch"}, r"save_strategy='epoch': .*set 'steps' and save_steps"),
+        ({"eval_steps": 10}, r"eval_steps=10: without effect unless eval_strategy = 'steps'"),
+        ({"metric_for_best_model": "loss"}, r"'loss': an evaluation.* has no loss; set reward"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, r"cannot be used here: it follows the los"),
+        ({"eval_strategy": "steps", "eval_steps": 1.5}, r"eval_steps must be an integer"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_clear_error(options, message):
@@ -116,10 +130,144 @@ def test_a_value_that_cannot_work_is_one_clear_error(options, message):
         make(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_lora": "false"}, r"use_lora='false': must be true or false without quotes$"),
+        ({"shuffle": "no"}, r"shuffle='no': must be true or false$"),
+        ({"gradient_checkpointing": "false"}, r"gradient_checkpointing='false': must be true or f"),
+        ({"bf16": 1}, r"bf16=1: must be true or false$"),
+        ({"shuffle": None}, r"shuffle=None: must be true or false$"),
+        ({"seed": "a"}, r"seed='a': must be an integer$"),
+        ({"rollouts_per_example": "8"}, r"rollouts_per_example='8': must be an integer without q"),
+        ({"max_steps": 1e3}, r"max_steps=1000.0: must be an integer$"),
+        ({"eval_steps": "two"}, r"eval_steps='two': must be a number, or left out$"),
+        (
+            {"save_total_limit": "2"},
+            r"save_total_limit='2': must be an integer without quotes, or ",
+        ),
+        ({"lora_dropout": "0.1"}, r"lora_dropout='0.1': must be a number without quotes$"),
+        ({"weight_decay": float("inf")}, r"weight_decay=inf: must be a number"),
+        ({"run_name": 3}, r"run_name=3: must be a string, or left out"),
+        ({"report_to": ["wandb", 3]}, r"report_to=.*: must be a string or a list of strings"),
+        ({"lora_modules_to_save": "lm_head"}, r"lora_modules_to_save='lm_head': must be a list of"),
+        ({"loss_args": {"eps_high": "4"}}, r"loss_args=.*: must be a table .* of numbers"),
+        ({"eval_strategy": "step"}, r"eval_strategy='step': must be one of no, steps, epoch"),
+        ({"optim": "adamw"}, r"optim='adamw': did you mean 'adamw_torch'\?"),
+        ({"lr_scheduler_type": "consine"}, r"lr_scheduler_type='consine': did you mean 'cosine'\?"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_one_clear_error(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_what_trainingarguments_takes_in_several_types_stays_allowed(tmp_path):
+    args = make(
+        output_dir=tmp_path / "a",  # a Path
+        report_to=["none"],
+        debug="underflow_overflow",
+        accelerator_config={"split_batches": False},
+        optim=OptimizerNames.SGD,
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs='{"num_cycles": 1}',
+        learning_rate=1,
+        lora_alpha=16,
+        logging_steps=2.0,
+        save_steps=0.5,
+        fsdp_config={"min_num_params": 0},
+        warmup_steps=0.1,
+        gradient_checkpointing=True,
+        eval_strategy="steps",
+        load_best_model_at_end=True,
+        save_strategy="best",
+        resume_from_checkpoint=True,
+    )
+    assert args.output_dir == str(tmp_path / "a")
+    again = replace(replace(args, max_steps=3), seed=1)  # of values that __post_init__ has set
+    assert (again.max_steps, again.seed, again.optim) == (3, 1, "sgd")
+    assert copy.deepcopy(args).to_dict() == args.to_dict()
+
+
+def test_a_command_line_of_transformers_fills_it():
+    words = "--use_cpu --use_lora false --min_reward 0.1 --lora_target_modules q_proj v_proj"
+    (args,) = HfArgumentParser(RLConfig).parse_args_into_dataclasses(words.split())
+    assert (args.use_lora, args.min_reward, args.report_to) == (False, 0.1, [])
+    assert args.lora_target_modules == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_generations": 8}, r"^num_generations: here it is rollouts_per_example$"),
+        ({"max_completion_length": 8}, r"^max_completion_length: here it is max_tokens$"),
+        (
+            {"lr": 1e-6, "beta": 0.1},
+            r"^lr: here it is learning_rate; beta: here it is kl_beta$",
+        ),
+        ({"vllm_server_base_url": ""}, r"set vllm_server_host and vllm_server_port"),
+        ({"epsilon_high": 0.3}, r"^epsilon_high: set loss_args, such as"),
+        ({"batchsize": 8}, r"^batchsize: did you mean 'batch_size'\?$"),
+        ({"foo": 8}, r"^foo: verifiers_rl/config.py lists the options$"),
+        ({"per_device_train_batch_size": 4}, r"has no effect.*set batch_size and micro_batch_size"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_hints_name_options_that_exist_for_names_that_do_not():
+    known = {f.name for f in fields(RLConfig)}
+    for name, hint in HINTS.items():
+        assert name not in known, name
+        ours = hint.removeprefix("here it is ")
+        assert ours == hint or ours in known, (name, ours)
+    assert unknown_option_hint("num-generations") == "here it is rollouts_per_example"
+
+
+def test_a_checker_and_a_reader_still_see_the_options_in_the_signature():
+    assert list(inspect.signature(RLConfig).parameters)[:1] == ["output_dir"]
+    assert "rollouts_per_example" in inspect.signature(RLConfig).parameters
+
+
+@pytest.mark.parametrize(
+    ("optim", "reason"),
+    [
+        ("schedule_free_adamw", "the server would sample from the wrong ones"),
+        ("schedule_free_sgd", "the server would sample from the wrong ones"),
+        ("lomo", "it updates weights inside the backward pass"),
+        ("adalomo", "it updates weights inside the backward pass"),
+        ("galore_adamw_layerwise", "it updates weights inside the backward pass"),
+        (OptimizerNames.APOLLO_ADAMW_LAYERWISE, "it updates weights inside the backward pass"),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_refused_with_the_reason(optim, reason):
+    with pytest.raises(ConfigError, match=f"optim=.*cannot be used here: .*{reason}"):
+        make(optim=optim)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "galore_adamw", "apollo_adamw", "adafactor"])
+def test_other_optimizers_pass(optim):
+    assert make(optim=optim).optim == optim
+
+
+def test_the_best_model_is_the_one_with_the_highest_evaluated_reward():
+    args = make(load_best_model_at_end=True, eval_strategy="steps")
+    assert (args.metric_for_best_model, args.greater_is_better) == ("reward", True)
+    assert make(save_strategy="best", eval_strategy="steps").metric_for_best_model == "reward"
+    assert make().metric_for_best_model is None
+
+
 def test_deepspeed_that_is_not_installed_is_one_clear_error(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed; `make DEEPSPEED=1 install`"):
         make(deepspeed="zero3.json")
+
+
+def test_a_run_without_a_name_and_a_server_with_an_ipv6_address_are_fine():
+    args = make(run_name=None, vllm_server_host="::1")
+    assert (args.output_dir, args.vllm_server_host) == ("outputs/rl", "::1")
 
 
 def test_a_config_can_be_copied_with_changes():

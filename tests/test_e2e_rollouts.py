@@ -4,6 +4,10 @@ after exactly the tokens that it was sampled after.
 
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -15,8 +19,10 @@ from transformers import set_seed
 from tests.conftest import running_server
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.environments import make_runner
 from verifiers_rl.environments_v1 import load_v1_environment
+from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.server_client import ServerClient
 from verifiers_rl.types import Slots
 
@@ -86,7 +92,8 @@ def server(model_folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--max-model-len", "400", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     flags += ["--enable-lora", "--max-lora-rank", "16"]
-    with running_server(model_folder, log, *flags) as server:
+    # Beyond loopback every rollout has to show the run's token.
+    with running_server(model_folder, log, *flags, "--host", "0.0.0.0") as server:
         yield server
 
 
@@ -136,8 +143,7 @@ def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
 
 
 def model_name(server):
-    with urllib.request.urlopen(f"{server.url}/v1/models") as reply:
-        return json.load(reply)["data"][0]["id"]
+    return InferenceClient("127.0.0.1", server.port).served_model_name
 
 
 def sampled_of(body, reply):
@@ -250,10 +256,10 @@ def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path, v1_
     assert row["mismatch_kl"] < 1e-6
 
 
-def post(server, body, path="/v1/chat/completions/tokens"):
-    request = urllib.request.Request(
-        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def post(server, body, path="/v1/chat/completions/tokens", key=None):
+    headers = {"Authorization": f"Bearer {key or os.environ[TOKEN_VARIABLE]}"}
+    headers |= {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, json.load(reply)
@@ -277,6 +283,9 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     ):
         status, reply = post(server, body | {"tokens": tokens})
         assert status == 400 and message in reply["error"], reply
+    for path in ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
+        status, reply = post(server, body, path, key="wrong")
+        assert status == 401 and "wrong or missing key" in reply["error"]
     # Requests without tokens are as before.
     body.pop("tokens")
     status, reply = post(server, body, "/v1/chat/completions")
@@ -479,3 +488,76 @@ def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
     assert row["num_turns"] > 1 if name == "tools" else row["num_turns"] == turns
     if name == "tools":
         assert row["env/tools_called"] > 0.5 and row["broken_turn_share"] == 0
+
+
+SHAPES = ("kuhn_like", "glossary_like", "scratchpad_like", "code_golf_like", "proposer_like")
+
+
+def test_environments_as_their_authors_publish_them_train_from_a_toml(
+    server, model_folder, tmp_path, v1_path, capsys
+):
+    toml = tmp_path / "rl.toml"
+    tables = [f'[[env]]\ntaskset = {{ id = "{name}" }}' for name in SHAPES]
+    toml.write_text("\n".join([f'model = "{model_folder}"', *tables]))
+    # Ten groups a step, of each environment two, as far as the sequence deals them so.
+    options = {"batch_size": 20, "rollouts_per_example": 2, "eval_examples": 1, "max_tokens": 60}
+    trainer = RLTrainer(
+        str(model_folder), load_run_config(toml).load_envs(), make_args(server, tmp_path, **options)
+    )
+    lines = capsys.readouterr().out
+    assert "env kuhn_like: DuelEnv, agents player0, player1 play in verifiers_rl's chat" in lines
+    assert "a stream of tasks, in its order, 1 for evaluations" in lines
+    evaluated = trainer.evaluate()
+    assert evaluated["eval_error_share"] == 0, evaluated
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["error_share"] == 0, row
+        assert all(row[f"{name}/group_share"] >= 0.1 for name in SHAPES)
+        assert row["kuhn_like/player0/reward"] == -row["kuhn_like/player1/reward"]
+        assert row["scratchpad_like/lost_calls"] == 0 and row["code_golf_like/ran"] == 1
+        assert row["proposer_like/proposer/reward"] == -row["proposer_like/solver/reward"]
+    assert max(row["glossary_like/num_turns"] for row in rows) > 1  # the tool was called
+    assert max(row["scratchpad_like/called"] for row in rows) > 0
+
+
+def test_the_first_example_of_the_readme_runs_as_it_stands(server, model_folder, tmp_path):
+    """Word for word. It finds the tiny model where it looks for its own, and RLConfig sends it to
+    the tests' server for two small steps.
+    """
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
+    assert "env_from(" in block and len(block.splitlines()) <= 20
+    (name,) = re.findall(r'model="([\w.-]+/[\w.-]+)"', block)
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).symlink_to(model_folder)
+    (tmp_path / "train.py").write_text(block)
+    small = {"vllm_server_port": server.port, "max_steps": 2, "batch_size": 16}
+    small |= {"rollouts_per_example": 4, "max_seq_len": 200, "max_tokens": 16, "use_cpu": True}
+    run = (
+        "import runpy, verifiers_rl\n"
+        "init = verifiers_rl.RLConfig.__init__\n"
+        f"verifiers_rl.RLConfig.__init__ = lambda self, **own: init(self, **own | {small!r})\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = tmp_path.glob("outputs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["error_share"] for row in steps] == [0, 0]
+
+
+def test_a_long_system_prompt_of_the_template_takes_no_room(server, tokenizer):
+    """vLLM renders the messages beside the tokens; what a template adds to them does not count."""
+    body = {"model": model_name(server), "messages": [{"role": "user", "content": "x" * 500}]}
+    body |= {"max_tokens": 30, "return_token_ids": True, "tokens": [5] * 360}
+    status, reply = post(server, body)
+    assert status == 200, reply
+    assert reply["usage"]["prompt_tokens"] == 360
+    assert reply["usage"]["completion_tokens"] <= 30
+    # Nor does the room that the messages would have had: the context ends where it ends.
+    status, reply = post(server, body | {"tokens": [5] * 390, "ignore_eos": True})
+    assert status == 200 and reply["usage"]["completion_tokens"] == 10

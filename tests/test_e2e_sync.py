@@ -1,6 +1,8 @@
 """Weights from a trainer's model to the real vLLM server, checked by the logprobs it returns."""
 
+import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,14 +19,22 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import running_server
-from tests.helpers import ROOT, load_example, make_tiny_moe
+from tests.helpers import (
+    HAS_CLASSIC,
+    ROOT,
+    load_example,
+    make_tiny_moe,
+    write_tiny_qwen3_5,
+)
 from verifiers_rl import weight_sync
+from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
     ServerLostError,
 )
+from verifiers_rl.models import load_policy
 from verifiers_rl.weight_sync import WeightSync
 
 pytestmark = pytest.mark.e2e
@@ -69,17 +79,25 @@ def lora_server(request, models, tmp_path_factory):
 
 @pytest.fixture
 def connect():
+    """A trainer's end of the sync; the one before it leaves the server, unless it is to stay."""
     made = []
 
-    def make(server, **options):
+    def leave():
+        for sync in made:
+            sync.close()
+
+    def make(server, keeps_others=False, **options):
+        if not keeps_others:
+            leave()
         client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
         options = {"timeout_s": 60, "bucket_bytes": 1_000_000, **options}
         made.append(WeightSync(client, **options))
         return made[-1]
 
+    make.leave = leave
     yield make
+    leave()
     for sync in made:
-        sync.close()
         sync.client.close()
 
 
@@ -241,6 +259,28 @@ def test_experts_arrive_exactly(connect, tmp_path):
         assert largest_difference(model, server, merged.model_name) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("experts", "kind"), [(False, "adapter"), (True, "full")], ids=["dense", "experts"]
+)
+def test_qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower(connect, tmp_path, experts, kind):
+    folder = tmp_path / "model"
+    write_tiny_qwen3_5(folder, experts)
+    args = RLConfig(use_cpu=True, use_lora=kind == "adapter")
+    old = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=False))
+    model = load_policy(str(folder), args)
+    flags = LORA if kind == "adapter" else ()
+    with running_server(folder, tmp_path / "server.log", *flags, dtype="auto") as server:
+        sync = connect(server)
+        for version in range(3):
+            perturb(model, seed=version, scale=0.05 if kind == "adapter" else 0.02)
+            sync.push(model, version)
+            # The rounding of bfloat16, by which a token may get another expert, and far from the
+            # weights of the checkpoint.
+            tolerance = 0.2 if experts else 0.05
+            assert largest_difference(model, server, sync.model_name) < tolerance, version
+            assert largest_difference(old, server, sync.model_name) > 2 * tolerance, version
+
+
 def group_of(server):
     """Folders in /proc of the server's processes."""
     found = []
@@ -377,6 +417,41 @@ def check_tokens_on_both_sides(kind, folder, server, connect, in_flight, num_req
     assert largest_difference(models[1], server, sync.model_name) < 1e-4
 
 
+def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect):
+    folder, server = full_server
+    model, sync = load(folder), connect(server)
+    chat = {"model": sync.model_name, "messages": [{"role": "user", "content": "a"}]}
+    chat |= {"max_tokens": 80, "ignore_eos": True}
+    generate = {"token_ids": PROMPT[:40], "sampling_params": {"max_tokens": 80, "ignore_eos": True}}
+    bodies = {
+        "/v1/completions": {**chat, "prompt": "a"},
+        "/v1/chat/completions": chat,
+        "/v1/chat/completions/tokens": {**chat, "tokens": PROMPT[:40]},
+    }
+    bodies["/v1/completions"].pop("messages")
+    if HAS_CLASSIC:  # the vLLM of that stack serves it without a flag
+        bodies["/inference/v1/generate"] = {"model": sync.model_name, **generate}
+
+    async def ask_all(version):
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+            asking = [
+                asyncio.ensure_future(http.post(server.url + path, json=body))
+                for path, body in bodies.items()
+            ]
+            await asyncio.sleep(0.05 + 0.02 * version)
+            await asyncio.to_thread(sync.push, model, version)
+            return await asyncio.gather(*asking)
+
+    sync.push(model, 0)
+    for version in range(1, 20):  # until a push falls into the middle of all
+        replies = asyncio.run(ask_all(version))
+        assert [reply.status_code for reply in replies] == [200] * len(bodies), replies
+        spans = [reply.headers["x-policy-versions"] for reply in replies]
+        if all(re.fullmatch(rf"0:{version - 1},[1-9]\d?:{version}", span) for span in spans):
+            return
+    pytest.fail(f"no push met all of them: {spans}")
+
+
 def test_requests_for_several_completions_claim_no_version(full_server, connect):
     folder, server = full_server
     model = load(folder)
@@ -457,6 +532,7 @@ def test_a_trainer_killed_in_an_adapter_push_leaves_a_server_too(lora_server, co
 
 
 def check_a_killed_trainer(kind, folder, server, connect, tolerance=1e-4):
+    connect.leave()
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_IN_A_PUSH, str(folder), str(server.port), kind],
         capture_output=True,
@@ -484,10 +560,15 @@ def test_a_trainer_that_never_comes_to_the_meeting_leaves_a_server_for_the_next_
     sync.push(model, 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    request = {"host": "127.0.0.1", "port": port, "world_size": 2, "backend": "gloo"}
-    request |= {"timeout_s": 3.0, "plan": asdict(sync._plan)}
+    request = {"host": "127.0.0.1", "port": port, "world_size": 2, "backend": "tcp"}
+    request |= {
+        "secret": "x",
+        "timeout_s": 3.0,
+        "plan": asdict(sync._plan),
+        "trainer": sync._trainer,
+    }
     for _ in range(2):
-        with pytest.raises(InferenceServerError, match="500: DistNetworkError"):
+        with pytest.raises(InferenceServerError, match="500: MeetingError: no trainer at"):
             sync.client.connect_weight_sync(request, 3.0)
     completion(server, sync.model_name, max_tokens=4)
     perturb(model, seed=1)
@@ -577,18 +658,22 @@ def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, 
     assert largest_difference(model, server, "policy") < 1e-4
 
 
-def test_two_trainers_do_not_overwrite_each_other_in_silence(full_server, connect):
+def test_a_running_trainer_keeps_its_server(full_server, connect):
     folder, server = full_server
-    first, second = connect(server), connect(server)
-    model = load(folder)
+    model, first = load(folder), connect(server)
     first.push(model, 0)
-    second.push(model, 0)
+    second = connect(server, keeps_others=True)
+    with pytest.raises(InferenceServerError, match=f"process {os.getpid()} on .*vllm_server_port"):
+        second.push(model, 0)
+    first.check_server()
+    first.push(model, 1)
+    # After a loss it connects anew, and the second one has the server when the first has left.
+    first.forget_server()
+    first.push(model, 2)
+    first.close()
+    second.push(model, 3)
     with pytest.raises(InferenceServerError, match="another trainer has connected"):
         first.check_server()
-    second.check_server()
-    with pytest.raises(InferenceServerError, match=r"400.*another trainer has connected") as caught:
-        first.push(model, 1)
-    assert not isinstance(caught.value, ServerLostError)  # which the trainer would connect anew for
 
 
 def refused_within_seconds(sync, model, message):
@@ -652,14 +737,14 @@ def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
         ({"plan": 5}, "plan=5: must be of type dict"),
         ({"port": "1"}, "port='1': must be of type int"),
         ({"plan": {"kind": "full"}}, "not a transfer plan"),
-        ({"backend": "mpi"}, "backend='mpi': must be nccl, ipc or gloo"),
+        ({"backend": "mpi"}, "backend='mpi': must be nccl, ipc or tcp"),
         ({"world_size": 3, "plan": PLAN}, "world_size=3: must be 2, the trainer and"),
     ],
 )
 def test_a_malformed_connection_is_refused(full_server, token, change, message):
     _, server = full_server
-    body = {"host": "127.0.0.1", "port": 1, "world_size": 2, "backend": "gloo", "timeout_s": 5}
-    body |= {"plan": {}} | change
+    body = {"host": "127.0.0.1", "port": 1, "world_size": 2, "backend": "tcp", "timeout_s": 5}
+    body |= {"secret": "x", "plan": {}, "trainer": "none"} | change
     headers = {"Authorization": f"Bearer {token}"}
     reply = httpx.post(f"{server.url}/weight_sync/connect", json=body, headers=headers)
     assert reply.status_code == 400 and message in reply.json()["error"]

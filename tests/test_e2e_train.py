@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import TrainerCallback
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.conftest import free_port, processes_of, running_server
 from tests.helpers import EXAMPLE, ROOT, example_env, make_env, write_environment
@@ -31,7 +32,7 @@ def server(warm_start, tmp_path_factory):
 
 @pytest.fixture
 def make_trainer(warm_start, server, tmp_path):
-    def make(env, **options):
+    def make(env, model=None, **options):
         defaults = {
             "output_dir": str(tmp_path / "run"),
             "use_cpu": True,
@@ -47,7 +48,7 @@ def make_trainer(warm_start, server, tmp_path):
             "vllm_server_port": server.port,
             "num_rollouts_to_print": 0,
         }
-        return RLTrainer(str(warm_start), env, RLConfig(**{**defaults, **options}))
+        return RLTrainer(model or str(warm_start), env, RLConfig(**{**defaults, **options}))
 
     return make
 
@@ -91,7 +92,7 @@ def test_sampling_options_change_what_the_server_samples(make_trainer, caplog):
     env = example_env()
 
     def completions(**options):
-        trainer = make_trainer(env, max_steps=1, **options)
+        trainer = make_trainer(env, max_steps=1, overwrite_output_dir=True, **options)
         trainer.train()
         return trainer, [rollout.completion for rollout in trainer.batch.rollouts]
 
@@ -118,6 +119,23 @@ def make_fragile(breaks):
 
     questions = {"abc": "cba", "defg": "gfed"}
     return make_env(questions, lambda question, reply, answer: float(len(reply)), setup)
+
+
+def test_a_server_with_other_weights_of_the_same_shapes_is_refused(
+    make_trainer, warm_start, tmp_path
+):
+    """With an adapter the server keeps its own base model, whatever the trainer has."""
+    other = AutoModelForCausalLM.from_pretrained(warm_start)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3 * float(parameter.std()))
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(warm_start).save_pretrained(tmp_path / "other")
+    trainer = make_trainer(example_env(), model=str(tmp_path / "other"))
+    start = time.monotonic()
+    with pytest.raises(InferenceServerError, match="samples from another model than is trained"):
+        trainer.train()
+    assert time.monotonic() - start < 60
 
 
 def test_an_error_in_one_rollout_costs_only_that_rollout(make_trainer):
@@ -359,12 +377,13 @@ def write_run(folder, warm_start, **options):
         "vllm_server_port": free_port(),
         "batch_size": 64,
         "eval_examples": 64,
-        "eval_steps": 2,
     }
+    options.setdefault("eval_steps", 2)
     text = text.replace('"./outputs/warm_start"', json.dumps(str(warm_start)))
     for name, value in options.items():
-        text, found = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
-        text += "" if found else f"{name} = {value}\n"
+        line = "" if value is None else f"{name} = {value}"
+        text, found = re.subn(rf"^{name} = .*$", line, text, flags=re.MULTILINE)
+        text += "" if found else f"{line}\n"
     (folder / "rl.toml").write_text(text)
     return folder / "rl.toml"
 
@@ -419,7 +438,12 @@ def num_steps(folder):
 
 
 def test_vf_rl_starts_a_killed_server_again_and_training_goes_on(warm_start, tmp_path):
-    options = {"max_steps": 12, "eval_on_start": "false", "eval_strategy": '"no"'}
+    options = {
+        "max_steps": 12,
+        "eval_on_start": "false",
+        "eval_strategy": '"no"',
+        "eval_steps": None,
+    }
     toml = write_run(tmp_path, warm_start, **options)
     log = tmp_path / "inference.log"
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
@@ -464,7 +488,12 @@ def test_vf_rl_starts_a_killed_server_again_and_training_goes_on(warm_start, tmp
 def test_in_a_terminal_vf_rl_shows_two_panes(warm_start, tmp_path):
     import pty
 
-    options = {"max_steps": 4, "eval_on_start": "false", "eval_strategy": '"no"'}
+    options = {
+        "max_steps": 4,
+        "eval_on_start": "false",
+        "eval_strategy": '"no"',
+        "eval_steps": None,
+    }
     toml = write_run(tmp_path, warm_start, **options)
     session = f"vf-rl-test-{os.getpid()}"
     environment = {

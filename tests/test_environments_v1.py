@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -436,15 +437,11 @@ def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
     assert runner.env.config.agent.harness.id == "verifiers_rl"
     (rollout,), _ = play(taskset, tokenizer, tmp_path, lambda _: "yes")
     assert rollout.error is None and rollout.reward == 3
-    nameless = copy.copy(taskset)
-    nameless.config = vf.TasksetConfig()
-    with pytest.raises(InvalidEnvironmentError, match="taskset"):
-        make_runner(nameless, "http://unused", tokenizer, args)
     other = make_env({"a": "b", "c": "d"}, lambda *_: 1.0)  # a classic one where there are some
     mix = [WeightedEnv(taskset, "new"), WeightedEnv(other, "other")]
     assert make_runner(mix, "http://unused", tokenizer, args).sizes("train") == [3, 2]
     assert make_runner("small_tasks", "http://unused", tokenizer, args).sizes("train") == [4]
-    with pytest.raises(InvalidEnvironmentError, match="cannot load the taskset 'no_such_tasks'"):
+    with pytest.raises(InvalidEnvironmentError, match="id='no_such_tasks': no module"):
         make_runner("no_such_tasks", "http://unused", tokenizer, args)
 
 
@@ -550,3 +547,124 @@ def test_branches_share_their_tokens_and_train_them_once():
     with pytest.raises(ValueError, match="rewritten"):
         samples_from_trace(trace, versions, 9)
     assert os.environ["PYTHONPATH"] == str(HERE)
+
+
+def test_an_environments_own_timeout_is_not_taken_for_generation_timeout(tokenizer, tmp_path):
+    env = load()
+
+    async def late(slot, context):
+        raise TimeoutError("the database did not answer")
+
+    runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    runner.env.run_slot = late
+    for outcome, said in ((late, "the database did not answer"), (asyncio.sleep, "0.05 s")):
+        runner.env.run_slot = outcome if outcome is late else lambda *_: asyncio.sleep(9)
+        runner.timeout_s = 0.05
+        (rollout,) = asyncio.run(runner.run_group("train", 0, 1, "m", {}, 0, Slots(1)))
+        assert isinstance(rollout.error, TimeoutError) and said in str(rollout.error)
+        assert ("generation_timeout" in str(rollout.error)) == (said == "0.05 s")
+
+
+def test_an_image_in_a_prompt_is_refused_at_the_start(tokenizer, tmp_path):
+    from small_tasks import SmallConfig, SmallTask, SmallTaskset
+
+    parts = [{"type": "text", "text": "what is it?"}]
+    parts.append({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}})
+
+    class Pictures(SmallTaskset):
+        def load(self):
+            yield SmallTask(vf.TaskData(idx=0, prompt=[{"role": "user", "content": parts}]))
+
+    args = RLConfig(output_dir=str(tmp_path))
+    with pytest.raises(InvalidEnvironmentError, match=r"task 0: .*'image_url': images .* trained"):
+        make_runner(Pictures(SmallConfig()), "http://unused", tokenizer, args)
+    env = load(id="user_env", harness=None)
+    env.question = parts[1:]
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
+    assert "images and other media are not trained yet" in str(rollout.error)
+    assert len(requests) == 1
+
+
+def test_sampling_that_biases_logprobs_is_warned_of_once(tokenizer, tmp_path, caplog):
+    options = {"top_p": 0.5, "top_k": 5, "max_tokens": 2, "extra_body": {"min_p": 0.1}}
+    env = load(id="team_env", harness=None, writer={"sampling": options})
+    rollouts, _ = play(env, tokenizer, tmp_path, lambda _: "yes", num_rollouts=3, top_p=0.9)
+    assert not any(rollout.error for rollout in rollouts)
+    said = [r.getMessage() for r in caplog.records if "the agent" in r.getMessage()]
+    assert sorted(line.split("samples with ")[1].split(",")[0] for line in said) == [
+        "min_p=0.1", "top_k=5", "top_p=0.5",
+    ]  # fmt: skip
+    assert all("the agent 'writer'" in line and "watch mismatch_kl" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("body", "warns"),
+    [
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"tool_choice": "required"}, True),
+        ({"repetition_penalty": 1.2}, True),
+        ({"guided_regex": "a+"}, True),
+        ({"logit_bias": {"5": 1.0}}, True),
+        ({"response_format": {"type": "text"}, "tool_choice": "auto", "top_p": 1.0}, False),
+        ({"stop": ["x"], "seed": 3, "logit_bias": {}, "top_p": None}, False),
+    ],
+)
+def test_what_a_harness_asks_for_is_warned_of_too(tokenizer, tmp_path, caplog, body, warns):
+    runner = make_runner(load(), "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    for _ in range(2):
+        runner.warn_of_bias("agent", body, {"temperature": 0.7, "top_p": 1.0})
+    said = [record for record in caplog.records if "the agent 'agent'" in record.getMessage()]
+    assert len(said) == warns
+
+
+@pytest.mark.skipif(not IS_04, reason="verifiers before 0.4 relays streams")
+def test_the_option_of_a_harness_reaches_the_warning(tokenizer, tmp_path, caplog, monkeypatch):
+    import streaming_harness
+
+    monkeypatch.setattr(streaming_harness, "EXTRA", {"response_format": {"type": "json_object"}})
+    here = {"runtime": {"type": "subprocess"}}
+    env = load(harness={"id": "streaming_harness"}, agent=here)
+    play(env, tokenizer, tmp_path, lambda _: "yes")
+    assert "samples with response_format={'type': 'json_object'}" in caplog.text
+
+
+SECRETS = {"VERIFIERS_RL_TOKEN": "s1", "HF_TOKEN": "s2", "AWS_SECRET_ACCESS_KEY": "s3"}
+SECRETS |= {"WANDB_API_KEY": "s4", "DB_PASSWORD": "s5", "GITHUB_TOKEN": "s6"}
+
+
+def test_programs_and_tool_servers_do_not_get_the_trainers_secrets(
+    tokenizer, tmp_path, monkeypatch
+):
+    for name, value in {**SECRETS, "TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "de"}.items():
+        monkeypatch.setenv(name, value)
+
+    def say(prompt):
+        return "done" if "<|tool|>" in prompt else {"name": "environment", "arguments": "{}"}
+
+    options = {"out": str(tmp_path / "seen")}
+    env = load("prying_tasks", agent={"runtime": {"type": "subprocess"}}, options=options)
+    (rollout,), _ = play(env, tokenizer, tmp_path, say, max_tokens=60, max_seq_len=8000)
+    assert rollout.error is None, rollout.error
+    of_tool = rollout.completion.split("tool: ")[1].splitlines()[0].split()
+    of_program = Path(env.taskset.config.out).read_text().split()
+    for seen in (of_tool, of_program):
+        assert {"PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD"} <= {*seen}
+        assert not SECRETS.keys() & {*seen}
+    # What a task passes on explicitly is its own affair.
+    assert "GRADER_TOKEN" in of_program
+    assert os.environ["VERIFIERS_RL_TOKEN"] == "s1"
+
+
+def test_more_rollouts_run_at_once_than_the_soft_limit_of_open_files_lets(tokenizer, tmp_path):
+    num_rollouts, files = 96, resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(files)
+    resource.setrlimit(files, (len(os.listdir("/dev/fd")) + 100, hard))
+    try:
+        limit = {"max_concurrent": num_rollouts}
+        rollouts, requests = play(
+            load(), tokenizer, tmp_path, lambda _: "yes", num_rollouts=num_rollouts, **limit
+        )
+    finally:
+        resource.setrlimit(files, (soft, hard))
+    assert not [rollout.error for rollout in rollouts if rollout.error]
+    assert len(requests) == num_rollouts

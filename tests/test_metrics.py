@@ -1,5 +1,6 @@
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from tests.helpers import make_tiny_model
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.metrics import (
+    EarlyWarnings,
     TokenMeans,
     device_metrics,
     model_flops,
@@ -157,3 +159,52 @@ def test_curves_are_drawn_from_the_file(tmp_path):
     source.write_text("\n".join(map(json.dumps, rows)))
     plot_curves(source, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def warnings_of(lines, caplog, first_step=0):
+    """Messages of EarlyWarnings for these steps and logs."""
+    callback, messages = EarlyWarnings(), []
+    state = SimpleNamespace(global_step=first_step, is_world_process_zero=True)
+    callback.on_train_begin(None, state, None)
+    for step, logs in lines:
+        caplog.clear()
+        state.global_step = step
+        callback.on_log(None, state, None, logs=logs)
+        messages += [(step, message) for message in caplog.messages]
+    return messages
+
+
+def uniform(step, share=1.0):
+    return step, {"uniform_group_share": share, "reward": 0.25, "mismatch_kl": 0.0}
+
+
+def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
+    ((step, message),) = warnings_of([uniform(step) for step in range(1, 31)], caplog)
+    assert step == 10
+    assert "in the last 10 batches no group had two different rewards" in message
+    assert "mean is 0.25" in message
+    by_fours = [uniform(step) for step in (104, 108, 112)]  # logging_steps = 4, resumed
+    ((step, message),) = warnings_of(by_fours, caplog, first_step=100)
+    assert step == 112 and "in the last 12 batches" in message
+
+
+def test_a_group_with_two_rewards_starts_the_count_anew(caplog):
+    lines = [uniform(step, share=0.9 if step == 9 else 1.0) for step in range(1, 19)]
+    lines.insert(5, (5, {"eval_reward": 0.25}))  # no line of a step
+    assert warnings_of(lines, caplog) == []
+    ((step, _),) = warnings_of([*lines, uniform(19)], caplog)
+    assert step == 19
+
+
+@pytest.mark.parametrize(
+    ("mismatch_kl", "staleness", "num_warnings"),
+    [(0.064, 0.0, 1), (0.01, 0.0, 0), (0.064, 0.5, 0)],
+)
+def test_a_first_step_with_tokens_of_another_model_draws_a_warning(
+    mismatch_kl, staleness, num_warnings, caplog
+):
+    logs = {"mismatch_kl": mismatch_kl, "staleness": staleness}
+    later = {"mismatch_kl": 0.5, "staleness": 0.0}
+    messages = warnings_of([(1, logs), (2, later)], caplog)
+    assert [step for step, _ in messages] == [1] * num_warnings
+    assert all("mismatch_kl is 0.064 in the first step" in message for _, message in messages)

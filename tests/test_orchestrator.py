@@ -472,6 +472,21 @@ def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator,
     assert len(batch.samples) == 8 and batch.metrics["filtered_share"] == 1.0
     assert not any(rollout.advantage for rollout in batch.rollouts)
     assert not any(any(sample.advantages) for sample in batch.samples)
+    assert batch.num_loss_tokens == 0  # so that no step is taken with it
+
+
+def test_waiting_says_how_many_rollouts_are_done(make_orchestrator, monkeypatch, capfd):
+    monkeypatch.setattr("verifiers_rl.waiting.QUIET_S", 0.5)
+    runner = StubRunner(delay_s=1.2)
+    orchestrator = make_orchestrator(runner, max_concurrent=4)
+    one_step(orchestrator)
+    assert "waiting for rollouts: 0 of 8 after 1 s" in capfd.readouterr().err
+    orchestrator.evaluate(2, 4, "policy", 0)
+    assert "waiting for rollouts: 4 of 8 after 2 s" in capfd.readouterr().err
+    monkeypatch.setattr("verifiers_rl.waiting.QUIET_S", 5.0)
+    runner.delay_s = 0.0
+    one_step(orchestrator, step=1)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_group_that_failed_is_no_batch(make_orchestrator):

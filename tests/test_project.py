@@ -43,7 +43,8 @@ def test_parts_import_only_what_they_may():
         return set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
 
     classic = ("environments_classic.py", "clients.py")
-    v1 = ("environments_v1.py", "chat_harness.py", "v1_versions.py")
+    v1 = ("environments_v1.py", "chat_harness.py", "dataset_env.py")
+    v1 += ("v1_loading.py", "v1_tasks.py", "v1_versions.py")
     for path in PACKAGE.rglob("*.py"):
         names = imported(path)
         if path.parent.name != "inference":

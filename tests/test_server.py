@@ -3,36 +3,165 @@
 import asyncio
 import json
 import os
+import signal
+import socket
 import stat
 import subprocess
 import sys
-from contextlib import nullcontext
+import threading
+import time
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
+import httpx
 import pytest
+import uvicorn
+from starlette.applications import Starlette
 
-from verifiers_rl.inference.client import TOKEN_VARIABLE, find_token, save_token
+from tests.conftest import free_port
+from verifiers_rl.inference.client import (
+    TOKEN_VARIABLE,
+    InferenceClient,
+    InferenceServerError,
+    find_token,
+    generation_key,
+    save_token,
+)
+from verifiers_rl.inference.in_flight import InFlight, Request
+from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, port_error, reserve_port
 from verifiers_rl.inference.server import (
     VERSIONS_HEADER,
     BadRequest,
-    InFlight,
+    Holder,
     WeightSyncRoutes,
     WorkerError,
-    format_spans,
+    flag_error,
+    generation_keys,
     paused,
     require,
 )
-from verifiers_rl.inference.vllm_versions import call_engines
+from verifiers_rl.inference.vllm_versions import call_engines, layers_without_adapter
+
+
+class OutputProcessor:
+    """vLLM's: what it keeps of each request, and how its output handler calls it."""
+
+    def __init__(self):
+        self.request_states, self.outputs = {}, asyncio.Queue()
+
+    def add_request(self, request, prompt=None):
+        detokenizer = SimpleNamespace(num_tokens=0)
+        detokenizer.num_output_tokens = lambda: detokenizer.num_tokens
+        state = SimpleNamespace(request_id=request.request_id, detokenizer=detokenizer)
+        self.request_states[request.request_id] = state
+
+    def process_outputs(self, outputs):
+        for request_id, num_tokens, is_finished in outputs:
+            self.request_states[request_id].detokenizer.num_tokens += num_tokens
+            if is_finished:
+                del self.request_states[request_id]
+
+    def update_scheduler_stats(self, stats):
+        pass
+
+    async def handle_outputs(self):
+        while True:
+            outputs = await self.outputs.get()
+            for output in outputs:
+                self.process_outputs([output])
+                await asyncio.sleep(0)  # as vLLM between parts of a large step
+            self.update_scheduler_stats(None)
+
+
+def watched_processor(in_flight):
+    processor = OutputProcessor()
+    core = SimpleNamespace(outputs_queue=processor.outputs)
+    in_flight.watch(SimpleNamespace(output_processor=processor, engine_core=core))
+    return processor
 
 
 def test_a_swap_splits_the_tokens_of_each_request_in_flight():
     in_flight = InFlight()
-    in_flight.spans = {"a": [(0, 3)], "b": [(0, 3)], "queued": [(0, 3)]}
-    in_flight.swap({"a": 17, "b": 1}, policy_version=4)
-    in_flight.swap({"a": 17, "b": 5}, policy_version=5)  # "a" has sampled nothing in between
-    assert format_spans(in_flight.spans["a"]) == "0:3,17:5"
-    assert format_spans(in_flight.spans["b"]) == "0:3,1:4,5:5"
-    assert format_spans(in_flight.spans["queued"]) == "0:5"
+    processor = watched_processor(in_flight)
+    requests = {name: Request(3) for name in ("a", "b", "queued", "preparing", "finished")}
+    for name, request in requests.items():
+        with in_flight.passing_on(request):
+            if name != "preparing":
+                processor.add_request(SimpleNamespace(request_id=name))
+        in_flight.requests.add(request)  # its reply has not begun
+    processor.process_outputs([("a", 17, False), ("b", 1, False), ("finished", 2, True)])
+    in_flight.swap(4)
+    processor.process_outputs([("b", 4, False)])  # "a" samples nothing in between
+    in_flight.swap(5)
+    claims = {name: in_flight.begin_reply(request) for name, request in requests.items()}
+    assert claims == {
+        "a": "0:3,17:5",
+        "b": "0:3,1:4,5:5",
+        "queued": "0:5",
+        "preparing": "0:5",
+        "finished": "0:3",
+    }
+    assert not in_flight.requests
+
+
+def test_tokens_that_the_engine_has_sent_are_counted_before_the_swap():
+    async def run():
+        in_flight = InFlight()
+        processor = watched_processor(in_flight)
+        handler = asyncio.create_task(processor.handle_outputs())
+        requests = [Request(3) for _ in range(50)]
+        for number, request in enumerate(requests):
+            with in_flight.passing_on(request):
+                processor.add_request(SimpleNamespace(request_id=str(number)))
+            in_flight.requests.add(request)
+        for _ in range(2):  # two steps, which the output handler has not seen when we pause
+            processor.outputs.put_nowait([(str(n), 1, False) for n in range(50)])
+        await asyncio.sleep(0)  # it has begun with the first
+        assert processor.outputs.qsize() == 1
+        await in_flight.all_counted(5)
+        in_flight.swap(4)
+        assert {in_flight.begin_reply(request) for request in requests} == {"0:3,2:4"}
+        await in_flight.all_counted(5)  # at once: there is nothing to wait for
+        handler.cancel()
+        processor.outputs.put_nowait([])
+        with pytest.raises(TimeoutError, match=r"within 0\.05 s what its engines had sampled"):
+            await in_flight.all_counted(0.05)
+
+    asyncio.run(run())
+
+
+def test_a_swap_takes_time_in_proportion_to_the_requests():
+    def calls_of_a_swap(num_requests):
+        in_flight = InFlight()
+        processor = watched_processor(in_flight)
+        for number in range(num_requests):
+            request = Request(3)
+            with in_flight.passing_on(request):
+                processor.add_request(SimpleNamespace(request_id=str(number)))
+            in_flight.requests.add(request)
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            in_flight.swap(4)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert calls_of_a_swap(2000) < 11 * calls_of_a_swap(200)
+
+
+def an_app():
+    """What vLLM's HTTP server keeps for its routes."""
+    processor = OutputProcessor()
+    core = SimpleNamespace(outputs_queue=processor.outputs)
+    engine = SimpleNamespace(output_processor=processor, engine_core=core)
+    args = SimpleNamespace(allowed_origins=[], generation_keys=[])
+    return SimpleNamespace(state=SimpleNamespace(engine_client=engine, args=args))
 
 
 def generation(body, chunks=1, policy_version=4, is_salted=False):
@@ -73,8 +202,9 @@ def generation(body, chunks=1, policy_version=4, is_salted=False):
         routes.policy_version, routes.is_salted = policy_version, is_salted
         headers = [(b"content-length", str(len(data)).encode())]
         scope = {"type": "http", "path": "/v1/completions", "headers": headers}
+        scope |= {"method": "POST", "app": an_app()}
         await routes(scope, receive, send)
-        assert not routes.in_flight.spans and routes.num_running == 0
+        assert not routes.in_flight.requests and routes.num_running == 0
 
     asyncio.run(run())
     return read[0], dict(replied[0]["headers"]).get(VERSIONS_HEADER.encode())
@@ -139,11 +269,12 @@ def test_a_request_whose_body_arrives_in_an_update_waits_for_its_end():
             return {"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}
 
         async def vllm(scope, receive, send):
-            passed.append(dict(routes.in_flight.spans))
+            passed.append([request.spans for request in routes.in_flight.requests])
 
         routes = WeightSyncRoutes(vllm)
         routes.policy_version = 3
         scope = {"type": "http", "path": "/v1/completions", "headers": []}
+        scope |= {"method": "POST", "app": an_app()}
         request = asyncio.create_task(routes(scope, receive, None))
         await asyncio.sleep(0)  # it waits for its body
         routes.open.clear()  # an update begins
@@ -154,7 +285,7 @@ def test_a_request_whose_body_arrives_in_an_update_waits_for_its_end():
         routes.policy_version = 4
         routes.open.set()
         await asyncio.wait_for(request, 5)
-        assert [list(spans.values()) for spans in passed] == [[[(0, 4)]]]
+        assert passed == [[[(0, 4)]]]
 
     asyncio.run(run())
 
@@ -252,10 +383,10 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
             calls.append("resume")
 
     async def updates(routes, engine):
-        request = {"host": "h", "port": 1, "backend": "gloo", "timeout_s": 1.0}
+        request = {"host": "h", "port": 1, "backend": "tcp", "timeout_s": 1.0, "secret": "x"}
         request["world_size"] = 1 + num_engines
         plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8}
-        request["plan"] = {**plan, "adapter": {}}
+        request |= {"plan": {**plan, "adapter": {}}, "trainer": "first"}
         with pytest.raises(WorkerError) if fails else nullcontext():
             await routes.connect(engine, None, request)
         routes.connection = "c"
@@ -264,9 +395,12 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
             await routes.receive(engine, body)
 
     monkeypatch.setattr("verifiers_rl.inference.server.check_plan", lambda *_: None)
+    monkeypatch.setattr("verifiers_rl.inference.server.as_served", lambda plan, _: plan)
     Engine.vllm_config.model_config.dtype = "torch.float32"
+    Engine.vllm_config.model_config.hf_config = None
     routes = WeightSyncRoutes(None)
     routes.shapes = {"full": {}}
+    routes.holder = Holder("first", "n")
     asyncio.run(updates(routes, Engine()))
     connect, receive = (
         ["weight_sync_connect"] * num_engines,
@@ -276,6 +410,27 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
         connect, receive = (["pause", *done, "resume"] for done in (connect, receive))
     assert calls == connect + receive
     assert routes.open.is_set()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_layers_whose_adapter_vllm_would_drop_are_named():
+    manager = SimpleNamespace(
+        model=None,
+        modules={"model.layers.0.mlp.gate_up_proj": None, "model.layers.0.mlp.down_proj": None},
+        packed_modules={
+            "model.layers.0.mlp.gate_up_proj": [
+                "model.layers.0.mlp.gate_proj",
+                "model.layers.0.mlp.up_proj",
+            ]
+        },
+    )
+    names = [
+        f"base_model.model.model.layers.0.mlp.{layer}.lora_{half}.weight"
+        for layer in ("gate_proj", "down_proj", "router")
+        for half in "AB"
+    ]
+    assert layers_without_adapter(manager, names) == ["model.layers.0.mlp.router"]
+    assert layers_without_adapter(manager, names[:4]) == []
 
 
 def test_no_websocket_reaches_vllm():
@@ -437,3 +592,303 @@ def test_an_engine_that_dies_in_an_update_is_a_lost_server(monkeypatch, fails, d
     answering = asyncio.wait_for(routes.answer(request), 20)
     assert asyncio.run(answering) == (status, {"error": error})
     assert routes.open.is_set() and routes.policy_version is None
+
+
+@contextmanager
+def control_server(**args):
+    """The control routes behind uvicorn, as vLLM starts it; its InferenceClient."""
+    app = Starlette()
+    app.add_middleware(WeightSyncRoutes)
+    config = uvicorn.Config(app, log_level="warning", lifespan="off")
+    app.state.server = server = uvicorn.Server(config)
+    state = an_app().state
+    app.state.engine_client = state.engine_client
+    app.state.args = SimpleNamespace(**{**vars(state.args), **args})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        client = InferenceClient("127.0.0.1", listener.getsockname()[1])
+        try:
+            yield client, server
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            client.close()
+            assert not thread.is_alive(), "a trainer that holds the server keeps it from ending"
+
+
+HOLDER = """
+import multiprocessing, os, sys, time
+from verifiers_rl.inference.client import InferenceClient
+hold = InferenceClient("127.0.0.1", int(sys.argv[1])).hold("first")
+if sys.argv[2] == "forks" and (child := os.fork()) == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child if sys.argv[2] == "forks" else 0, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("forks", ["forks", "alone"])
+def test_a_second_trainer_is_refused_while_the_first_lives(forks):
+    with control_server() as (client, _):
+        command = [sys.executable, "-c", HOLDER, str(client.port), forks]
+        first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            child = int(first.stdout.readline())
+            who = rf"process {first.pid} on {socket.gethostname()}, since 20\d\d-.*"
+            with pytest.raises(InferenceServerError, match=f"423.*{who}vllm_server_port"):
+                client.hold("second")
+            first.kill()  # and a process that it has forked lives on
+            start = time.monotonic()
+            client.hold("second").close()
+            assert time.monotonic() - start < 1.5
+        finally:
+            first.kill()
+            first.wait(10)
+            first.stdout.close()
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_trainer_that_connects_anew_or_leaves_is_not_in_the_way():
+    with control_server() as (client, _):
+        first = client.hold("first")
+        again = client.hold("first")  # its old connection is not closed yet
+        first.close()
+        with pytest.raises(InferenceServerError, match="another trainer has this server"):
+            client.hold("second")
+        again.close()
+        second = client.hold("second")
+        with pytest.raises(InferenceServerError, match="another trainer has this server"):
+            client.hold("first")
+        second.close()
+
+
+def test_of_two_trainers_that_wait_for_a_third_one_gets_the_server():
+    with control_server() as (client, _):
+        first, held, refused = client.hold("first"), [], []
+
+        def take(name):
+            try:
+                held.append(client.hold(name))
+            except InferenceServerError as error:
+                refused.append(str(error))
+
+        takers = [threading.Thread(target=take, args=(name,)) for name in ("second", "third")]
+        for taker in takers:
+            taker.start()
+        time.sleep(0.2)  # both wait by now
+        first.close()
+        for taker in takers:
+            taker.join(10)
+        assert len(held) == len(refused) == 1
+        held[0].close()
+
+
+def test_a_server_finds_out_when_the_machine_of_its_trainer_is_lost():
+    with control_server() as (client, server):
+        hold = client.hold("first")
+        (connection,) = server.server_state.connections
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        wait = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+        assert [sock.getsockopt(socket.IPPROTO_TCP, name) for name in wait] == [30, 10, 3]
+        hold.close()
+
+
+def test_a_server_that_ends_is_not_kept_by_its_trainer():
+    with control_server() as (client, server):
+        client.hold("first")
+        server.should_exit = True
+
+
+def test_only_the_trainer_that_holds_the_server_may_connect():
+    routes = WeightSyncRoutes(None)
+    body = {
+        "host": "h",
+        "port": 1,
+        "world_size": 3,
+        "backend": "tcp",
+        "timeout_s": 1.0,
+        "secret": "x",
+    }
+    plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8, "adapter": {}}
+    engine = SimpleNamespace(vllm_config=config_of())
+    for holder in (None, Holder("first", "n")):
+        routes.holder = holder
+        connecting = routes.connect(
+            engine, None, body | {"plan": plan, "trainer": "second", "secret": "x"}
+        )
+        status, reply = asyncio.run(connecting)
+        assert status == 409 and "does not hold the server" in reply["error"]
+
+
+def test_beyond_this_machine_generation_needs_the_token_or_a_key(monkeypatch):
+    def keys(host, api_key=None, variable=None):
+        if variable is not None:
+            monkeypatch.setenv("VLLM_API_KEY", variable)
+        args = SimpleNamespace(host=host, api_key=api_key)
+        found = generation_keys(args, "token")
+        # vLLM would refuse the token, and it prints the flags that it was given.
+        assert args.api_key is None and "VLLM_API_KEY" not in os.environ
+        return found
+
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert keys("127.0.0.1") == keys("localhost") == []
+    assert keys("0.0.0.0") == keys("") == keys("10.0.0.1") == ["token"]
+    assert keys("127.0.0.1", ["a", "b"]) == ["token", "a", "b"]
+    assert keys("127.0.0.1", variable="v") == ["token", "v"]
+
+
+def answer_to(client, method, path, **headers):
+    return httpx.request(method, client.base_url + path, headers=headers, trust_env=False)
+
+
+def test_requests_without_a_key_are_refused_where_one_is_needed():
+    with control_server(generation_keys=["token", "key"]) as (client, _):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/")):
+            for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "key"}):
+                reply = answer_to(client, method, path, **given)
+                assert reply.status_code == 401 and "VLLM_API_KEY" in reply.json()["error"]
+            for key in ("token", "key"):
+                reply = answer_to(client, method, path, Authorization=f"Bearer {key}")
+                assert reply.status_code == 404  # no vLLM is behind it
+        assert answer_to(client, "GET", "/health").status_code == 404
+        key = {"Authorization": "Bearer key"}
+        assert answer_to(client, "GET", "/weight_sync/status", **key).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "status"),
+    [
+        ([], "https://a.page", 403),
+        ([], "null", 403),
+        (["https://a.page"], "https://a.page", 404),
+        (["https://a.page"], "https://another.page", 403),
+        (["*"], "https://a.page", 404),
+    ],
+)
+def test_only_web_pages_that_were_invited_reach_the_server(allowed, origin, status):
+    with control_server(allowed_origins=allowed) as (client, _):
+        for path in ("/v1/completions", "/health", "/weight_sync/hold"):
+            token = {"Authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}"}
+            reply = answer_to(client, "POST", path, Origin=origin, **token)
+            assert reply.status_code == (400 if status == 404 and "hold" in path else status)
+
+
+def test_rollouts_show_the_key_that_is_set_or_the_token(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "the token")
+    monkeypatch.setenv("VLLM_API_KEY", "a key")
+    assert generation_key("http://gpu-box:8000") == "a key"
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    assert generation_key("http://gpu-box:8000/v1") == "the token"
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    assert generation_key("http://gpu-box:8000") == "none"
+
+
+FLAGS = ["--max-model-len", "--max-num-seqs", "--dtype", "-tp", "--tensor-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            "unrecognized arguments: --max-modle-len 5 --x",
+            "--max-modle-len: no such flag; did you mean --max-model-len?",
+        ),
+        (
+            "unrecognized arguments: --rewards=3",
+            "--rewards: no such flag; see vf-vllm --help=all",
+        ),
+        ("unrecognized arguments: 5", "'5' belongs to no flag"),
+        (
+            "argument --tensor-parallel-size/-tp: invalid int value: 'two'",
+            "--tensor-parallel-size: invalid int value: 'two'",
+        ),
+        ("argument --dtype: invalid\n   choice: 'int7'", "--dtype: invalid choice: 'int7'"),
+        ("--model is required", "--model is required"),
+    ],
+)
+def test_a_bad_flag_is_one_line_that_begins_with_it(message, shown):
+    assert flag_error(message, FLAGS) == shown
+
+
+RESERVE = """
+import sys
+from verifiers_rl.inference.port import reserve_port
+reservation = reserve_port("127.0.0.1", int(sys.argv[1]))
+print("reserved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monkeypatch):
+    port = free_port()
+    command = [sys.executable, "-c", RESERVE, str(port)]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as holder:
+        try:
+            assert holder.stdout.readline() == "reserved\n"
+            reason = f"process {holder.pid}, a vf-rl or vf-vllm, has reserved the port"
+            assert reason in port_error("127.0.0.1", port)
+            with pytest.raises(PortError, match=f"{reason}; stop what uses it or choose another"):
+                reserve_port("0.0.0.0", port)
+            # Nobody listens: who asks for the server is told so at once, and does not wait.
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+            monkeypatch.setenv(RESERVED_VARIABLE, str(port))  # by the vf-rl that has started us
+            reserve_port("127.0.0.1", port).close()
+            monkeypatch.delenv(RESERVED_VARIABLE)
+        finally:
+            holder.kill()
+    assert port_error("127.0.0.1", port) is None
+    assert "cannot listen on 192.0.2.1" in port_error("192.0.2.1", port)
+
+
+def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothing(monkeypatch):
+    def fail(*_):
+        raise AttributeError("'VisionConfig' object has no attribute 'num_attention_heads'")
+
+    async def body():
+        plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8}
+        request = {
+            "host": "h",
+            "port": 1,
+            "world_size": 3,
+            "backend": "tcp",
+            "timeout_s": 1.0,
+            "secret": "x",
+        }
+        return request | {"plan": {**plan, "adapter": {}}, "trainer": "first"}
+
+    async def connect():
+        engine = SimpleNamespace(vllm_config=config_of(), errored=False)
+        engine.vllm_config.model_config.hf_config = None
+        request = SimpleNamespace(
+            method="POST",
+            url=SimpleNamespace(path="/weight_sync/connect"),
+            headers={"authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}"},
+            app=SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+            json=body,
+        )
+        return await routes.answer(request)
+
+    monkeypatch.setattr("verifiers_rl.inference.server.expected_shapes", fail)
+    routes = WeightSyncRoutes(None)
+    routes.holder, routes.connection, routes.policy_version = Holder("first", "n"), "c", 3
+    status, reply = asyncio.run(connect())
+    assert status == 500 and reply["error"].endswith("no attribute 'num_attention_heads'")
+    assert (routes.connection, routes.policy_version) == ("c", 3)
+    assert not routes.lock.locked()
+
+
+def test_a_control_request_that_is_not_even_text_is_refused():
+    with control_server() as (client, _):
+        reply = httpx.post(
+            f"{client.base_url}/weight_sync/hold",
+            content=b"\xff{",
+            headers={"Authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}"},
+            trust_env=False,
+        )
+        assert reply.status_code == 400 and "the body is not JSON" in reply.json()["error"]

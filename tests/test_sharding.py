@@ -124,6 +124,7 @@ def run(case):
         bf16="bf16" in flags, ddp_find_unused_parameters="unused" in flags,
         **sharding,
     )
+    args.overwrite_output_dir = "resumed" not in flags  # of the case before
     torch.manual_seed(0)
     sink = GatheringSink(args.lora_sync)
     tied = "tied" in flags

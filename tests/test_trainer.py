@@ -2,12 +2,14 @@ import json
 import math
 import os
 import random
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -37,6 +39,7 @@ from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.metrics import RewardProgressCallback, model_flops
 from verifiers_rl.rollouts import example_index
+from verifiers_rl.run_folder import RunFolderError
 from verifiers_rl.types import Batch
 
 
@@ -128,7 +131,7 @@ def check_against_reference(trainer, make_model, samples, adapter=None, **option
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
     for name, value in reference_means(reference, samples, args.temperature).items():
-        assert trainer._window[0][name] == pytest.approx(value, rel=1e-5), name
+        assert trainer._window.steps[0][name] == pytest.approx(value, rel=1e-5), name
     expected_grads = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     assert grads.keys() == expected_grads.keys()
     largest = max(grad.abs().max().item() for grad in expected_grads.values())
@@ -160,7 +163,9 @@ def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, l
     trainer = make_trainer(make_model(), temperature=0.7, **options)
     trainer._layout = layout
     check_against_reference(trainer, make_model, samples)
-    share = trainer._window[0].get("clipped_share", trainer._window[0].get("masked_share"))
+    share = trainer._window.steps[0].get(
+        "clipped_share", trainer._window.steps[0].get("masked_share")
+    )
     assert loss == "reinforce" or 0 < share < 1  # both sides of the bound were seen
 
 
@@ -231,7 +236,7 @@ def test_the_step_equals_the_reference_under_every_option(
 
     make_model.calls = 0
     check_against_reference(trainer, make_model, samples, adapter)
-    assert trainer._window[0]["reference_kl"] > 1e-4
+    assert trainer._window.steps[0]["reference_kl"] > 1e-4
 
 
 @pytest.mark.parametrize("chunk_size", [7, 10_000])
@@ -258,7 +263,7 @@ def test_a_head_that_peft_has_wrapped_equals_the_reference(
             if "lora_B" in name or "modules_to_save" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     check_against_reference(trainer, make_tiny_model, samples, trainer.model.state_dict())
-    assert trainer._window[0]["reference_kl"] > 1e-4
+    assert trainer._window.steps[0]["reference_kl"] > 1e-4
     assert any(
         "lm_head" in name and parameter.grad.any()
         for name, parameter in trainer.model.named_parameters()
@@ -335,15 +340,16 @@ def test_the_gradient_does_not_depend_on_split_or_order(make_trainer, max_tokens
         num_tokens = [len(sample.token_ids) for sample in samples]
         most = {1: 7, 10_000: 1}.get(max_tokens)
         if most is not None:
-            assert trainer._window[0]["num_microbatches"] == most
-        assert trainer._window[0]["num_tokens"] == sum(num_tokens)
+            assert trainer._window.steps[0]["num_microbatches"] == most
+        assert trainer._window.steps[0]["num_tokens"] == sum(num_tokens)
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_lora):
     def run(checkpointing):
         torch.manual_seed(0)
-        trainer = make_trainer(gradient_checkpointing=checkpointing, use_lora=use_lora, max_steps=1)
+        options = {"gradient_checkpointing": checkpointing, "use_lora": use_lora}
+        trainer = make_trainer(max_steps=1, overwrite_output_dir=True, **options)
         trainer._layout = trainer._choose_layout(trainer.model)  # which runs the model too
         counted = []
         layer = trainer._base_of(trainer.model).model.layers[0].input_layernorm
@@ -368,13 +374,34 @@ def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_l
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_batch_without_loss_tokens_gives_zero_loss_and_finite_gradients(make_trainer):
-    samples = make_samples(4)
-    for sample in samples:
-        sample.loss_mask = [False] * len(sample.loss_mask)
-    loss, grads = batch_gradients(make_trainer(), samples)
-    assert loss == 0.0
-    assert all(torch.isfinite(g).all() and not g.any() for g in grads.values())
+def test_no_update_is_made_with_a_batch_without_loss_tokens(make_trainer):
+    """Adam would go on by its momentum, and weight decay shrink the weights."""
+
+    class OneWithoutLoss(StubSource):
+        def get(self):
+            batch = super().get()
+            if batch.step == 1:
+                for sample in batch.samples:
+                    sample.loss_mask = [False] * len(sample.loss_mask)
+            return batch
+
+    seen = []
+    trainer = make_trainer(
+        source=OneWithoutLoss(),
+        weight_decay=0.1,
+        trainer_options={
+            "callbacks": [
+                AtStepEnd(lambda: seen.append([p.detach().clone() for p in trained.parameters()]))
+            ]
+        },
+    )
+    trained = trainer.model
+    trainer.train()
+    first, second, third = (torch.cat([p.flatten() for p in step]) for step in seen)
+    assert torch.equal(first, second) and not torch.equal(second, third)
+    rows = [row for row in trainer.state.log_history if "skipped_update_share" in row]
+    assert [row["skipped_update_share"] for row in rows] == [0.0, 1.0, 0.0]
+    assert [row["loss"] == 0.0 for row in rows] == [False, True, False]
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
@@ -391,7 +418,7 @@ def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, los
     value, grads = batch_gradients(trainer, samples)
     assert math.isfinite(value) and all(torch.isfinite(grad).all() for grad in grads.values())
     assert any(grad.any() for grad in grads.values())
-    (metrics,) = trainer._window
+    (metrics,) = trainer._window.steps
     assert metrics["num_microbatches"] == 5 and metrics["num_masked_samples"] == 1
     assert metrics["clamped_share"] == pytest.approx(2 / metrics["num_loss_tokens"])
 
@@ -412,6 +439,35 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer(make_trainer):
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     checkpoints = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
     assert checkpoints == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizer(make_trainer, max_grad_norm):
+    """The loss is 0 and finite; the derivative of the root is infinite there."""
+
+    def root_of_distance(inputs):
+        distance = inputs.trainer_logprobs - inputs.trainer_logprobs.detach()
+        term = distance.abs().sqrt().sum() if calls else 0.0
+        outputs = cispo(inputs)
+        return LossOutputs(outputs.loss + term, outputs.metrics)
+
+    calls = []
+    trainer = make_trainer(
+        loss_fn=root_of_distance,
+        trainer_options={"callbacks": [AtStepEnd(lambda: calls.append(1))]},
+        max_grad_norm=max_grad_norm,
+        save_strategy="steps",
+        save_steps=100,
+    )
+    message = r"the gradient of this batch is infinite or NaN \(of \d+ parameters, '.*weight' first"
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.train()
+    assert trainer.weight_sync.pushed == [0, 1]  # the weights of step 0 and of step 1
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    (checkpoint,) = Path(trainer.args.output_dir).glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-1"
+    saved = load_file(checkpoint / "model.safetensors")
+    assert saved and all(torch.isfinite(tensor).all() for tensor in saved.values())
 
 
 def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_trainer, caplog):
@@ -518,7 +574,7 @@ def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
     for t in known:
         expected -= sample.advantages[t] * log_softmax[t - 1, sample.token_ids[t]].item()
     assert math.isclose(loss, expected / len(known), rel_tol=1e-4)
-    assert trainer._window[0]["importance_ratio"] == 1.0
+    assert trainer._window.steps[0]["importance_ratio"] == 1.0
 
 
 def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, monkeypatch):
@@ -538,18 +594,20 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         wait_until_ready=lambda: {"device": "cuda", "max_model_len": 16},
         check_model=lambda config: None,
     )
-    runner = SimpleNamespace(sizes=lambda split: [40], weights=[1.0], eval_dataset=[])
-    monkeypatch.setattr("verifiers_rl.inference.client.InferenceClient", client)
-    monkeypatch.setattr("verifiers_rl.environments.make_runner", lambda *args: runner)
-    monkeypatch.setattr("verifiers_rl.orchestrator.Orchestrator", recorded("orchestrator"))
+    runner = SimpleNamespace(
+        sizes=lambda split: [40], weights=[1.0], eval_dataset=[], max_concurrent=4
+    )
+    monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", client)
+    monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
+    monkeypatch.setattr("verifiers_rl.server_side.Orchestrator", recorded("orchestrator"))
     monkeypatch.setattr(
-        "verifiers_rl.weight_sync.WeightSync", recorded("weight_sync", check_server=None)
+        "verifiers_rl.server_side.WeightSync", recorded("weight_sync", check_server=None)
     )
     options = {
         "vllm_server_host": "gpu-box",
         "vllm_server_port": 7,
         "vllm_server_timeout": 11.0,
-        "weight_sync_backend": "gloo",
+        "weight_sync_backend": "tcp",
         "lora_sync": "merged",
         "batch_size": 24,
         "rollouts_per_example": 6,
@@ -563,10 +621,10 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     folder = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     RLTrainer(make_tiny_model(), "env", RLConfig(**folder, **options), tokenizer)
     assert made["client"][0] == ("gpu-box", 7, 11.0)
-    assert made["weight_sync"][0][1:] == ("gloo", "merged", 11.0)
+    assert made["weight_sync"][0][1:] == ("tcp", "merged", 11.0)
     given = made["orchestrator"][1]
     assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
-    assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)
+    assert (given["max_concurrent"], given["rollout_timeout_s"]) == (4, 9.0)  # of the runner
     assert given["order"].at(range(4)) == [0, 1, 2, 3]  # shuffled it would not be
     assert given["advantage"] == "std" and given["max_groups"] == 4
     assert given["mask_truncated_completions"] is True
@@ -683,9 +741,51 @@ def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer):
     assert os.path.getsize(f"{trainer.args.output_dir}/curves.png") > 1000
 
 
+def metric_steps(folder):
+    return [
+        (row["step"], name)
+        for row in map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+        for name in ("loss", "eval_reward")
+        if name in row
+    ]
+
+
+def test_the_row_of_an_evaluation_before_training_stays(make_trainer, tmp_path):
+    before = {"step": 0, "eval_reward": 0.9}  # of another process
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(before) + "\n")
+    trainer = make_trainer(max_steps=2)
+    trainer.evaluate()
+    trainer.train()
+    steps = [(0, "eval_reward"), (1, "loss"), (2, "loss")]
+    assert metric_steps(trainer.args.output_dir) == steps
+
+
+def test_a_resumed_run_has_one_row_for_each_step(make_trainer, tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(**options).train()
+    resumed = make_trainer(**options)
+    resumed.evaluate()
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+    steps = [(0, "eval_reward"), *((step, "loss") for step in (1, 2, 3, 4))]
+    assert metric_steps(resumed.args.output_dir) == steps
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_a_run_and_its_checkpoints_have_a_card_of_ours(use_lora, make_trainer):
+    trainer = make_trainer(use_lora=use_lora, save_strategy="steps", save_steps=2, max_steps=3)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    for steps, path in ((2, folder / "checkpoint-2"), (3, folder)):
+        card = (path / "README.md").read_text()
+        assert f"Optimizer steps: {steps}, each on 8 rollouts in groups of 4" in card
+        assert ("LoRA adapter" in card) == use_lora and "More Information Needed" not in card
+
+
 def test_logged_numbers_are_means_over_the_steps_between_two_lines(make_trainer):
     def history(logging_steps):
-        trainer = make_trainer(max_steps=4, logging_steps=logging_steps)
+        options = {"logging_steps": logging_steps, "overwrite_output_dir": True}
+        trainer = make_trainer(max_steps=4, **options)
         trainer.train()
         return [row["entropy"] for row in trainer.state.log_history if "entropy" in row]
 
@@ -698,7 +798,9 @@ def test_logged_values_by_hand(make_trainer):
     by_length = sorted(samples, key=lambda sample: -len(sample.token_ids))
     trainer = make_trainer(max_tokens_per_microbatch=10_000)
     trainer._layout = "padded"
+    trainer._window.on_step_begin(None, None, None)
     batch_gradients(trainer, samples)
+    trainer._window.on_step_end(None, None, None)
     trainer.log({"loss": 0.0})
     (row,) = trainer.state.log_history
     lengths = [len(sample.token_ids) for sample in by_length]
@@ -710,6 +812,140 @@ def test_logged_values_by_hand(make_trainer):
     assert row["tokens_per_s"] == pytest.approx(sum(lengths) / row["step_s"])
     assert row["step_s"] >= row["train_s"] + row["wait_s"] > 0
     assert trainer.floating_point_ops({}) == model_flops(trainer.model, sum(lengths), len(sizes))
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2])
+def test_seconds_of_a_step_are_without_evaluation_and_those_of_waiting_without_the_push(
+    make_trainer, monkeypatch, logging_steps
+):
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+
+    class Slow(StubSource):
+        def get(self):
+            clock.seconds += 2.0
+            return super().get()
+
+        def evaluate(self, *args):
+            clock.seconds += 50.0
+            return super().evaluate(*args)
+
+    class SlowSink(StubSink):
+        def push(self, *args):
+            clock.seconds += 3.0
+            return super().push(*args)
+
+    for module in ("trainer", "metrics"):
+        monkeypatch.setattr(f"verifiers_rl.{module}.time", clock)
+    trainer = make_trainer(
+        source=Slow(), max_steps=4, logging_steps=logging_steps, eval_strategy="steps", eval_steps=1
+    )
+    trainer.weight_sync = SlowSink()
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "step_s" in row]
+    assert [row["wait_s"] for row in rows] == [2.0] * (4 // logging_steps)
+    # Before the first batch one push; after that each evaluation makes the push of the next step.
+    assert [row["step_s"] for row in rows] == ([5.0, 2.0, 2.0, 2.0], [3.5, 2.0])[logging_steps - 1]
+
+
+def test_the_server_ends_with_the_best_weights_where_these_are_loaded(make_trainer):
+    class Best(StubSource):
+        def evaluate(self, *args):
+            self.eval_metrics = {"reward": {1: 0.9}.get(args[-1], 0.1)}
+            return super().evaluate(*args)
+
+    class Remembering(StubSink):
+        def push(self, model, *args):
+            self.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+            return super().push(model, *args)
+
+    trainer = make_trainer(
+        source=Best(),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        greater_is_better=True,
+    )
+    trainer.weight_sync = sink = Remembering()
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+    for name, weight in best.items():
+        assert torch.equal(sink.weights[name], weight), name
+    assert torch.equal(trainer.model.lm_head.weight, best["lm_head.weight"])
+
+
+@pytest.mark.parametrize("when", ["while it waits", "the step is not counted yet"])
+def test_ctrl_c_saves_the_last_whole_step(make_trainer, when):
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    class Waiting(StubSource):
+        def get(self):
+            if self.pending[0][0] == 2 and when == "while it waits":
+                interrupt()
+            return super().get()
+
+    class BehindOptimizer(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1 and when == "the step is not counted yet":
+                interrupt()
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = make_trainer(
+        source=Waiting(),
+        trainer_options={"callbacks": [BehindOptimizer()]},
+        save_strategy="steps",
+        save_steps=100,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    (checkpoint,) = Path(trainer.args.output_dir).glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-2"
+    saved = load_file(checkpoint / "model.safetensors")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(saved[name], parameter), name
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not trainer.orchestrator.running
+
+
+def test_a_used_folder_is_refused_unless_it_is_overwritten_or_resumed(make_trainer, capfd):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(max_steps=2, **options).train()
+    folder = make_trainer().args.output_dir
+    with pytest.raises(RunFolderError, match=r"holds a run already .*overwrite_output_dir=True"):
+        make_trainer(max_steps=1, **options).train()
+    with pytest.raises(RunFolderError, match="already at step 2 of 2: raise max_steps"):
+        make_trainer(max_steps=2, **options).train(resume_from_checkpoint=True)
+    capfd.readouterr()
+    make_trainer(max_steps=3, **options).train(resume_from_checkpoint=True)
+    assert f"resuming from {folder}/checkpoint-2" in capfd.readouterr().out
+    assert (Path(folder) / "checkpoint-3").is_dir()
+    make_trainer(max_steps=1, overwrite_output_dir=True, **options).train()
+    assert [path.name for path in Path(folder).glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_training_ends_with_the_final_model_saved_and_how_to_serve_it(
+    make_trainer, tmp_path, capfd, use_lora
+):
+    make_tiny_model().save_pretrained(tmp_path / "base")
+    trainer = make_trainer(str(tmp_path / "base"), use_lora=use_lora)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    if use_lora:
+        saved = load_file(folder / "adapter_model.safetensors")
+        name = next(name for name in saved if "lora_B" in name)
+        parameter = trainer.model.get_parameter(name.replace(".weight", ".default.weight"))
+    else:
+        saved, name = load_file(folder / "model.safetensors"), "lm_head.weight"
+        parameter = trainer.model.lm_head.weight
+    assert parameter.any() and torch.equal(saved[name], parameter)
+    lines = capfd.readouterr().out.strip().splitlines()
+    assert lines[-2] == f"{'adapter' if use_lora else 'model'}: {folder}"
+    assert lines[-1].startswith("serve it: ") and str(folder) in lines[-1]
 
 
 def test_report_to_reaches_transformers(make_trainer):
@@ -732,7 +968,7 @@ def test_a_custom_loss_replaces_cispo(make_trainer):
     twice, _ = batch_gradients(trainer, samples)
     assert math.isclose(twice, 2 * loss, rel_tol=1e-6)
     assert sum(calls) == sum(s.num_loss_tokens for s in samples)
-    assert trainer._window[0]["my_metric"] == pytest.approx(7.0)
+    assert trainer._window.steps[0]["my_metric"] == pytest.approx(7.0)
 
 
 def test_a_loss_of_ones_own_and_a_named_one_exclude_each_other(make_trainer):
@@ -1080,7 +1316,10 @@ def test_max_grad_norm_bounds_the_update(make_trainer):
                 norms.append(math.sqrt(sum(float(p.grad.norm()) ** 2 for p in model.parameters())))
 
         make_trainer(
-            max_grad_norm=max_grad_norm, max_steps=1, trainer_options={"callbacks": [Spy()]}
+            max_grad_norm=max_grad_norm,
+            max_steps=1,
+            overwrite_output_dir=True,
+            trainer_options={"callbacks": [Spy()]},
         ).train()
         return norms[0]
 

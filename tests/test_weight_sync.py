@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    AutoConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    PretrainedConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
 
-from tests.helpers import ROOT, make_tiny_model, make_tiny_moe
+from tests.helpers import ROOT, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
 from verifiers_rl import weight_sync
 from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import (
@@ -30,8 +33,10 @@ from verifiers_rl.inference.client import (
     RequestRefusedError,
     ServerLostError,
 )
-from verifiers_rl.inference.expected import check_plan, expected_shapes
+from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.models import default_target_modules, load_policy
 from verifiers_rl.weight_sync import (
+    Meeting,
     Source,
     TensorSpec,
     TransferPlan,
@@ -64,6 +69,9 @@ def with_trained_adapter(model, **options):
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
+
+
+Q = "model.layers.0.self_attn.q_proj"
 
 
 def spec_of(name, tensor):
@@ -135,6 +143,10 @@ def listen():
     return listener, listener.getsockname()[1]
 
 
+def meeting_at(port, rank, world_size=2, timeout_s=30.0):
+    return Meeting("127.0.0.1", port, "secret", rank, world_size, timeout_s)
+
+
 @pytest.fixture
 def ipc_on_the_cpu(monkeypatch):
     """The protocol of CUDA IPC, with threads that share the buffer itself."""
@@ -148,17 +160,16 @@ def ipc_on_the_cpu(monkeypatch):
     monkeypatch.setattr(weight_sync, "open_cuda_buffer", lambda handle, _: shared[handle.decode()])
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize("backend", ["tcp", "ipc"])
 def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
     specs = [TensorSpec("a", "float32", (1000,)), TensorSpec("b", "float32", (3, 3))]
     plan = TransferPlan("full", specs, bucket_bytes=4000, adapter={})
     pushes = [{"a": torch.randn(1000), "b": torch.randn(3, 3)} for _ in range(3)]
     listener, port = listen()
     received = {}
-    options = (CPU, 30.0, 4096)
 
     def worker(rank):
-        transport = make_transport(backend, "127.0.0.1", port, rank, 3, *options)
+        transport = make_transport(backend, meeting_at(port, rank, 3), CPU, 4096)
         # Views of one bucket are read after the next has come.
         received[rank] = [
             {name: t for bucket in list(receive_buckets(plan, transport, 30)) for name, t in bucket}
@@ -169,7 +180,7 @@ def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
     threads = [threading.Thread(target=worker, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
         thread.start()
-    transport = make_transport(backend, "127.0.0.1", port, 0, 3, *options, listener)
+    transport = make_transport(backend, meeting_at(port, 0, 3), CPU, 4096, listener)
     for tensors in pushes:
         send_buckets(plan, {name: source_of(t) for name, t in tensors.items()}, transport)
     for thread in threads:
@@ -191,7 +202,7 @@ def test_two_buckets_are_packed_and_one_of_them_sent_while_one_is_loaded():
     loaded = []
 
     def worker():
-        transport = make_transport("gloo", "127.0.0.1", port, 1, 2, CPU, 30.0, size)
+        transport = make_transport("tcp", meeting_at(port, 1), CPU, size)
         for index, ((_, tensor),) in enumerate(receive_buckets(plan, transport, 30)):
             for event in packed[: index + 3]:
                 if not event.wait(20):
@@ -202,7 +213,7 @@ def test_two_buckets_are_packed_and_one_of_them_sent_while_one_is_loaded():
 
     thread = threading.Thread(target=worker)
     thread.start()
-    transport = make_transport("gloo", "127.0.0.1", port, 0, 2, CPU, 30.0, size, listener)
+    transport = make_transport("tcp", meeting_at(port, 0), CPU, size, listener)
 
     def make(index):
         packed[index].set()
@@ -226,16 +237,15 @@ def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
         list(receive_buckets(plan, Slow(), 0.2))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize("backend", ["tcp", "ipc"])
 def test_a_transport_may_be_left_again_and_by_two_threads(backend, ipc_on_the_cpu):
     listener, port = listen()
     made = []
-    options = (2, CPU, 30.0, 10)
     thread = threading.Thread(
-        target=lambda: made.append(make_transport(backend, "127.0.0.1", port, 1, *options))
+        target=lambda: made.append(make_transport(backend, meeting_at(port, 1), CPU, 10))
     )
     thread.start()
-    made.append(make_transport(backend, "127.0.0.1", port, 0, *options, listener))
+    made.append(make_transport(backend, meeting_at(port, 0), CPU, 10, listener))
     thread.join(30)
     for transport in made:
         leaving = [threading.Thread(target=transport.close) for _ in range(2)]
@@ -245,17 +255,17 @@ def test_a_transport_may_be_left_again_and_by_two_threads(backend, ipc_on_the_cp
         for one in leaving:
             one.join(10)
         transport.close()
-    if backend == "gloo":
+    if backend == "tcp":
         with pytest.raises(RuntimeError, match="was closed"):
             made[-1].send(torch.zeros(1, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize("backend", ["tcp", "ipc"])
 def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, ipc_on_the_cpu):
     listener, port = listen()
     start = time.monotonic()
-    with pytest.raises(RuntimeError):
-        make_transport(backend, "127.0.0.1", port, 0, 2, CPU, 1.0, 10, listener)
+    with pytest.raises(RuntimeError, match="0 of 1 workers of the server came within 1 s"):
+        make_transport(backend, meeting_at(port, 0, timeout_s=1.0), CPU, 10, listener)
     assert time.monotonic() - start < 20
 
 
@@ -276,12 +286,12 @@ def test_another_process_maps_an_exported_gpu_buffer():
 @pytest.mark.parametrize(
     ("wanted", "own", "workers", "chosen"),
     [
-        ("auto", None, [None], "gloo"),
+        ("auto", None, [None], "tcp"),
         ("auto", "gpu-0", ["gpu-0"], "ipc"),
         ("auto", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
-        ("auto", "gpu-0", ["gpu-0", "gpu-1"], "gloo"),  # neither all shared nor all distinct
-        ("auto", "gpu-0", [None], "gloo"),
-        ("gloo", "gpu-0", ["gpu-1"], "gloo"),
+        ("auto", "gpu-0", ["gpu-0", "gpu-1"], "tcp"),  # neither all shared nor all distinct
+        ("auto", "gpu-0", [None], "tcp"),
+        ("tcp", "gpu-0", ["gpu-1"], "tcp"),
         ("nccl", "gpu-0", ["gpu-1"], "nccl"),
         ("nccl", "gpu-0", ["gpu-0"], None),
         ("nccl", None, [None], None),
@@ -314,10 +324,12 @@ class StubClient:
             "lora_dtype": None,
         }
 
+    def hold(self, trainer):
+        return SimpleNamespace(close=lambda: None)
+
     def connect_weight_sync(self, request, timeout_s):
-        self.transport = make_transport(
-            request["backend"], request["host"], request["port"], 1, 2, CPU, timeout_s, 0
-        )
+        meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, timeout_s)
+        self.transport = make_transport(request["backend"], meeting, CPU, 0)
         return {"connection": "1"}
 
     def receive_weights(self, body, timeout_s):
@@ -331,7 +343,8 @@ def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on()
     sync = WeightSync(StubClient(die), timeout_s=30)
     model = make_tiny_model()
     sync.connect(model)
-    is_abandoned, sync._transport.abandon = threading.Event(), lambda: is_abandoned.set()
+    is_abandoned, abandon = threading.Event(), sync._transport.abandon
+    sync._transport.abandon = lambda: (is_abandoned.set(), abandon())
     start = time.monotonic()
     with pytest.raises(ServerLostError, match="no answer"):
         sync.push(model, 0)
@@ -339,6 +352,7 @@ def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on()
     assert time.monotonic() - start < 10  # not the 30 s for which the broadcast waits
     assert sync.policy_version is None
     assert is_abandoned.is_set()
+    sync.client.transport.close()
 
 
 def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why(monkeypatch):
@@ -369,7 +383,7 @@ def test_a_refused_push_says_why_though_its_transport_was_closed_before():
         raise RequestRefusedError("400: another trainer has connected")
 
     sync = WeightSync(StubClient(refuse), timeout_s=30)
-    model = make_tiny_model()
+    model = torch.nn.Linear(4096, 4096)  # more than sockets hold
     sync.connect(model)
     given_up, close = threading.Event(), sync._transport.close
     sync._transport.close = lambda: (close(), given_up.set())
@@ -389,6 +403,29 @@ def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took()
     with pytest.raises(InferenceServerError, match=r"another trainer.*vllm_server_port") as caught:
         sync.check_server()
     assert not isinstance(caught.value, ServerLostError)
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora", "orthogonal", "gaussian", False])
+def test_merged_weights_are_the_models_own_where_a_kind_of_adapter_changes_the_base(kind):
+    model = make_tiny_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=kind)
+    keeps = kind not in ("pissa", "olora")
+    model = get_peft_model(model, lora)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    unchanged = torch.equal(layer.base_layer.weight, before[f"{Q}.weight"])
+    assert unchanged == keeps  # what `check_adapter` tells them by
+    if kind is not False:  # a random adapter
+        merged = merged_sources(model)[f"{Q}.weight"].make()
+        torch.testing.assert_close(merged, before[f"{Q}.weight"], rtol=0, atol=1e-4)
+
+
+def test_merged_weights_travel_in_the_order_of_the_models_parameters():
+    expected = list(full_sources(make_tiny_model()))
+    for options in ({"target_modules": ["q_proj", "v_proj"]}, {"modules_to_save": ["norm"]}):
+        model = with_trained_adapter(make_tiny_model(), **options)
+        assert list(merged_sources(model)) == expected
+        assert list(weight_sync.what_to_send(model, "merged")[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -427,6 +464,12 @@ def test_a_tied_head_travels_once():
         ({"bias": "all"}, "adapter", "bias='all'.*set lora_sync='merged'"),
         ({"rank_pattern": {"q_proj": 2}}, "merged", None),
         ({}, "adapter", None),
+        ({"init_lora_weights": "pissa"}, "adapter", "init_lora_weights='pissa'.*'merged'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "adapter", "='pissa_niter_4' changes the base"),
+        ({"init_lora_weights": "olora"}, "adapter", "init_lora_weights='olora'"),
+        ({"init_lora_weights": "olora"}, "merged", None),
+        ({"init_lora_weights": "orthogonal"}, "adapter", None),
+        ({"init_lora_weights": False}, "adapter", None),
     ],
 )
 def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync, message):
@@ -494,6 +537,53 @@ def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
     assert merged.keys() == checkpoint.keys()
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+def qwen3_5(request, tmp_path_factory):
+    """A checkpoint with a vision tower: its folder, and the config of vLLM's own that serves it."""
+    folder = tmp_path_factory.mktemp("qwen3_5")
+    write_tiny_qwen3_5(folder, experts=request.param)
+    config = AutoConfig.from_pretrained(folder)
+    vision = type("Qwen3_5VisionConfig", (PretrainedConfig,), {"model_type": "qwen3_5_vision"})
+    served = type(type(config).__name__, (PretrainedConfig,), {"model_type": config.model_type})()
+    served.__dict__ |= config.__dict__ | {"vision_config": vision(num_heads=2)}
+    with pytest.raises(AttributeError):
+        served.vision_config.num_attention_heads  # noqa: B018  transformers' own has it
+    return folder, served
+
+
+@pytest.mark.parametrize("lora_sync", ["full", "merged", "adapter"])
+def test_the_text_of_a_checkpoint_with_a_vision_tower_travels_under_its_own_names(
+    qwen3_5, lora_sync
+):
+    folder, config = qwen3_5
+    model = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=lora_sync != "full"))
+    sources, adapter = weight_sync.what_to_send(
+        model, "adapter" if lora_sync == "adapter" else "merged"
+    )
+    kind = "adapter" if adapter else "full"
+    plan = plan_of(sources, kind, **adapter)
+    check_plan(plan, expected_shapes(config, kind), "float32")
+    checkpoint = load_file(folder / "model.safetensors")
+    served = as_served(plan, config)
+    assert [spec.shape for spec in served.tensors] == [spec.shape for spec in plan.tensors]
+    names = {spec.name for spec in served.tensors}
+    if kind == "full":  # all text tensors, and no other
+        assert names == {name for name in checkpoint if not name.startswith("model.visual.")}
+        for spec, source in zip(served.tensors, sources.values(), strict=True):
+            loaded = source.make().detach().bfloat16()
+            assert torch.equal(loaded, checkpoint[spec.name]), spec.name
+    else:
+        layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names}
+        assert {f"{layer}.weight" for layer in layers} <= checkpoint.keys()
+
+
+def test_a_model_that_is_served_as_it_is_trained_keeps_its_names():
+    model = make_tiny_moe()
+    model.config.architectures = ["Qwen3MoeForCausalLM"]
+    plan = plan_of(weight_sync.what_to_send(model, "adapter")[0])
+    assert as_served(plan, model.config) == plan
+
+
 def test_a_model_that_fsdp_split_travels_under_the_names_of_its_own_class():
     config = GPTNeoXConfig(
         vocab_size=32,
@@ -549,9 +639,6 @@ def edited(change, kind="full"):
     plan = plan_of(sources, kind, **adapter)
     change(plan.tensors)
     return plan
-
-
-Q = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
@@ -705,7 +792,7 @@ def test_an_adapter_of_a_model_of_06b_parameters_is_below_5_percent_of_its_bytes
         model = Qwen3ForCausalLM(config)
         num_parameters = sum(math.prod(s.shape) for s in full_sources(model).values())
         args = RLConfig(use_cpu=True)
-        lora = LoraConfig(r=args.lora_rank, target_modules=args.lora_target_modules)
+        lora = LoraConfig(r=args.lora_rank, target_modules=default_target_modules(model))
         adapter, _ = adapter_sources(get_peft_model(model, lora))
     assert 590e6 < num_parameters < 600e6
     # Both travel in the server's dtype.

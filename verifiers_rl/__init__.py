@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verifiers_rl.chat_harness import ChatHarness
     from verifiers_rl.config import RLConfig
+    from verifiers_rl.dataset_env import env_from
     from verifiers_rl.environments import WeightedEnv
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
@@ -24,6 +25,7 @@ __all__ = [
     "RLTrainer",
     "WeightedEnv",
     "cispo",
+    "env_from",
 ]
 
 _HOME = {
@@ -35,6 +37,7 @@ _HOME = {
     "RLTrainer": "trainer",
     "WeightedEnv": "environments",
     "cispo": "losses",
+    "env_from": "dataset_env",
 }
 
 

@@ -9,8 +9,17 @@ from typing import Any
 def as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
     """As vLLM gives it to a chat template: arguments of tool calls as an object, not as JSON, and
     parts of text as one text.
+
+    Raises:
+        ValueError: a part that is no text.
     """
     if isinstance(parts := message.get("content"), list):
+        for part in parts:
+            if not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"a message of the role {message.get('role')!r} has a part of the type "
+                    f"{part.get('type')!r}: images and other media are not trained yet, only text"
+                )
         message = {**message, "content": "\n".join(part["text"] for part in parts)}
     calls = [
         {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}

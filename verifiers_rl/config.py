@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+import difflib
+import functools
 import importlib.util
+import json
 import math
+import os
+import typing
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, cast
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
 from verifiers_rl.advantages import ADVANTAGES
+from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import make_loss
 from verifiers_rl.rollouts import GroupFilter
 from verifiers_rl.types import LOAD_S
@@ -20,7 +31,7 @@ _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-CLIENT_TYPES = ("openai_chat_completions", "openai_chat_completions_token", "renderer")
+_T = TypeVar("_T")
 
 
 class ConfigError(ValueError):
@@ -78,30 +89,85 @@ _UNUSED_BASE_OPTIONS = {
     "train_sampling_strategy": _DATA,
     "length_column_name": _DATA,
 }
+# TrainingArguments takes more kinds of value here than it declares, or puts another kind in place.
+_FREE_TYPE = {"accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"}
+# A string too, which HfArgumentParser could not tell from a list.
+_FREE_TYPE |= {"lora_target_modules"}
+_FREE_TYPE |= {"resume_from_checkpoint"}  # as train() takes it, see _check_ranges
+# Beginnings and ends of names of optimizers and schedules that cannot work here.
+_LAYERWISE = (
+    "it updates weights inside the backward pass: a batch of several microbatches would be several "
+    "updates, without max_grad_norm"
+)
+_UNUSABLE_OPTIM = {
+    "schedule_free": "its weights are other ones in training than in evaluation, and the server "
+    "would sample from the wrong ones",
+    "lomo": _LAYERWISE,
+    "adalomo": _LAYERWISE,
+    "layerwise": _LAYERWISE,
+}
+_UNUSABLE_SCHEDULE = dict.fromkeys(
+    ("reduce_lr_on_plateau", "greedy"),
+    "it follows the loss of evaluations, and an evaluation on an environment has none",
+)
 
 
+def unknown_option_hint(name: str) -> str:
+    """What to set instead of an option that `RLConfig` does not have."""
+    name = name.replace("-", "_")
+    if name in HINTS:
+        return HINTS[name]
+    known = [f.name for f in fields(RLConfig)]
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
+    return f"did you mean {near[0]!r}?" if near else "verifiers_rl/config.py lists the options"
+
+
+def _refuse_unknown_options(cls: type[_T]) -> type[_T]:
+    """The class with an `__init__` that says which option an unknown one is here, where dataclass
+    raises a bare TypeError.
+    """
+    init = cast(Any, cls).__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        known = {f.name for f in fields(self)}
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigError("; ".join(f"{name}: {unknown_option_hint(name)}" for name in unknown))
+        init(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_refuse_unknown_options
 @dataclass
 class RLConfig(TrainingArguments):
     """Options of `RLTrainer`:
     those of `transformers.TrainingArguments`, with the defaults below, and its own.
 
     Raises:
-        ConfigError: a value out of range, sizes that do not divide, or an inherited option without
-            effect here.
+        ConfigError: an unknown option, a value of the wrong type or out of range, sizes that do not
+            divide, or an inherited option without effect here.
     """
 
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: str | None = _option(
         None, "Folder of the run: checkpoints, metrics.jsonl, curves.png. Default outputs/RUN_NAME."
     )
+    overwrite_output_dir: bool = _option(
+        False,
+        "Remove the run that output_dir holds. Otherwise a folder with a run is refused, unless it "
+        "is resumed.",
+    )
     run_name: str | None = _option("rl", "Name of the run, for the folder and the trackers.")
     max_steps: int = _option(500, "Optimizer steps; one batch of rollouts each.")
     learning_rate: float = _option(1e-5, "Peak learning rate.")
-    lr_scheduler_type: str = _option(
-        "constant", "Schedule of the learning rate; constant rises first where warmup_steps is set."
+    lr_scheduler_type: SchedulerType | str = _option(
+        "constant", "Schedule of the learning rate. With warmup_steps, constant rises to it first."
     )
     warmup_steps: float = _option(
-        0, "Steps, or a share of all below 1, over which the learning rate rises from 0."
+        0,
+        "Steps over which the learning rate rises from 0; a value below 1 is a share of max_steps.",
     )
     max_grad_norm: float = _option(
         1.0, "Gradients of the whole batch are scaled down to this norm; 0 for no limit."
@@ -109,7 +175,7 @@ class RLConfig(TrainingArguments):
     # None until __post_init__ decides, then a bool, as the base class declares it.
     bf16: bool = _option(
         None,
-        "Compute in bfloat16 with float32 masters of what is trained. Default: where the GPU can.",
+        "Compute in bfloat16, and keep what is trained in float32. Default: where the GPU can.",
     )
     # None where it is not set; before transformers 5.18 the base class declares a bool.
     gradient_checkpointing: bool = _option(
@@ -117,9 +183,11 @@ class RLConfig(TrainingArguments):
     )
     logging_steps: float = _option(1, "Steps between lines of metrics and tables of rollouts.")
     save_steps: float = _option(100, "Steps between checkpoints.")
-    report_to: Any = _option("none", "Trackers, such as wandb or tensorboard.")
+    report_to: None | str | list[str] = _option("none", "Trackers, such as wandb or tensorboard.")
     ddp_find_unused_parameters: bool | None = _option(
-        False, "As torch's DDP; the LM head is used outside of forward, so False."
+        False,
+        "Option of torch's DDP. Keep it False: the LM head is used outside of forward, and DDP "
+        "would take it for unused.",
     )
 
     # --- LoRA -------------------------------------------------------------------------------------
@@ -127,9 +195,10 @@ class RLConfig(TrainingArguments):
     lora_rank: int = _option(16, "Rank of the adapter.")
     lora_alpha: float = _option(16, "The adapter's output is scaled by alpha / rank.")
     lora_dropout: float = _option(0.0, "Dropout in front of the adapter while training.")
-    lora_target_modules: list[str] = _option(
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "Layers that get an adapter.",
+    lora_target_modules: list[str] | None = _option(
+        None,
+        'Layers that get an adapter: a list of names, or "all-linear" as in PEFT. Default: all '
+        "linear layers of the decoder's blocks but routers and experts.",
     )
     lora_modules_to_save: list[str] | None = _option(
         None,
@@ -146,7 +215,9 @@ class RLConfig(TrainingArguments):
         16, "Rollouts of one example; their mean reward is the baseline."
     )
     micro_batch_size: int = _option(
-        8, "Longest samples that one forward pass on one rank holds, or more that are shorter."
+        8,
+        "Samples of max_seq_len tokens in one forward pass of one rank. The token budget is the "
+        "product, so more samples fit when they are shorter.",
     )
     max_tokens_per_microbatch: int | None = _option(
         None,
@@ -155,7 +226,7 @@ class RLConfig(TrainingArguments):
     )
     max_seq_len: int = _option(
         2048,
-        "Longest sequence in tokens, prompt included; longer ones are cut and count as truncated.",
+        "Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated.",
     )
     max_prompt_len: int | None = _option(
         None, "Examples whose prompt has more tokens are left out; None for no limit."
@@ -165,9 +236,10 @@ class RLConfig(TrainingArguments):
     )
     max_off_policy_steps: int = _option(
         1,
-        "Batches generated ahead. 1: the next one while training on this one. 0: each batch with "
-        "the newest weights. 2 and more keep the server busy while a batch waits for its slowest "
-        "rollouts; weights then change in mid-rollout, and no token is older than this many steps.",
+        "Batches requested in advance. 0: each batch is sampled with the newest weights. 1: the "
+        "next batch is sampled while the trainer works on this one. k > 1 keeps the server busy "
+        "while a batch waits for its slowest rollouts; weights then change while the server "
+        "generates, and no token is older than k steps.",
     )
 
     # --- Sampling ---------------------------------------------------------------------------------
@@ -217,8 +289,8 @@ class RLConfig(TrainingArguments):
     zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
     min_reward_variance: float = _option(
         0.0,
-        "Groups whose rewards vary less than this are replaced by new ones: 1e-6 replaces those "
-        "with one reward only, 0 none.",
+        "Groups whose rewards vary less than this are replaced by new ones. 1e-6 replaces groups "
+        "in which all rewards are equal; 0 replaces none.",
     )
     min_reward: float | None = _option(
         None, "Groups with a lower mean reward, too hard, are replaced; None for no limit."
@@ -228,9 +300,9 @@ class RLConfig(TrainingArguments):
     )
     max_oversampling: float = _option(
         3.0,
-        "With one of these three set, at most this times batch_size rollouts are generated for a "
-        "batch, none begun after generation_timeout for each batch pending; it stays smaller if "
-        "that is not enough.",
+        "Where min_reward_variance, min_reward or max_reward is set, at most max_oversampling * "
+        "batch_size rollouts are generated for one batch, and none starts after generation_timeout "
+        "times the pending batches. If too few groups pass, the batch is smaller.",
     )
     advantage: str = _option(
         "mean",
@@ -245,8 +317,8 @@ class RLConfig(TrainingArguments):
     )
     loss_normalization: Literal["token", "sequence", "constant"] = _option(
         "token",
-        "Mean over the batch's loss tokens; or over samples of each one's mean; "
-        "or the sum divided by batch_size * max_seq_len.",
+        "token: the mean over the batch's loss tokens. sequence: the mean over samples of each "
+        "sample's mean. constant: the sum divided by batch_size * max_seq_len.",
     )
     kl_beta: float = _option(
         0.0,
@@ -262,9 +334,9 @@ class RLConfig(TrainingArguments):
         "Seconds to wait for the server to come up, or to come back when it was lost, "
         "and for one weight sync.",
     )
-    weight_sync_backend: Literal["auto", "nccl", "ipc", "gloo"] = _option(
+    weight_sync_backend: Literal["auto", "nccl", "ipc", "tcp"] = _option(
         "auto",
-        "How weights travel: nccl (each side has its own GPUs), ipc (both share one GPU), gloo; "
+        "How weights travel: nccl (each side has its own GPUs), ipc (both share one GPU), tcp; "
         "auto takes what fits.",
     )
     lora_sync: Literal["adapter", "merged"] = _option(
@@ -277,7 +349,7 @@ class RLConfig(TrainingArguments):
         256, "Examples of the environment's eval split in one evaluation, from the first on."
     )
     eval_rollouts_per_example: int = _option(
-        1, "Rollouts of each of them; above 1 the evaluation has pass@k too."
+        1, "Rollouts of each example of an evaluation; above 1 the evaluation has pass@k too."
     )
     num_rollouts_to_print: int = _option(
         2, "Rollouts in the table at each logging step; 0 for no table."
@@ -287,6 +359,7 @@ class RLConfig(TrainingArguments):
         import torch
 
         self._check_unused_base_options()
+        self._check_types()
         self._check_ranges()
         if self.deepspeed and not importlib.util.find_spec("deepspeed"):
             raise ConfigError(
@@ -294,7 +367,7 @@ class RLConfig(TrainingArguments):
                 "`make DEEPSPEED=1 install`, or uv pip install -e '.[deepspeed]', in a clone"
             )
         if self.output_dir is None:
-            self.output_dir = f"outputs/{self.run_name}"
+            self.output_dir = f"outputs/{self.run_name or 'rl'}"
         if self.bf16 is None:
             self.bf16 = (
                 not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -315,7 +388,13 @@ class RLConfig(TrainingArguments):
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
         if self.warmup_steps and self.lr_scheduler_type == "constant":
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
-        super().__post_init__()
+        wants_best = self.load_best_model_at_end or self.save_strategy == "best"
+        if wants_best and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # TrainingArguments would take the loss
+        try:
+            super().__post_init__()
+        except (ValueError, FileNotFoundError) as error:
+            raise ConfigError(str(error)) from error
 
     def _check_unused_base_options(self) -> None:
         defaults = {
@@ -330,88 +409,108 @@ class RLConfig(TrainingArguments):
                 name in defaults
                 and value != defaults[name]
                 and not (name == "dataloader_pin_memory" and self.use_cpu)
+                # What HfArgumentParser makes of its default "no".
+                and not (name == "include_num_input_tokens_seen" and value is False)
             ):
                 raise ConfigError(
                     f"{name}={value!r} has no effect in RLTrainer: {instead}. Remove it"
                 )
+
+    def _check_types(self) -> None:
+        """Each value has its field's declared type; None also where it is the default."""
+        declared = typing.get_type_hints(type(self))
+        for f in fields(self):
+            value, kind = getattr(self, f.name), declared[f.name]
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                setattr(self, f.name, value)
+            if f.name in _FREE_TYPE or (value is None and f.default is None):
+                continue
+            if not _fits(value, kind):
+                raise ConfigError(f"{f.name}={value!r}: {_type_rule(value, kind)}")
+            if f.name.endswith("_kwargs") and isinstance(value, str) and value.startswith("{"):
+                try:
+                    json.loads(value)
+                except ValueError as error:
+                    raise ConfigError(f"{f.name}={value!r}: not valid JSON: {error}") from error
 
     def _check_ranges(self) -> None:
         def check(name: str, holds: bool, rule: str) -> None:
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: {rule}")
 
-        for name in (
-            "lora_rank",
-            "batch_size",
-            "micro_batch_size",
-            "max_concurrent",
-            "max_steps",
-            "eval_examples",
-            "eval_rollouts_per_example",
-        ):
-            check(
-                name,
-                _is_int(getattr(self, name)) and getattr(self, name) >= 1,
-                "must be an integer >= 1",
-            )
-        check(
-            "env_workers",
-            _is_int(self.env_workers) and self.env_workers >= 0,
+        may_be_none = {f.name for f in fields(self) if f.default is None}
+
+        def check_each(names: Iterable[str], holds: Callable[[Any], bool], rule: str) -> None:
+            for name in names:
+                value = getattr(self, name)
+                or_none = ", or left out" if name in may_be_none else ""
+                check(name, value is None or holds(value), rule + or_none)
+
+        check_each(
+            (
+                *("lora_rank", "batch_size", "micro_batch_size", "max_tokens_per_microbatch"),
+                *("max_steps", "max_concurrent", "max_tokens", "max_prompt_len", "top_k"),
+                *("eval_examples", "eval_rollouts_per_example"),
+            ),
+            lambda value: value >= 1,
+            "must be an integer >= 1",
+        )
+        check_each(
+            ("env_workers", "max_off_policy_steps", "num_rollouts_to_print"),
+            lambda value: value >= 0,
             "must be an integer >= 0",
         )
-        for name in ("max_tokens", "max_prompt_len", "top_k", "max_tokens_per_microbatch"):
-            value = getattr(self, name)
-            check(
-                name,
-                value is None or (_is_int(value) and value >= 1),
-                "must be an integer >= 1, or left out",
-            )
-        for name in (
-            "generation_timeout",
-            "vllm_server_timeout",
-            "temperature",
-            "repetition_penalty",
-            "lora_alpha",
-        ):
-            check(
-                name,
-                _is_number(getattr(self, name)) and getattr(self, name) > 0,
-                "must be a number > 0",
-            )
-        for name in (
-            "learning_rate",
-            "max_grad_norm",
-            "warmup_steps",
-            "kl_beta",
-            "min_reward_variance",
-            "num_rollouts_to_print",
-        ):
-            check(
-                name,
-                _is_number(getattr(self, name)) and getattr(self, name) >= 0,
-                "must be a number >= 0",
-            )
+        check_each(
+            (
+                *("generation_timeout", "vllm_server_timeout"),
+                *("temperature", "repetition_penalty", "lora_alpha"),
+                *("logging_steps", "eval_steps", "save_steps"),
+            ),
+            lambda value: value > 0,
+            "must be a number > 0",
+        )
+        check_each(
+            (
+                *("learning_rate", "max_grad_norm", "warmup_steps", "weight_decay"),
+                *("kl_beta", "min_reward_variance"),
+            ),
+            lambda value: value >= 0,
+            "must be a number >= 0",
+        )
+        check_each(
+            ("lora_dropout", "adam_beta1", "adam_beta2"),
+            lambda value: 0 <= value < 1,
+            "must be >= 0 and < 1",
+        )
+        check_each(
+            ("presence_penalty", "frequency_penalty"),
+            lambda value: -2 <= value <= 2,
+            "must be from -2 to 2",
+        )
         check("temperature", self.temperature <= 2, "must be at most 2, which is vLLM's limit")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check(
-                name,
-                _is_number(getattr(self, name)) and -2 <= getattr(self, name) <= 2,
-                "must be from -2 to 2",
-            )
-        for name in ("min_reward", "max_reward"):
-            value = getattr(self, name)
-            check(name, value is None or _is_number(value), "must be a number, or left out")
+        check(
+            "resume_from_checkpoint",
+            isinstance(self.resume_from_checkpoint, str | bool | None),
+            "must be the path of a checkpoint, or true for the newest",
+        )
+        check("top_p", 0 < self.top_p <= 1, "must be > 0 and <= 1")
+        check("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1")
+        check("seed", 0 <= self.seed < 2**32, "must be from 0 to 2**32 - 1")
+        check("max_seq_len", self.max_seq_len >= 2, "must be an integer >= 2")
+        check("vllm_server_port", 0 < self.vllm_server_port < 65536, "must be a port, 1 to 65535")
+        host = self.vllm_server_host
+        is_plain = bool(host) and "/" not in host and host.count(":") != 1  # IPv6 has more
+        check("vllm_server_host", is_plain, "must be a name or an address alone, such as "
+              "127.0.0.1; the port is vllm_server_port")  # fmt: skip
+        check("output_dir", self.output_dir != "", "must name a folder, or left out")
         low, high = self.min_reward, self.max_reward
         check(
             "min_reward",
             low is None or high is None or low <= high,
             f"must not be above max_reward={high!r}",
         )
-        check(
-            "max_oversampling",
-            _is_number(self.max_oversampling) and self.max_oversampling >= 1,
-            "must be a number >= 1",
-        )
+        check("max_oversampling", self.max_oversampling >= 1, "must be a number >= 1")
         if self.group_filter().lets_all_pass:
             check(
                 "max_oversampling",
@@ -421,36 +520,38 @@ class RLConfig(TrainingArguments):
         else:
             check("shuffle", self.shuffle, "with a filter it must be True, or every epoch would "
                   "leave out the same examples")  # fmt: skip
-        check("lora_dropout", 0 <= self.lora_dropout < 1, "must be >= 0 and < 1")
-        check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "must be > 0 and <= 1")
-        check("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "must be from 0 to 1")
+        targets = self.lora_target_modules
         check(
-            "vllm_server_port",
-            _is_int(self.vllm_server_port) and 0 < self.vllm_server_port < 65536,
-            "must be a port, 1 to 65535",
+            "lora_target_modules",
+            targets in (None, "all-linear") or (bool(targets) and _fits(targets, list[str])),
+            "must be a list of names of layers, or 'all-linear', or left out",
+        )
+        check("advantage", self.advantage in ADVANTAGES, f"must be one of {', '.join(ADVANTAGES)}")
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            check(name, getattr(self, name) != "epoch", "a run has no epochs, only max_steps; set "
+                  f"'steps' and {name.removesuffix('strategy')}steps")  # fmt: skip
+        check(
+            "eval_steps",
+            self.eval_steps is None or self.eval_strategy != "no",
+            "without effect unless eval_strategy = 'steps'",
         )
         check(
-            "max_seq_len",
-            _is_int(self.max_seq_len) and self.max_seq_len >= 2,
-            "must be an integer >= 2",
+            "metric_for_best_model",
+            self.metric_for_best_model not in ("loss", "eval_loss"),
+            "an evaluation on an environment has no loss; set reward",
         )
-        for name, choices in (
-            ("weight_sync_backend", ("auto", "nccl", "ipc", "gloo")),
-            ("lora_sync", ("adapter", "merged")),
-            ("client_type", CLIENT_TYPES),
-            ("advantage", ADVANTAGES),
-            ("loss_normalization", ("token", "sequence", "constant")),
+        for name, reasons in (
+            ("optim", _UNUSABLE_OPTIM),
+            ("lr_scheduler_type", _UNUSABLE_SCHEDULE),
         ):
-            check(name, getattr(self, name) in choices, f"must be one of {', '.join(choices)}")
+            value = getattr(self, name)
+            for part, reason in reasons.items():
+                is_it = value.startswith(part) or value.endswith(part)
+                check(name, not is_it, f"cannot be used here: {reason}")
         try:
             make_loss(self.loss, self.loss_args)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        check(
-            "max_off_policy_steps",
-            _is_int(self.max_off_policy_steps) and self.max_off_policy_steps >= 0,
-            "must be an integer >= 0",
-        )
         check(
             "rollouts_per_example",
             self.rollouts_per_example >= 2,
@@ -463,13 +564,11 @@ class RLConfig(TrainingArguments):
                 f"rollouts_per_example={self.rollouts_per_example}; "
                 f"try batch_size={groups * self.rollouts_per_example}"
             )
-        for name in ("max_prompt_len", "max_tokens"):
-            value = getattr(self, name)
-            check(
-                name,
-                value is None or value < self.max_seq_len,
-                f"must be below max_seq_len={self.max_seq_len}",
-            )
+        check_each(
+            ("max_prompt_len", "max_tokens"),
+            lambda value: value < self.max_seq_len,
+            f"must be below max_seq_len={self.max_seq_len}",
+        )
 
     @property
     def token_budget(self) -> int:
@@ -505,6 +604,7 @@ class RLConfig(TrainingArguments):
                     f"{', '.join(_SAMPLING_OF_ONE_ENV)}"
                 )
             setattr(copied, name, value)
+        copied._check_types()
         copied._check_ranges()
         return copied
 
@@ -544,9 +644,77 @@ class RLConfig(TrainingArguments):
         return [name for name, value in neutral.items() if getattr(self, name) != value]
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _parts(kind: Any) -> list[Any]:
+    """The types of a union. Beside an enum `str` goes: the string has to be a member's value."""
+    is_union = typing.get_origin(kind) in (typing.Union, UnionType)
+    kinds = list(typing.get_args(kind)) if is_union else [kind]
+    return [one for one in kinds if one is not str] if any(map(_is_enum, kinds)) else kinds
+
+
+def _choices(kind: Any) -> list[Any]:
+    """The values of a Literal or an enum."""
+    if _is_enum(kind):
+        return [member.value for member in kind]
+    return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether the value is of this declared type. An integer is a number too, a bool is neither."""
+    kinds = _parts(kind)
+    if len(kinds) > 1:
+        return any(_fits(value, one) for one in kinds)
+    kind, inner = kinds[0], typing.get_args(kinds[0])
+    if kind is Any:
+        return True
+    if choices := _choices(kind):
+        return any(value == choice and isinstance(value, type(choice)) for choice in choices)
+    if kind in (int, float):
+        is_number = isinstance(value, int if kind is int else int | float)
+        return is_number and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, typing.get_origin(kind) or kind):
+        return False
+    if isinstance(value, list | dict) and inner:  # of items; of keys and values
+        items = value.values() if isinstance(value, dict) else value
+        return all(_fits(item, inner[-1]) for item in items)
+    return True
+
+
+_TYPE_NAMES = {
+    bool: ("true or false", "true or false"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+}
+
+
+def _describe(kind: Any) -> str:
+    if choices := _choices(kind):
+        return f"one of {', '.join(map(str, choices))}"
+    inner = (typing.get_args(kind) or (None,))[-1]
+    of_inner = f" of {_TYPE_NAMES[inner][1]}" if inner in _TYPE_NAMES else ""
+    match typing.get_origin(kind) or kind:
+        case builtins.list:
+            return f"a list{of_inner}"
+        case builtins.dict:
+            return f"a table (a dict in Python){of_inner}"
+    return _TYPE_NAMES[kind][0] if kind in _TYPE_NAMES else kind.__name__
+
+
+def _type_rule(value: Any, kind: Any) -> str:
+    """What a value that does not fit must be."""
+    kinds = [one for one in _parts(kind) if one is not NoneType]
+    choices = [str(choice) for one in kinds for choice in _choices(one)]
+    near = [choice for choice in choices if choice.startswith(str(value))]
+    near = near or difflib.get_close_matches(str(value), choices, 1)
+    if near and len(choices) > 8:  # too many to read
+        return f"did you mean {near[0]!r}?"
+    try:
+        is_quoted = isinstance(value, str) and _fits(json.loads(value.lower()), kind)
+    except ValueError:
+        is_quoted = False
+    rule = f"must be {' or '.join(map(_describe, kinds))}{' without quotes' if is_quoted else ''}"
+    return f"{rule}, or left out" if NoneType in _parts(kind) else rule

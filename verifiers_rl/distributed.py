@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -81,6 +82,41 @@ def raise_if_not_finite(loss: torch.Tensor, world_size: int) -> None:
             f"the loss of this batch is {total.item()}; no step is taken with it. Look at what "
             "loss_fn makes of extreme ratios, and at the rewards"
         )
+
+
+def raise_if_gradient_not_finite(model: torch.nn.Module, world_size: int) -> None:
+    """On every rank, where any rank's gradient is infinite or NaN though its loss is not. Clipping
+    makes NaN of all gradients then, and the optimizer of all weights.
+    """
+    norm_of_deepspeed: Any = getattr(model, "get_global_grad_norm", None)
+    if norm_of_deepspeed is not None:  # its engine has taken the step, or left it out
+        norm = norm_of_deepspeed()
+        if norm is not None and not math.isfinite(norm):
+            raise _gradient_error("by DeepSpeed's norm")
+        return
+    grads = {
+        name: grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2's part of it
+        for name, parameter in model.named_parameters()
+        if (grad := parameter.grad) is not None
+    }
+    largest = torch.nn.utils.get_total_norm(
+        [grad for grad in grads.values() if grad.numel()], norm_type=math.inf
+    )
+    is_bad = (~torch.isfinite(largest)).float()
+    if world_size > 1:
+        distributed.all_reduce(is_bad, distributed.ReduceOp.MAX)
+    if is_bad:
+        bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+        where = f"of {len(bad)} parameters, {bad[0]!r} first" if bad else "on another rank"
+        raise _gradient_error(where)
+
+
+def _gradient_error(where: str) -> FloatingPointError:
+    return FloatingPointError(
+        f"the gradient of this batch is infinite or NaN ({where}), and its loss is not; no step is "
+        "taken with it. Look at what the derivative of loss_fn is where the importance ratio is 1: "
+        "that of a square root or a norm is infinite at 0"
+    )
 
 
 def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:

@@ -1,7 +1,7 @@
 """Environments of both generations of `verifiers` as one: what the orchestrator runs.
 
     environments_classic.py  `verifiers.Environment`, up to verifiers 0.3
-    environments_v1.py       `verifiers.v1`: tasksets, agents, episodes
+    environments_v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
 
 Each imports its own part of `verifiers`, and only where there is an environment of its kind.
 """
@@ -12,7 +12,7 @@ import asyncio
 import bisect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from verifiers_rl.chat_template import reason_against_chat_template
+from verifiers_rl.limits import rollouts_at_once
 from verifiers_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -172,8 +173,16 @@ def _runner_class(env: Any, name: str) -> Any:
     )
 
 
-def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
-    """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed.
+def make_runner(
+    env: Any,
+    base_url: str,
+    tokenizer: Any,
+    args: Any,
+    report: Callable[[str], None] = print,
+) -> Any:
+    """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed. Its
+    `max_concurrent` is `args.max_concurrent`, or less where fewer files may be open; what is played
+    where is printed.
 
     Args:
         env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
@@ -181,6 +190,7 @@ def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
         base_url: of the inference server, without /v1.
         tokenizer: the model's.
         args: the `RLConfig`.
+        report: takes a line for each environment that says what is played where.
 
     Raises:
         InvalidEnvironmentError: one cannot be used for training, or sampled so.
@@ -217,9 +227,9 @@ def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
         }
         environment = one.env
         if isinstance(environment, str):
-            from verifiers_rl.environments_v1 import load_v1_taskset
+            from verifiers_rl.v1_loading import load_v1_environment
 
-            environment = load_v1_taskset(environment)
+            environment = load_v1_environment({"taskset": {"id": environment}})
         runner_class = _runner_class(environment, one.name)
         if args.env_workers:
             if not runner_class.RUNS_IN_WORKERS:
@@ -231,9 +241,18 @@ def make_runner(env: Any, base_url: str, tokenizer: Any, args: Any) -> Any:
 
             options |= {"num_workers": args.env_workers, "max_concurrent": args.max_concurrent}
             parts.append(WorkerEnvironment(environment, **options))
-        else:
-            parts.append(runner_class(environment, **options))
-    runner = MixedEnvironment(parts, [one.weight for one in mixed]) if len(parts) > 1 else parts[0]
+            continue
+        if not runner_class.RUNS_IN_WORKERS:
+            options["num_eval_tasks"] = args.eval_examples
+        parts.append(runner_class(environment, **options))
+        if description := getattr(parts[-1], "description", ""):
+            report(description)
+    runner: Any = parts[0]
+    if len(parts) > 1:
+        runner = MixedEnvironment(parts, [one.weight for one in mixed])
+    # Each environment keeps connections for a while; a classic rollout holds one, to the server.
+    files_per_rollout = sum(getattr(part, "files_per_rollout", 1) for part in parts)
+    runner.max_concurrent = rollouts_at_once(args.max_concurrent, files_per_rollout)
     renders_anew = args.client_type == "openai_chat_completions" and runner.is_multi_turn
     if renders_anew and tokenizer and (problem := reason_against_chat_template(tokenizer)):
         logger.warning(

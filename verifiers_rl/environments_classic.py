@@ -18,6 +18,7 @@ from typing import Any
 
 import verifiers as vf
 
+from verifiers_rl.chat_template import as_vllm_renders
 from verifiers_rl.clients import make_client
 from verifiers_rl.environments import (
     InvalidEnvironmentError,
@@ -188,6 +189,11 @@ class ClassicEnvironment:
                 else ""
             )
             raise InvalidEnvironmentError(f"the environment's training dataset is empty{left_out}")
+        try:
+            for message in self.first_prompt:
+                as_vllm_renders(dict(message))
+        except ValueError as error:
+            raise InvalidEnvironmentError(f"the first training example: {error}") from error
 
     def sizes(self, split: Split) -> list[int]:
         """Examples of this split, one number for each environment."""
@@ -260,11 +266,12 @@ class ClassicEnvironment:
         scoring_error: Exception | None = None
         if states:
             try:
-                await asyncio.wait_for(self.env.rubric.score_group(states), self.timeout_s)
+                async with asyncio.timeout(self.timeout_s) as deadline:
+                    await self.env.rubric.score_group(states)
                 for state in states:
                     await self.env.rubric.cleanup(state)
             except Exception as error:  # whatever the environment's scoring raises
-                scoring_error = error
+                scoring_error = self._explain(error, deadline, "scoring a group")
         return [
             self._rollout(index, row, state, error or scoring_error, policy_version)
             for state, error in results
@@ -280,19 +287,22 @@ class ClassicEnvironment:
         async with slots:
             start = time.monotonic()
             try:
-                state = await asyncio.wait_for(
-                    self.env.rollout(row, self._client, model, dict(sampling_args)), self.timeout_s
-                )
-            except TimeoutError:
-                return None, TimeoutError(
-                    f"a rollout took longer than generation_timeout ({self.timeout_s:g} s)"
-                )
+                async with asyncio.timeout(self.timeout_s) as deadline:
+                    state = await self.env.rollout(row, self._client, model, dict(sampling_args))
             except Exception as error:  # whatever the environment's own code raises
-                return None, error
+                return None, self._explain(error, deadline, "a rollout")
             state["verifiers_rl_generation_s"] = time.monotonic() - start
             if state.get("timed_out"):
-                return state, TimeoutError("the environment's own timeout_seconds passed")
+                return state, TimeoutError(
+                    "the environment's own timeout_seconds passed, or its code raised TimeoutError"
+                )
             return state, state.get("error")
+
+    def _explain(self, error: Exception, deadline: asyncio.Timeout, what: str) -> Exception:
+        """The error, in our words if it is the deadline's; the environment may have its own."""
+        if not (deadline.expired() and isinstance(error, TimeoutError)):
+            return error
+        return TimeoutError(f"{what} took longer than generation_timeout ({self.timeout_s:g} s)")
 
     def _rollout(
         self,

@@ -14,11 +14,11 @@ trainer's own tokenizer; so the turns of a trace are one sequence wherever its m
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
-import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,10 @@ import verifiers.v1 as vf
 from jinja2 import TemplateError
 from pydantic import PrivateAttr
 from verifiers.v1.dialects import Dialect
-from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
+from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
-from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.chat_template import as_vllm_renders
 from verifiers_rl.environments import (
@@ -42,8 +41,20 @@ from verifiers_rl.environments import (
     text_of,
     versions_of_tokens,
 )
+from verifiers_rl.rollouts import ENDLESS, describe_sizes
 from verifiers_rl.server_client import ServerClient, policy_versions
 from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
+from verifiers_rl.v1_loading import (
+    IN_PROCESS,
+    check_login,
+    check_tool_servers,
+    describe,
+    environment_of,
+    let_tool_servers_import_from,
+    played_here,
+)
+from verifiers_rl.v1_loading import load_v1_environment as load_v1_environment
+from verifiers_rl.v1_tasks import MAX_OVERLONG, TaskStream, check_text_only, first_messages
 from verifiers_rl.v1_versions import (
     is_for_training,
     is_infinite,
@@ -54,85 +65,55 @@ from verifiers_rl.v1_versions import (
 
 logger = logging.getLogger(__name__)
 
-IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
 EXIT_S = 30.0  # an environment has so long to end what its episodes share
+
+# Options of a request by which vLLM samples from another distribution than the softmax of the
+# logits at the run's temperature, with the values at which it does not. Besides them: all that
+# bind a reply to a grammar.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+}
 
 
 class EpisodeError(RuntimeError):
     """What verifiers recorded of an episode that failed; its traceback is a note."""
 
 
-def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = None) -> vf.Env:
-    """The environment of a TOML's table: `harness` of the only agent, `eval_taskset`, and whatever
-    else verifiers' `EnvConfig` takes.
-
-    Raises:
-        InvalidEnvironmentError: verifiers refuses it; the message is verifiers'.
-    """
-    from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
-
-    if search_path is not None:
-        if str(search_path) not in sys.path:
-            sys.path.insert(0, str(search_path))
-        _let_tool_servers_import_from(search_path)
-    table = dict(table)
-    try:
-        if "harness" in table:
-            agent = dict(table.get("agent", {}))
-            table["agent"] = agent | {"harness": table.pop("harness")}
-        of_evaluation = table.pop("eval_taskset", None)
-        env = load_environment(resolve_env_config(table))
-        if of_evaluation is not None:
-            config = {"taskset": dict(table["taskset"]) | of_evaluation}
-            env.eval_taskset = load_taskset(resolve_env_config(table | config).taskset)
-        return env
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
-        raise InvalidEnvironmentError(
-            f"cannot load the environment {table}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _let_tool_servers_import_from(folder: Path) -> None:
-    """They are processes of their own, which import the taskset's module too."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(folder) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
-
-
-def load_v1_taskset(taskset_id: str) -> vf.Taskset:
-    """An installed taskset with its defaults.
-
-    Raises:
-        InvalidEnvironmentError: there is none, or it does not load; the message is verifiers'.
-    """
-    from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
-
-    try:
-        return load_taskset(resolve_env_config({"taskset": {"id": taskset_id}}).taskset)
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
-        raise InvalidEnvironmentError(
-            f"cannot load the taskset {taskset_id!r}: {type(error).__name__}: {error}. (Not a "
-            "taskset? Pass the environment itself)"
-        ) from error
-
-
 class V1Environment:
     """An environment of `verifiers.v1` for the orchestrator, with the calls of
     `environments_classic.ClassicEnvironment`.
 
-    An agent in the `null` harness gets `chat_harness.ChatHarness`, and the local runtime unless
-    another is set; other harnesses run as they are.
+    An agent in the `null` harness, or for whom nobody chose one, gets `chat_harness.ChatHarness`,
+    and the local runtime unless another is set; other harnesses run as they are.
+
+    A taskset without end is a stream: trained in its order, each task once. Evaluations then use
+    its first tasks, which training leaves out, unless they have a taskset of their own.
 
     Args:
-        env: an `Env`, or a taskset, which one agent plays (in a chat, if it has no harness of its
-            own). Evaluations use its attribute `eval_taskset`, if it has one, else its taskset.
+        env: an `Env`, or a taskset, which the environment of its module plays, else one agent.
+            Evaluations use its attribute `eval_taskset`, if it has one, else its taskset.
         base_url, tokenizer, max_prompt_len, mask_env_responses, timeout_s, name, sampling_args: as
             for `ClassicEnvironment`.
         max_seq_len: replies end there, and the trace counts as truncated.
         client_type: only the default.
+        num_eval_tasks: of a stream, for evaluations.
 
     Raises:
-        InvalidEnvironmentError: no tasks or infinitely many, another client_type.
+        InvalidEnvironmentError: no tasks, images in their prompts, tools of the script that runs, a
+            remote sandbox without its key, another client_type.
     """
 
     RUNS_IN_WORKERS = False
@@ -150,6 +131,7 @@ class V1Environment:
         client_type: str = "openai_chat_completions_token",
         name: str = "env",
         sampling_args: dict[str, Any] | None = None,
+        num_eval_tasks: int = 64,
     ) -> None:
         if not isinstance(env, vf.Env | vf.Taskset):
             raise InvalidEnvironmentError(
@@ -164,10 +146,12 @@ class V1Environment:
         module = sys.modules.get(type(getattr(env, "taskset", env)).__module__)
         folder = Path(getattr(module, "__file__", None) or "").parent
         if str(folder) in sys.path and "site-packages" not in folder.parts:  # beside a script
-            _let_tool_servers_import_from(folder)
+            let_tool_servers_import_from(folder)
         try:
-            env = _played_by_one_agent(env) if isinstance(env, vf.Taskset) else env
-            self.env = _with_chat_harness(env)
+            env = environment_of(env) if isinstance(env, vf.Taskset) else env
+            self.env = played_here(env)
+            check_tool_servers(self.env)
+            check_login(self.env)
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
         self.base_url = base_url
@@ -182,54 +166,108 @@ class V1Environment:
         self.sampling_args = sampling_args
         self.weights = [1.0]
         self.is_multi_turn = True
+        self._warned: set[tuple[str, str]] = set()  # agent, option
         # Of each trace that is running: replies, and the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
         self.num_overlong_prompts = 0
-        self._tasks = {"train": self._within(env.taskset, max_prompt_len)}
-        self._tasks["eval"] = (
-            self._within(of_evaluation, max_prompt_len) if of_evaluation else self._tasks["train"]
-        )
-        if not self._tasks["train"]:
-            left_out = (
-                f", {self.num_overlong_prompts} were longer than max_prompt_len"
-                if self.num_overlong_prompts
-                else ""
-            )
-            raise InvalidEnvironmentError(f"environment {name!r} has no tasks{left_out}")
+        self.max_prompt_len = None if tokenizer is None else max_prompt_len
+        self._eval_tasks: list[vf.Task] = []
+        self._tasks: list[vf.Task] | TaskStream
+        try:
+            self._take_tasks(env.taskset, of_evaluation, num_eval_tasks)
+        except InvalidEnvironmentError as error:
+            raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
         self._serving: asyncio.Task[None] | None = None
         self.endpoint_session: aiohttp.ClientSession | None = None  # of `chat_harness`
 
-    def _within(self, taskset: Any, max_prompt_len: int | None) -> list[Any]:
-        """Its tasks without those whose first prompt is too long."""
+    def _take_tasks(self, taskset: Any, of_evaluation: Any, num_eval_tasks: int) -> None:
+        if of_evaluation is not None:
+            tasks = self._iterate(of_evaluation)
+            limit = num_eval_tasks if is_infinite(of_evaluation) else None
+            self._eval_tasks = list(itertools.islice(tasks, limit))
         if is_infinite(taskset):
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: its taskset is infinite; pass the first n tasks, "
-                "taskset.take(n) (before verifiers 0.4: head)"
-            )
-        tasks = list(taskset)
-        if max_prompt_len is None or self.tokenizer is None:
-            return tasks
-        kept = [t for t in tasks if len(self.render(first_messages(t))) <= max_prompt_len]
-        if len(kept) < len(tasks):
-            self.num_overlong_prompts += len(tasks) - len(kept)
+            if of_evaluation is None:
+                tasks = self._iterate(taskset)
+                self._eval_tasks = list(itertools.islice(tasks, num_eval_tasks))
+            num_skipped = 0 if of_evaluation is not None else len(self._eval_tasks)
+            self._tasks = TaskStream(lambda: self._iterate(taskset), num_skipped)
+            first = [self._tasks.at(0)]
+        else:
+            self._tasks = first = list(self._iterate(taskset))
+            if of_evaluation is None:
+                self._eval_tasks = self._tasks
+        if self.num_overlong_prompts:
             logger.warning(
-                "%d prompts longer than max_prompt_len=%d left out",
-                len(tasks) - len(kept),
-                max_prompt_len,
+                "%d prompts longer than max_prompt_len=%s left out",
+                self.num_overlong_prompts,
+                self.max_prompt_len,
             )
-        return kept
+        if not first:
+            left_out = (
+                f"; {self.num_overlong_prompts} were longer than max_prompt_len"
+                if self.num_overlong_prompts
+                else ""
+            )
+            raise InvalidEnvironmentError(f"it has no tasks{left_out}")
+        # Of tasks whose environment speaks first, a stand-in.
+        stand_in = [{"role": "user", "content": "?"}]
+        self.first_prompt = next((m for task in first if (m := first_messages(task))), stand_in)
+
+    def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
+        """Its tasks without those whose first prompt is too long."""
+        num_in_a_row = 0
+        for task in taskset:
+            check_text_only(task)
+            if self._is_overlong(task):
+                self.num_overlong_prompts += 1
+                num_in_a_row += 1
+                if is_infinite(taskset) and num_in_a_row >= MAX_OVERLONG:
+                    raise InvalidEnvironmentError(
+                        f"{num_in_a_row} tasks of its stream one after the other have a prompt "
+                        f"longer than max_prompt_len={self.max_prompt_len}"
+                    )
+                continue
+            num_in_a_row = 0
+            yield task
+
+    def _is_overlong(self, task: vf.Task) -> bool:
+        limit = self.max_prompt_len
+        return limit is not None and len(self.render(first_messages(task))) > limit
 
     def sizes(self, split: Split) -> list[int]:
-        """Tasks of this split, one number for each environment."""
-        return [len(self._tasks[split])]
-
-    @property
-    def first_prompt(self) -> list[Any]:
-        return next((m for task in self._tasks["train"] if (m := first_messages(task))), [])
+        """Tasks of this split, one number for each environment; `ENDLESS` of a stream."""
+        tasks = self._tasks if split == "train" else self._eval_tasks
+        return [ENDLESS if isinstance(tasks, TaskStream) else len(tasks)]
 
     @property
     def eval_dataset(self) -> Any:
-        return self._tasks["eval"]
+        return self._eval_tasks
+
+    @property
+    def files_per_rollout(self) -> int:
+        """Sockets and pipes that a rollout holds in this process at most: both ends of the
+        connection between agent and endpoint, one to the server; those of an agent's program, and
+        of tools.
+        """
+        config, taskset = self.env.config, self.env.taskset
+        harnesses = config.agent_harnesses().values()
+        toolsets = [*taskset.toolsets(taskset.config)]
+        toolsets += type(taskset).task_type().toolsets(taskset.config.task)
+        num_files = 3 + 4 * len(toolsets)
+        if any(harness.id != IN_PROCESS for harness in harnesses):
+            num_files += 5
+        return num_files * (config.max_concurrent_agents or len(harnesses))
+
+    @property
+    def description(self) -> str:
+        """One line for the start of a run."""
+        num_held_out = len(self._eval_tasks)
+        of_evaluation = f", {num_held_out} for evaluations"
+        if self._eval_tasks is self._tasks:
+            of_evaluation = ", also for evaluations"
+        tasks = describe_sizes(self.sizes("train"))
+        tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
+        return f"env {self.name}: {describe(self.env)}; {tasks}{of_evaluation}"
 
     def render(self, messages: list[Any], is_prompt: bool = True, **template: Any) -> list[int]:
         """Token ids of messages, with the beginning of a reply if `is_prompt`; `template` goes to
@@ -248,17 +286,8 @@ class V1Environment:
         """Start what the environment shares between episodes.
 
         Raises:
-            InvalidEnvironmentError: a runtime that needs a login, or not ready in time.
+            InvalidEnvironmentError: not ready in time.
         """
-        roles = self.env.config.agent_harnesses()
-        if any(getattr(self.env.config, role).runtime.type == "prime" for role in roles):
-            try:
-                ensure_prime_auth()
-            except SystemExit as error:
-                raise InvalidEnvironmentError(
-                    f"environment {self.name!r}: {error}; or set a runtime for the agent, "
-                    'runtime = { type = "docker" } or "subprocess"'
-                ) from error
         self.endpoint_session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         is_up = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
@@ -293,6 +322,25 @@ class V1Environment:
                 logger.warning("environment %r: not closed within %g s", self.name, EXIT_S)
                 task.cancel()
 
+    def warn_of_bias(
+        self, agent: str, request: Mapping[str, Any], of_run: Mapping[str, Any]
+    ) -> None:
+        """Once for each agent and option by which its tokens are sampled otherwise than the run's
+        options say, whose own were warned of at the start.
+        """
+        for name, value in request.items():
+            is_neutral = value is None or value in _NEUTRAL.get(name, (value,))
+            if name == "temperature" or name.startswith("guided_"):
+                is_neutral = value in (None, of_run.get(name))
+            if is_neutral or value == of_run.get(name) or (agent, name) in self._warned:
+                continue
+            self._warned.add((agent, name))
+            logger.warning(
+                "environment %r: the agent %r samples with %s=%r, from another distribution than "
+                "the trainer's softmax; importance ratios will be off, watch mismatch_kl",
+                self.name, agent, name, value,
+            )  # fmt: skip
+
     async def run_group(
         self,
         split: Split,
@@ -313,12 +361,27 @@ class V1Environment:
         )
         config._environment = self
         context = vf.ModelContext(model=model, client=config)
-        task = self._tasks[split][index]
+        task = await self._task(split, index)
         runs = [self._run(task, context, policy_version, slots) for _ in range(num_rollouts)]
         rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
         for rollout in rollouts:
             rollout.example_id = index
         return rollouts
+
+    async def _task(self, split: Split, index: int) -> vf.Task:
+        if split == "eval":
+            return self._eval_tasks[index]
+        if not isinstance(self._tasks, TaskStream):
+            return self._tasks[index]
+        deadline_s = max(self.timeout_s, LOAD_S)
+        try:
+            # On a thread: a resumed run makes all tasks before it, and a stream may read files.
+            return await asyncio.wait_for(asyncio.to_thread(self._tasks.at, index), deadline_s)
+        except TimeoutError as error:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: task {index} of its stream did not come within "
+                f"{deadline_s:g} s; raise generation_timeout"
+            ) from error
 
     async def _run(
         self, task: vf.Task, context: vf.ModelContext, policy_version: int, slots: Slots
@@ -327,7 +390,8 @@ class V1Environment:
         failed = Rollout(0, task.data.prompt_text, env=self.name)
         async with slots:
             try:
-                episode = await asyncio.wait_for(self.env.run_slot(slot, context), self.timeout_s)
+                async with asyncio.timeout(self.timeout_s) as deadline:
+                    episode = await self.env.run_slot(slot, context)
                 if not episode.ok:
                     raise _failure_of(episode)
                 if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
@@ -340,12 +404,12 @@ class V1Environment:
                     raise ValueError("no agent of the episode is trainable")
                 temperature = context.client.sampling["temperature"]
                 return [self._rollout(trace, policy_version, temperature) for trace in traces]
-            except TimeoutError:
-                failed.error = TimeoutError(
-                    f"an episode took longer than generation_timeout ({self.timeout_s:g} s)"
-                )
             except Exception as error:  # whatever the environment's own code raises
                 failed.error = error
+                if deadline.expired() and isinstance(error, TimeoutError):
+                    failed.error = TimeoutError(
+                        f"an episode took longer than generation_timeout ({self.timeout_s:g} s)"
+                    )
             finally:
                 for trace in slot.traces:
                     self.versions.pop(trace.id, None)
@@ -452,46 +516,6 @@ def samples_from_trace(
     return samples
 
 
-def first_messages(task: vf.Task) -> list[dict[str, Any]]:
-    """The first prompt, as a chat template takes it."""
-    data = task.data
-    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
-    if isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": data.prompt}]
-    return messages + [message_to_wire(message) for message in data.prompt or []]
-
-
-def _with_chat_harness(env: vf.Env) -> vf.Env:
-    """The environment with our harness where it has the `null` one."""
-    changed = {}
-    for role, harness in env.config.agent_harnesses().items():
-        if harness.id in ("null", IN_PROCESS):
-            from verifiers_rl.chat_harness import ChatHarnessConfig
-
-            agent = getattr(env.config, role)
-            ours = ChatHarnessConfig(**harness.model_dump(exclude={"id"}))
-            default = type(agent).model_fields["runtime"].default
-            is_default = agent.runtime.model_dump() == default.model_dump()
-            runtime = vf.SubprocessConfig() if is_default else agent.runtime
-            changed[role] = agent.model_copy(update={"harness": ours, "runtime": runtime})
-    if not changed:
-        return env
-    copy = type(env)(env.config.model_copy(update=changed))
-    own = {name: value for name, value in vars(env).items() if name not in vars(copy)}
-    vars(copy).update(own, taskset=env.taskset)
-    return copy
-
-
-def _played_by_one_agent(taskset: vf.Taskset) -> vf.Env:
-    """In the taskset's own harness, if it has one, else in a chat."""
-    config = vf.SingleAgentEnvConfig(taskset=taskset.config)
-    if config.agent_harnesses()["agent"].id == "bash":  # verifiers' default
-        config = vf.SingleAgentEnvConfig(taskset=taskset.config, agent={"harness": {"id": "null"}})
-    env = vf.SingleAgentEnv(config)
-    env.taskset = taskset
-    return env
-
-
 # --- Model calls ----------------------------------------------------------------------------------
 
 
@@ -531,7 +555,10 @@ class _TokenClient(vf.Client):
         options = self._sampling | extra | own
         template = {"tools": body.get("tools")}
         template |= options.pop("chat_template_kwargs", body.get("chat_template_kwargs", {}))
-        prompt_ids = self._prompt_ids(body["messages"], turn, template)
+        try:
+            prompt_ids = self._prompt_ids(body["messages"], turn, template)
+        except ValueError as error:  # an image
+            raise ProviderError(str(error), status_code=400) from error
         room = self._env.max_seq_len - len(prompt_ids)
         if room < 1:
             raise prompt_too_long(
@@ -545,9 +572,10 @@ class _TokenClient(vf.Client):
         # of the next line is the only one.
         for name in ("stream", "stream_options", "max_completion_tokens"):
             request.pop(name, None)
+        agent = turn.trace.agent.name if turn is not None else ""
+        self._env.warn_of_bias(agent, request, self._sampling)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
-        # The tokens are the prompt. vLLM renders messages all the same, and refuses them if they,
-        # rendered anew, have more tokens than those.
+        # The tokens are the prompt. vLLM renders messages all the same.
         request["messages"] = [{"role": "user", "content": "."}]
         policy_versions.set(None)
         try:

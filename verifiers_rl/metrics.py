@@ -4,10 +4,11 @@ the progress bar.
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
+from verifiers_rl.model_card import write_model_card
+from verifiers_rl.run_folder import CURVES, as_line, metrics_file, read_rows, write_rows
 from verifiers_rl.types import Rollout
+
+logger = logging.getLogger(__name__)
 
 # Logged as the largest over the steps since the last line, not as their mean.
 MAXIMA = ("importance_ratio_max", "staleness_max")
@@ -57,7 +62,11 @@ class TokenMeans:
         )
 
     def reduce(self, num_loss_tokens: int, world_size: int) -> dict[str, float]:
-        """Means over all ranks; every rank must call this with the same metrics."""
+        """Means over all ranks; every rank must call this with the same metrics. None without
+        microbatches.
+        """
+        if not self._sums:
+            return {}
         names, maxima = sorted(self._sums), sorted(self._max)
         sums = torch.stack([self._sums[name] for name in names])
         largest = torch.stack([self._max[name].double() for name in maxima])
@@ -66,6 +75,39 @@ class TokenMeans:
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         means = sums / max(num_loss_tokens, 1)
         return dict(zip(names + maxima, [*means.tolist(), *largest.tolist()], strict=True))
+
+
+class StepWindow(TrainerCallback):
+    """The steps since the last line of logs: their metrics, and the time that they took, without
+    evaluations and checkpoints between them.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._step_began: float | None = None
+        self._seconds = 0.0
+
+    def add(self, metrics: dict[str, float]) -> None:
+        self.steps.append(metrics)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_began = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._step_began is not None
+        self._seconds += time.monotonic() - self._step_began
+
+    def take(self) -> dict[str, float]:
+        """Means of each metric over the steps that have it (maxima of `MAXIMA`), seconds of a step,
+        and tokens a second; the window is empty after it.
+        """
+        steps, seconds = self.steps, self._seconds / len(self.steps)
+        self.steps, self._seconds = [], 0.0
+        result = {}
+        for name in dict.fromkeys(name for metrics in steps for name in metrics):
+            values = [metrics[name] for metrics in steps if name in metrics]
+            result[name] = max(values) if name in MAXIMA else sum(values) / len(values)
+        return {**result, "step_s": seconds, "tokens_per_s": result["num_tokens"] / seconds}
 
 
 # Dense bfloat16 operations a second, from the vendors' data sheets.
@@ -195,57 +237,106 @@ class RewardProgressCallback(ProgressCallback):
 
 
 class RunFilesCallback(TrainerCallback):
-    """Writes metrics.jsonl as training goes, and curves.png at its end, into the run's folder."""
+    """Writes metrics.jsonl as training goes into the run's folder, and curves.png at its end; into
+    each checkpoint the README.md of the steps so far.
+
+    Args:
+        env: as `RLTrainer` takes it.
+    """
+
+    def __init__(self, env: Any = None) -> None:
+        self.env = env
+        self._rows_before: list[dict[str, Any]] = []  # of evaluate() before train()
+        self._has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and state.global_step == 0:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            # A new run in the same folder starts a new file.
-            metrics_file(args.output_dir).write_text("")
+        """The file holds this run's rows only: a new run keeps what `evaluate()` found before it,
+        and a resumed one those up to its checkpoint, because it does the steps after it again.
+        """
+        if not state.is_world_process_zero:
+            return
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        rows, target = self._rows_before, metrics_file(args.output_dir)
+        if state.global_step > 0 and target.is_file():
+            rows = [row for row in read_rows(target) if row["step"] <= state.global_step]
+            rows.sort(key=lambda row: row["step"])
+        write_rows(target, rows)
+        self._rows_before, self._has_begun = [], True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
-            values = {
-                k: v if not isinstance(v, float) or math.isfinite(v) else str(v)
-                for k, v in logs.items()
-            }
+            row = {"step": state.global_step, **logs}
+            if not self._has_begun:
+                self._rows_before.append(row)
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with metrics_file(args.output_dir).open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **values}) + "\n")
+                file.write(as_line(row) + "\n")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            curves = Path(args.output_dir) / "curves.png"
-            plot_curves(metrics_file(args.output_dir), curves)
-            print(f"{summary(metrics_file(args.output_dir))}\ncurves: {curves}", flush=True)
+            plot_curves(metrics_file(args.output_dir), Path(args.output_dir) / CURVES)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and checkpoint.is_dir():
+            write_model_card(checkpoint, kwargs["model"], args, state, self.env)
 
 
-def metrics_file(output_dir: str) -> Path:
-    return Path(output_dir) / "metrics.jsonl"
-
-
-def summary(source: Path) -> str:
-    """The first and last value of the rewards and of what evaluation measured,
-    from a metrics.jsonl.
+class EarlyWarnings(TrainerCallback):
+    """Says, once each, that nothing can be learnt, and that the server does not sample from the
+    model that is trained.
     """
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    counts = ("eval_runtime", "eval_num_rollouts", "eval_num_turns")
-    names = dict.fromkeys(
-        n
-        for row in rows
-        for n in row
-        if n == "reward" or (n.startswith("eval_") and n not in counts)
-    )
-    lines = []
-    for name in names:
-        values = [
-            (row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
-        ]
-        (first_step, first), (last_step, last) = values[0], values[-1]
-        lines.append(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
-    return "\n".join(lines)
+
+    UNIFORM_STEPS = 10
+    # Rounding to bfloat16 moves a logprob by 0.01 to 0.03 nats. mismatch_kl is about half the mean
+    # square of that: below 0.001, and ten times as much where it changes the choice of experts.
+    FIRST_MISMATCH_KL = 0.02
+
+    def __init__(self) -> None:
+        self._first_step = 0  # that of a checkpoint in a resumed run
+        self._last_step: int | None = None  # with a line of logs
+        self._num_uniform_steps = 0
+        self._has_warned = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last_step, self._num_uniform_steps = None, 0
+        self._first_step = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs or "mismatch_kl" not in logs:
+            return
+        if self._last_step is None:
+            self._look_at_mismatch(logs)
+            self._last_step = self._first_step
+        is_uniform = logs.get("uniform_group_share") == 1.0  # in each step since the last line
+        num_steps = state.global_step - self._last_step
+        self._num_uniform_steps = self._num_uniform_steps + num_steps if is_uniform else 0
+        self._last_step = state.global_step
+        if self._num_uniform_steps >= self.UNIFORM_STEPS and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "nothing is learnt: in the last %d batches no group had two different rewards; "
+                "their mean is %.3g. Does the reward depend on the reply? If it does, take easier "
+                "or harder examples, or raise temperature or rollouts_per_example, so that replies "
+                "to one example differ",
+                self._num_uniform_steps,
+                logs.get("reward", math.nan),
+            )
+
+    def _look_at_mismatch(self, logs: dict[str, float]) -> None:
+        """Before any step both sides have the same weights, if the batch is not older."""
+        if logs["mismatch_kl"] > self.FIRST_MISMATCH_KL and logs.get("staleness") == 0.0:
+            logger.warning(
+                "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
+                "explain (it stays below %g): the tokens were not sampled from the model that is "
+                "trained. Look at the server's model, at sampling options such as top_p, and at "
+                "what the environment or its harness puts into a request",
+                logs["mismatch_kl"],
+                self.FIRST_MISMATCH_KL,
+            )
 
 
-CURVES = ("reward", "eval_reward", "entropy", "mismatch_kl", "step_s")
+PANELS = ("reward", "eval_reward", "entropy", "mismatch_kl", "step_s")
 
 
 def plot_curves(source: Path, target: Path) -> None:
@@ -255,8 +346,8 @@ def plot_curves(source: Path, target: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    panels = [("reward", ("reward", "eval_reward")), *((name, (name,)) for name in CURVES[2:])]
+    rows = read_rows(source)
+    panels = [("reward", ("reward", "eval_reward")), *((name, (name,)) for name in PANELS[2:])]
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, panels, strict=True):

@@ -40,12 +40,14 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         return model.float()
     from peft import LoraConfig, get_peft_model
 
+    targets: Any = args.lora_target_modules or default_target_modules(model)
     peft_config = peft_config or LoraConfig(
         task_type="CAUSAL_LM",
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        target_modules=args.lora_target_modules,
+        # A command line makes a list of it.
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         modules_to_save=args.lora_modules_to_save,
         use_rslora=args.lora_use_rslora,
     )
@@ -55,6 +57,96 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
             "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
         )
         return get_peft_model(model, peft_config)
+
+
+# Linear layers by which a mixture of experts chooses and weighs them: a small change there changes
+# which experts a token gets.
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
+    """The linear layers of the decoder's blocks by name: no head, no vision tower, no router and no
+    expert. In a PEFT model, those inside its adapters.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    num_blocks = model.config.get_text_config().num_hidden_layers
+    inside = {
+        id(layer)
+        for blocks in decoder.modules()
+        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == num_blocks
+        for layer in blocks.modules()
+    }
+    found = {}
+    for name, layer in model.named_modules():
+        name = name.removesuffix(".base_layer")
+        parts = name.split(".")
+        is_choice = parts[-1] in _ROUTERS or "experts" in parts or "lora_" in name
+        if isinstance(layer, torch.nn.Linear) and id(layer) in inside and not is_choice:
+            found[name] = layer
+    return found
+
+
+def default_target_modules(model: Any) -> list[str]:
+    """Names for PEFT of all `linear_layers`: the shortest that mean no other module. Of most models
+    that is q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    wanted = linear_layers(model)
+    if not wanted:
+        raise ConfigError(
+            f"lora_target_modules: {type(model).__name__} has no linear layers that are known; "
+            "name its layers, or set use_lora=False"
+        )
+    others = [name for name, _ in model.named_modules() if name and name not in wanted]
+    # Experts may be one tensor a layer, which PEFT takes for the layers of a checkpoint.
+    has_experts = any(name.endswith(".experts") for name in others)
+    names: dict[str, None] = {}
+    for name in wanted:
+        parts = name.split(".")
+        for start in reversed(range(len(parts))):
+            short = ".".join(parts[start:])
+            is_of_experts = has_experts and short in ("gate_proj", "up_proj", "down_proj")
+            if not is_of_experts and not any(f".{o}".endswith(f".{short}") for o in others):
+                break
+        names[short] = None
+    return list(names)
+
+
+def describe_adapter(policy: Any) -> str:
+    """What share of the model an adapter changes, in one line."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+    config = policy.peft_config["default"]
+    if not isinstance(config, LoraConfig):
+        return f"an adapter of {type(config).__name__}"
+    base = policy.get_base_model()
+    all_layers = linear_layers(base)
+    adapted = {
+        name: module.get_base_layer()
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    inside = adapted.keys() & all_layers.keys()
+    kinds = sorted({name.rpartition(".")[2] for name in adapted})
+    left_out = sorted({name.rpartition(".")[2] for name in all_layers.keys() - inside})
+    num_weights = sum(_num_weights(layer) for layer in all_layers.values())
+    share = sum(_num_weights(all_layers[name]) for name in inside) / max(num_weights, 1)
+    line = (
+        f"LoRA of rank {config.r} on {len(inside)} of {len(all_layers)} linear layers of the "
+        f"decoder, {share:.0%} of their weights ({', '.join(kinds)})"
+    )
+    if others := len(adapted) - len(inside):
+        line += f", and on {others} other layers"
+    if any(name.endswith(".experts") for name, _ in base.named_modules()):
+        left_out.append("the experts")
+    return line + (f"; without {', '.join(left_out)}" if left_out else "")
+
+
+def _num_weights(layer: Any) -> int:
+    return int(getattr(layer.weight, "ds_numel", layer.weight.numel()))  # ZeRO-3 leaves it empty
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
@@ -73,8 +165,10 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
 
 def check_policy(model: Any, args: RLConfig) -> None:
     """Raise ConfigError where the options do not go with what is trained; warn of what is not
-    exact.
+    exact; say what an adapter changes.
     """
+    if args.process_index == 0 and hasattr(model, "peft_config"):
+        print(describe_adapter(model), flush=True)
     warn_of_changing_rope(model, args.max_seq_len)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not args.ddp_find_unused_parameters:

@@ -37,7 +37,8 @@ from verifiers_rl.rollouts import (
     describe_error,
     evaluation_metrics,
 )
-from verifiers_rl.types import LOAD_S, Batch, Rollout, Slots
+from verifiers_rl.types import LOAD_S, Batch, Progress, Rollout, Slots
+from verifiers_rl.waiting import result_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class GroupRunner(Protocol):
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: Slots,
+        slots: Slots | Progress,
     ) -> list[Rollout]: ...
 
 
@@ -128,8 +129,8 @@ class Orchestrator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._slots: Slots
-        # Each with the number of batches that were pending with it.
-        self._pending: deque[tuple[Future[Batch], int]] = deque()
+        # Each with the number of batches that were pending with it, and its progress.
+        self._pending: deque[tuple[Future[Batch], int, Progress]] = deque()
 
     # --- Called by the trainer --------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Orchestrator:
         self._thread.start()
         deadline_s = max(self.rollout_timeout_s, LOAD_S) + 60.0  # a minute after its own
         try:
-            self._run(self.env.open()).result(timeout=deadline_s)
+            result_of(self._run(self.env.open()), deadline_s, lambda: "the environment to load")
         except TimeoutError as error:
             raise TimeoutError(f"the environment was not ready within {deadline_s:g} s") from error
         gc.collect()
@@ -160,8 +161,9 @@ class Orchestrator:
         Batches are taken in the order in which they were asked for.
         """
         num_batches = len(self._pending) + 1  # that share the server with it, as far as is known
-        batch = self._run(self._generate(step, model, policy_version, num_batches))
-        self._pending.append((batch, num_batches))
+        progress = Progress(self._slots)
+        batch = self._run(self._generate(step, model, policy_version, num_batches, progress))
+        self._pending.append((batch, num_batches, progress))
 
     def raise_if_failed(self) -> None:
         """Raise the error of the first pending batch if it has one; returns at once.
@@ -179,13 +181,13 @@ class Orchestrator:
 
     def wait(self) -> None:
         """Wait until all pending batches are there, without taking them."""
-        for batch, num_batches in self._pending:
-            self._wait_for(batch, num_batches)
+        for pending in self._pending:
+            self._wait_for(*pending)
 
-    def _wait_for(self, batch: Future[Batch], num_batches: int) -> Batch:
+    def _wait_for(self, batch: Future[Batch], num_batches: int, progress: Progress) -> Batch:
         num_batches = max(num_batches, len(self._pending))
         num_rollouts = self.max_groups * self.rollouts_per_example * num_batches
-        return self._result(batch, num_rollouts, num_batches)
+        return self._result(batch, progress, num_rollouts, num_batches)
 
     def get(self) -> Batch:
         """Wait for the first pending batch and take it.
@@ -207,9 +209,19 @@ class Orchestrator:
         """Means over `num_rollouts` each of the first `num_examples` of each environment's eval
         split. Errors count as reward 0. docs/metrics.md defines each.
         """
-        coroutine = self._evaluate(num_examples, num_rollouts, model, policy_version)
-        num_all = num_examples * num_rollouts * len(self.env.sizes("eval"))
-        return self._result(self._run(coroutine), num_all)
+        indices: list[int] = []
+        start = 0
+        for size in self.env.sizes("eval"):
+            indices += range(start, start + min(num_examples, size))
+            start += size
+        if not indices:
+            raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
+        progress = Progress(self._slots)
+        running = self._run_groups(
+            "eval", indices, num_rollouts, model, policy_version, progress, len(indices)
+        )
+        groups = self._result(self._run(running), progress, len(indices) * num_rollouts)
+        return evaluation_metrics([group for group, _ in groups])
 
     def stop(self) -> None:
         """Cancel what is pending, close the environment's client and join the thread."""
@@ -235,7 +247,9 @@ class Orchestrator:
         assert self._loop is not None, "call start() first"
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _result(self, future: Future[Any], num_rollouts: int, num_batches: int = 1) -> Any:
+    def _result(
+        self, future: Future[Any], progress: Progress, num_rollouts: int, num_batches: int = 1
+    ) -> Any:
         """Wait for it with a deadline.
 
         Rollout and scoring have each the rollout's deadline, once for each wave of max_concurrent,
@@ -245,7 +259,7 @@ class Orchestrator:
         waves = -(-num_rollouts // self.max_concurrent)
         deadline_s = (2 * waves + num_batches) * self.rollout_timeout_s + 60.0
         try:
-            return future.result(timeout=deadline_s)
+            return result_of(future, deadline_s, lambda: f"rollouts: {progress}")
         except TimeoutError:
             if future.done():
                 raise  # an error of the rollouts' own
@@ -264,7 +278,7 @@ class Orchestrator:
         await self.env.close()
 
     async def _generate(
-        self, step: int, model: str, policy_version: int, num_batches: int
+        self, step: int, model: str, policy_version: int, num_batches: int, progress: Progress
     ) -> Batch:
         indices = self.order.at(range(step * self.max_groups, (step + 1) * self.max_groups))
         start = asyncio.get_running_loop().time()
@@ -277,7 +291,7 @@ class Orchestrator:
             return self.group_filter.passes(group)
 
         groups = await self._run_groups(
-            "train", indices, self.rollouts_per_example, model, policy_version,
+            "train", indices, self.rollouts_per_example, model, policy_version, progress,
             self.num_groups, finish, num_batches * self.rollout_timeout_s,
         )  # fmt: skip
         kept = [group for group, passes in groups if passes]
@@ -287,11 +301,11 @@ class Orchestrator:
                 "max_oversampling", len(kept), len(groups), self.num_groups, self.group_filter,
             )  # fmt: skip
         rollouts = [rollout for group in kept for rollout in group if rollout.error is None]
-        if not rollouts:  # a batch of those that did not pass, without signal
+        if not rollouts:  # those that did not pass, for people to see: no step is taken with them
             rollouts = [r for group, _ in groups for r in group if r.error is None]
             rollouts = rollouts[: self.batch_size]
             for rollout in rollouts:
-                rollout.set_advantage(0.0)
+                rollout.leave_out_of_loss()
         samples = [sample for rollout in rollouts for sample in rollout.samples]
         metrics = batch_metrics([group for group, _ in groups])
         metrics["num_samples"] = float(len(samples))
@@ -306,6 +320,7 @@ class Orchestrator:
         num_rollouts: int,
         model: str,
         policy_version: int,
+        progress: Progress,
         num_wanted: int,
         finish: Callable[[list[Rollout]], bool] = lambda group: True,
         replace_for_s: float = 0.0,
@@ -320,9 +335,10 @@ class Orchestrator:
         """
 
         async def one(number: int) -> tuple[int, list[Rollout]]:
+            progress.num_wanted += num_rollouts
             group = await self.env.run_group(
                 split, indices[number], num_rollouts, model,
-                self.sampling_args, policy_version, self._slots,
+                self.sampling_args, policy_version, progress,
             )  # fmt: skip
             if any(rollout.error is not None for rollout in group):
                 await asyncio.to_thread(self.check_server)
@@ -370,21 +386,5 @@ class Orchestrator:
             advantages = self.advantage_fn(rewards)
             for rollout, advantage in zip(survivors, advantages.tolist(), strict=True):
                 if rollout.is_truncated and self.mask_truncated_completions:
-                    for sample in rollout.samples:
-                        sample.loss_mask = [False] * len(sample.loss_mask)
+                    rollout.leave_out_of_loss()
                 rollout.set_advantage(advantage)
-
-    async def _evaluate(
-        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> dict[str, float]:
-        indices: list[int] = []
-        start = 0
-        for size in self.env.sizes("eval"):
-            indices += range(start, start + min(num_examples, size))
-            start += size
-        if not indices:
-            raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
-        groups = await self._run_groups(
-            "eval", indices, num_rollouts, model, policy_version, num_wanted=len(indices)
-        )
-        return evaluation_metrics([group for group, _ in groups])

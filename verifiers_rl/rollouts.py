@@ -10,11 +10,25 @@ import numpy as np
 
 from verifiers_rl.types import Rollout
 
+# Size of a stream, which has no end. A number that no run reaches, so that examples of several
+# environments are counted through all in turn with streams among them.
+ENDLESS = 2**60
+
+
+def describe_sizes(sizes: Sequence[int]) -> str:
+    """How many examples these environments have, for people."""
+    num_streams = sum(size >= ENDLESS for size in sizes)
+    streams = {0: [], 1: ["a stream"]}.get(num_streams, [f"{num_streams} streams"])
+    num_examples = sum(size for size in sizes if size < ENDLESS)
+    return " and ".join([*streams, *([str(num_examples)] if num_examples or not streams else [])])
+
 
 def example_index(position: int, num_examples: int, shuffle: bool, seed: int) -> int:
     """The example at this position of an endless run:
-    every epoch has each once, in an order of its own.
+    every epoch has each once, in an order of its own. A stream has its own order and one epoch.
     """
+    if num_examples >= ENDLESS:
+        return position
     epoch, offset = divmod(position, num_examples)
     if not shuffle:
         return offset
@@ -35,7 +49,7 @@ class ExampleOrder:
     follows from the position: nothing has to be saved.
 
     Args:
-        sizes: examples of each environment.
+        sizes: examples of each environment; `ENDLESS` of a stream.
         weights: share of each, up to a common factor; equal by default.
         shuffle, seed: see `example_index`.
     """

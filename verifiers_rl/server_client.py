@@ -5,13 +5,14 @@ sampled their tokens.
 from __future__ import annotations
 
 import json
-import os
 from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
 import httpx
 from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
+
+from verifiers_rl.inference.client import generation_key
 
 policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
     "policy_versions", default=None
@@ -31,7 +32,7 @@ class ServerClient(AsyncOpenAI):
     """
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
-        key = os.environ.get("VLLM_API_KEY", "none")
+        key = generation_key(base_url)
         # No proxy: it is our own server.
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
         super().__init__(base_url=base_url, api_key=key, http_client=http, max_retries=1)

@@ -21,11 +21,11 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -41,9 +41,11 @@ from verifiers_rl.distributed import (
     let_gloo_threads_finish,
     max_over_ranks,
     prepare_sharding,
+    raise_if_gradient_not_finite,
     raise_if_not_finite,
 )
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.interrupts import Interrupts
 from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
@@ -54,18 +56,21 @@ from verifiers_rl.logprobs import (
 )
 from verifiers_rl.losses import LossFn, LossInputs, make_loss, reference_kl, weigh_samples
 from verifiers_rl.metrics import (
-    MAXIMA,
+    EarlyWarnings,
     RewardProgressCallback,
     RunFilesCallback,
+    StepWindow,
     TokenMeans,
     device_metrics,
     model_flops,
     print_rollouts,
 )
+from verifiers_rl.model_card import finish_run_folder, write_model_card
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
+from verifiers_rl.run_folder import enter_run_folder
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
-from verifiers_rl.weight_sync import gathering
+from verifiers_rl.weight_sync import gathering, is_split
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -123,17 +128,21 @@ class RLTrainer(Trainer):
         check_policy(policy, args)
         self.loss_fn = loss_fn or make_loss(args.loss, args.loss_args)
         self.batch: Batch | None = None  # the one being trained on
-        # Metrics of the steps since the last line of logs.
-        self._window: list[dict[str, float]] = []
-        self._window_start = 0.0
+        self._env = env
         self._sync_metrics: dict[str, float] = {}
+        self._waited_s = 0.0  # for this step's batch
         self._is_serving = False
         self.orchestrator: BatchSource | None = None
         self.weight_sync: WeightSink | None = None
+        # With the model and its name at the server, after the first push; None when it is done.
+        self._check_agreement: Callable[[nn.Module, str], None] | None = None
 
         runner = None
         if orchestrator is None and args.process_index == 0:
-            runner = self._make_server_side(policy, env, args, processing_class)
+            from verifiers_rl.server_side import connect
+
+            server_side = connect(policy, env, args, processing_class)
+            runner, self.orchestrator, self.weight_sync, self._check_agreement = server_side
         # Trainer insists on an eval dataset for eval_strategy;
         # what is evaluated is the environment's own.
         trainer_kwargs.setdefault("eval_dataset", runner.eval_dataset if runner else [])
@@ -149,7 +158,9 @@ class RLTrainer(Trainer):
             self.remove_callback(ProgressCallback)
             self.remove_callback(PrinterCallback)
             self.add_callback(RewardProgressCallback())
-        self.add_callback(RunFilesCallback())
+        self._interrupts, self._window = Interrupts(), StepWindow()
+        for callback in (RunFilesCallback(env), EarlyWarnings(), self._interrupts, self._window):
+            self.add_callback(callback)
 
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # until the first step
@@ -162,61 +173,48 @@ class RLTrainer(Trainer):
 
     # --- Setting up -------------------------------------------------------------------------------
 
-    def _make_server_side(self, model: Any, env: Any, args: RLConfig, tokenizer: Any) -> Any:
-        """Rank 0's orchestrator and weight sync; returns the environment's runner."""
-        from verifiers_rl.environments import make_runner, warn_of_replies_beyond_use
-        from verifiers_rl.inference.client import InferenceClient
-        from verifiers_rl.orchestrator import Orchestrator
-        from verifiers_rl.rollouts import ExampleOrder
-        from verifiers_rl.weight_sync import WeightSync
-
-        client = InferenceClient(
-            args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout
-        )
-        runner = make_runner(env, client.base_url, tokenizer, args)
-        status = client.wait_until_ready()
-        if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # The server beside us has pinned its threads to the first half of the cores.
-            num_cores = os.cpu_count() or 1
-            torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))
-        client.check_model(model.config)
-        warn_of_replies_beyond_use(runner, status["max_model_len"], args)
-        self.weight_sync = weight_sync = WeightSync(
-            client, args.weight_sync_backend, args.lora_sync, args.vllm_server_timeout
-        )
-        self.orchestrator = Orchestrator(
-            runner,
-            weight_sync.check_server,
-            batch_size=args.batch_size,
-            rollouts_per_example=args.rollouts_per_example,
-            sampling_args=args.sampling_args(),
-            max_concurrent=args.max_concurrent,
-            rollout_timeout_s=args.generation_timeout,
-            order=ExampleOrder(runner.sizes("train"), runner.weights, args.shuffle, args.seed),
-            group_filter=args.group_filter(),
-            max_groups=args.max_groups_per_batch,
-            advantage=args.advantage,
-            mask_truncated_completions=args.mask_truncated_completions,
-            zero_truncated_completions=args.zero_truncated_completions,
-        )
-        return runner
-
     def _base_of(self, model: Any) -> Any:
         """The Hugging Face model inside DDP and PEFT."""
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if hasattr(model, "peft_config") else model
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer.train; the server ends with the final weights,
-        and the orchestrator stops however this ends.
+    def train(
+        self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As Trainer.train. At its end the server has the final weights, and `output_dir` the model
+        or adapter; the orchestrator stops however this ends.
+
+        Raises:
+            RunFolderError: output_dir holds a run already, or none to resume.
+            KeyboardInterrupt: after the steps done so far were saved.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError("with DeepSpeed a trainer trains once; make another, or resume")
-        with self._serving():
-            result = super().train(*args, **kwargs)
+        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
+        if not self.state.global_step:  # this trainer's own run may go on in its folder
+            resume = enter_run_folder(self.args, resume)
+        with self._serving(), self._interrupts.deferred():
+            try:
+                result = super().train(resume, *args, **kwargs)
+            except KeyboardInterrupt:
+                if self.args.world_size == 1:  # the other ranks may be anywhere
+                    self._save_unfinished()
+                raise
+            is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
+            if is_best and self.weight_sync is not None:
+                self.weight_sync.policy_version = None  # the server has the last weights
             with self._gathering():
                 self._surviving(self._sync_weights)
-            return result
+        self.save_model()
+        if self.is_world_process_zero():
+            finish_run_folder(self.model, self.args, self.state, self._env)
+        return result
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Called by push_to_hub()."""
+        if self.is_world_process_zero():
+            write_model_card(Path(self.args.output_dir or ""), self.model, self.args, self.state,
+                             self._env)  # fmt: skip
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
@@ -262,13 +260,10 @@ class RLTrainer(Trainer):
         """
         if self._layout is None:
             self._layout = self._choose_layout(model)
-        start = time.monotonic()
-        if not self._window:
-            self._window_start = start
         model.train()
-        self._sync_metrics = {}
+        self._sync_metrics, self._waited_s = {}, 0.0
         self.batch = batch = self._saving(self._next_batch)
-        waited_s = time.monotonic() - start
+        start = time.monotonic()
         args, tokenizer = self.args, cast(Any, self.processing_class)
         lengths = [len(sample.token_ids) for sample in batch.samples]
         plan = plan_microbatches(
@@ -278,6 +273,8 @@ class RLTrainer(Trainer):
             self._layout,
             getattr(self._base_of(self.model).config.get_text_config(), "hidden_size", 1024),
         )[args.process_index]
+        if not batch.num_loss_tokens:  # without a gradient the optimizer leaves all as it is
+            plan = []
         weights, denominator = weigh_samples(
             [sample.num_loss_tokens for sample in batch.samples],
             args.loss_normalization,
@@ -304,9 +301,12 @@ class RLTrainer(Trainer):
                 if is_last:  # DeepSpeed's engine takes its step inside this backward
                     self._saving(partial(raise_if_not_finite, batch_loss, args.world_size))
                 self.accelerator.backward(loss)
+        check_gradient = partial(raise_if_gradient_not_finite, model, args.world_size)
+        # What DeepSpeed's optimizer has made of such a gradient is not saved.
+        check_gradient() if self.is_deepspeed_enabled else self._saving(check_gradient)
         own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
         token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
-        train_s = time.monotonic() - start - waited_s
+        train_s = time.monotonic() - start
         metrics = {
             **batch.metrics,
             **self._sync_metrics,
@@ -316,13 +316,14 @@ class RLTrainer(Trainer):
             "num_loss_tokens": float(batch.num_loss_tokens),
             "num_masked_samples": float(sum(not s.num_loss_tokens for s in batch.samples)),
             "num_microbatches": float(len(plan)),
-            "padding_share": 1 - own_tokens / num_positions,
+            "padding_share": 1 - own_tokens / num_positions if plan else 0.0,
+            "skipped_update_share": float(not plan),
             "policy_version": float(batch.policy_version),
             **batch.staleness(),
-            "wait_s": waited_s,
+            "wait_s": self._waited_s,
             "train_s": train_s,
         }
-        self._window.append(metrics)
+        self._window.add(metrics)
         return batch_loss
 
     def _choose_layout(self, model: nn.Module) -> Layout:
@@ -468,7 +469,10 @@ class RLTrainer(Trainer):
         if not orchestrator.num_pending:  # the first step, max_off_policy_steps = 0, a lost server
             self._sync_weights()
             self._submit(self.state.global_step)
-        return orchestrator.get()
+        start = time.monotonic()
+        batch = orchestrator.get()
+        self._waited_s = time.monotonic() - start
+        return batch
 
     def _submit_ahead(self, orchestrator: BatchSource) -> None:
         """Send the weights that this step starts from, and ask for the batches of the
@@ -536,6 +540,9 @@ class RLTrainer(Trainer):
         is_idle = self.orchestrator is None or self.orchestrator.num_pending == 0
         in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
         self._sync_metrics = self.weight_sync.push(model, version, in_flight)
+        if self._check_agreement is not None and not is_split(model):  # a forward of all ranks
+            self._check_agreement(model, self.weight_sync.model_name)
+        self._check_agreement = None
 
     # --- Evaluation, logs -------------------------------------------------------------------------
 
@@ -590,15 +597,8 @@ class RLTrainer(Trainer):
         """Adds the means over the steps since the last line to Trainer's own numbers,
         and shows a few rollouts.
         """
-        if "loss" in logs and self._window:
-            window, self._window = self._window, []
-            names = dict.fromkeys(name for metrics in window for name in metrics)
-            for name in names:
-                values = [metrics[name] for metrics in window if name in metrics]
-                logs[name] = max(values) if name in MAXIMA else sum(values) / len(values)
-            elapsed = time.monotonic() - self._window_start
-            logs["step_s"] = elapsed / len(window)
-            logs["tokens_per_s"] = logs["num_tokens"] / logs["step_s"]
+        if "loss" in logs and self._window.steps:
+            logs |= self._window.take()
             if self.batch is not None and self.is_world_process_zero():
                 print_rollouts(
                     self.batch.rollouts, self.state.global_step, self.args.num_rollouts_to_print

@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -105,6 +105,12 @@ class Rollout:
         for sample in self.samples:
             sample.set_advantage(advantage)
 
+    def leave_out_of_loss(self) -> None:
+        """Its tokens stay in the batch, none of them with loss."""
+        for sample in self.samples:
+            sample.loss_mask = [False] * len(sample.loss_mask)
+        self.set_advantage(0.0)
+
     @property
     def num_sampled_tokens(self) -> int:
         return sum(version >= 0 for sample in self.samples for version in sample.policy_versions)
@@ -132,6 +138,37 @@ class Slots(asyncio.Semaphore):
         finally:
             for _ in range(num_taken):
                 self.release()
+
+
+class Progress:
+    """The slots, as the rollouts of one batch take them; counts those rollouts.
+
+    Attributes:
+        num_wanted: rollouts that were asked for so far.
+        num_done: those of them that have given their slot back.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self.num_wanted = 0
+        self.num_done = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_done} of {self.num_wanted}"
+
+    async def __aenter__(self) -> None:
+        await self._slots.acquire()
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._slots.release()
+        self.num_done += 1
+
+    @asynccontextmanager
+    async def several(self, num: int) -> AsyncIterator[None]:
+        """As `Slots.several`."""
+        async with self._slots.several(num):
+            yield
+        self.num_done += num
 
 
 @dataclass(slots=True)

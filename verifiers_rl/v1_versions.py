@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 from verifiers.v1 import MessageNode, errors
+from verifiers.v1.runtimes import subprocess as local_runtime
 from verifiers.v1.session import RolloutSession
 
 # Whether a harness can ask before each tool call if the taskset refuses it.
@@ -33,6 +36,38 @@ def make_nodes_cheap() -> None:
 
 
 make_nodes_cheap()
+
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)_?KEY)(_|$)"
+)
+
+
+def is_secret(variable: str) -> bool:
+    """Whether an environment variable of this name holds what a program may not know."""
+    return _SECRET.search(variable.upper()) is not None
+
+
+class _OsWithoutSecrets:
+    """The module `os`, whose `environ` lacks what is secret."""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if not is_secret(name)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def hide_secrets_from_programs() -> None:
+    """Programs that the model writes, harnesses and tool servers on this machine get this process's
+    environment from verifiers, which takes out only what is named like an API key. What verifiers
+    passes on explicitly they still get: `runtime_env()` of a task, `env` and `forward_env` of a
+    harness.
+    """
+    local_runtime.os = _OsWithoutSecrets()
+
+
+hide_secrets_from_programs()
 
 
 def tokens_so_far(turn: Any) -> list[int] | None:

@@ -2,12 +2,12 @@
 
     trainer rank 0                                  vLLM worker 1..W
     connect()  ── HTTP: where to meet, what will come ──►  weight_sync_connect
-               ◄═══════ process group, W + 1 ranks ═══════►
+               ◄═══════ one meeting, W + 1 ranks   ═══════►
     push()     ── HTTP: receive version n ──────────────►  weight_sync_receive
                ═══════ buckets of packed tensors ════════►  load into the running model
                ◄─ HTTP: version n loaded, cache reset ────
 
-The transport is NCCL between GPUs, CUDA IPC where both sides share one, gloo elsewhere. Tensors
+The transport is NCCL between GPUs, CUDA IPC where both sides share one, TCP elsewhere. Tensors
 travel packed in buckets of a bounded size, and each is gathered, merged and cast when its bucket is
 packed: neither the number of messages nor the extra memory grows with the model. With LoRA only the
 adapter travels, or the merged weights.
@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import base64
 import logging
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -28,7 +30,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise, zip_longest
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +44,22 @@ from verifiers_rl.inference.client import (
     RequestRefusedError,
     ServerLostError,
 )
+from verifiers_rl.meeting import (
+    GuestStore,
+    HostStore,
+    close_all,
+    host_meeting,
+    join_meeting,
+    new_secret,
+    receive_into,
+)
 
 if TYPE_CHECKING:
-    from verifiers_rl.inference.client import InferenceClient
+    from verifiers_rl.inference.client import Hold, InferenceClient
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["nccl", "ipc", "gloo"]
+Backend = Literal["nccl", "ipc", "tcp"]
 ADAPTER_NAME = "policy"
 MAX_BUCKET_BYTES = 2**30
 _ALIGNMENT = 16  # bytes; every dtype can be viewed at such an offset
@@ -180,90 +191,135 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class Meeting(NamedTuple):
+    """Where the trainer and the workers meet, and who this process is there (0: the trainer)."""
+
+    host: str
+    port: int
+    secret: str
+    rank: int
+    world_size: int
+    timeout_s: float
+
+
 def make_transport(
     backend: Backend,
-    host: str,
-    port: int,
-    rank: int,
-    world_size: int,
+    meeting: Meeting,
     device: torch.device,
-    timeout_s: float,
     bucket_bytes: int,
     listener: socket.socket | None = None,
 ) -> Transport:
-    """Meet the others: rank 0 is the trainer and listens at host:port, on `listener`.
+    """Meet the others: rank 0 is the trainer and waits for them on `listener`.
 
     Args:
         device: of this process's model.
-        timeout_s: deadline of the meeting and of every message.
         bucket_bytes: of the largest buffer.
 
     Raises:
-        torch.distributed.DistError, RuntimeError: the others did not come, or went away.
+        RuntimeError: the others did not come, or went away.
     """
-    if backend == "ipc":
-        store = _store(host, port, rank, world_size, timeout_s, listener)
-        return SharedBuffer(store, rank, world_size, device, bucket_bytes)
-    return Communicator(host, port, rank, world_size, backend, device, timeout_s, listener)
-
-
-def _store(
-    host: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    listener: socket.socket | None,
-) -> Any:
-    import torch.distributed as dist
-
-    return dist.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener else None,
+    timeout_s, world_size = meeting.timeout_s, meeting.world_size
+    if listener is not None:
+        connections = host_meeting(listener, world_size - 1, meeting.secret, timeout_s)
+    else:
+        connections = [
+            join_meeting(meeting.host, meeting.port, meeting.rank, meeting.secret, timeout_s)
+        ]
+    if backend == "tcp":
+        return Sockets(connections, meeting.rank)
+    store: HostStore | GuestStore = (
+        HostStore(connections, timeout_s) if listener else GuestStore(connections[0], timeout_s)
     )
+    if backend == "ipc":
+        return SharedBuffer(store, meeting.rank, world_size, device, bucket_bytes)
+    return Communicator(store, meeting.rank, world_size, device, timeout_s)
+
+
+class Sockets:
+    """TCP: the trainer sends each buffer to each worker over its connection of the meeting.
+
+    Args:
+        connections: rank 0: to all workers; a worker: to rank 0.
+    """
+
+    def __init__(self, connections: Sequence[socket.socket], rank: int) -> None:
+        self._connections = connections
+        # Rank 0 sends to all at once; a worker receives the next buffer while it loads one.
+        self._threads = ThreadPoolExecutor(len(connections), "weight-sync")
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, buffer: Tensor) -> None:
+        view = _bytes_of(buffer)
+        sending = [self._start(connection.sendall, view) for connection in self._connections]
+        wait(sending)
+        for one in sending:
+            self._result(one)
+
+    def receive(self, num_bytes: int) -> Callable[[], Tensor]:
+        buffer = self.buffer(num_bytes)
+        coming = self._start(receive_into, self._connections[0], _bytes_of(buffer))
+
+        def wait_for_it() -> Tensor:
+            self._result(coming)
+            return buffer
+
+        return wait_for_it
+
+    def _start(self, work: Callable[..., None], *args: Any) -> Future[None]:
+        try:
+            return self._threads.submit(work, *args)
+        except RuntimeError as error:
+            raise RuntimeError("the connection for weights was closed") from error
+
+    def _result(self, future: Future[None]) -> None:
+        try:
+            future.result()
+        except OSError as error:
+            raise RuntimeError(f"the connection for weights broke: {error}") from error
+
+    def abandon(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """A buffer that is under way is cut off."""
+        close_all(self._connections)
+        self._threads.shutdown(wait=False)
+
+
+def _bytes_of(buffer: Tensor) -> memoryview:
+    """The memory of a uint8 tensor on the CPU, for sockets."""
+    array: Any = buffer.numpy()  # numpy's types lack the buffer protocol
+    return memoryview(array)
 
 
 class Communicator:
-    """gloo or NCCL: a process group between the trainer (rank 0) and the server's workers, apart
-    from the default one. Arguments as of `make_transport`; with nccl each rank has its own GPU.
+    """NCCL: a process group between the trainer (rank 0) and the server's workers, apart from the
+    default one; each rank has its own GPU.
+
+    Args:
+        store: of the meeting.
+        rank, world_size: this process (0: the trainer), and all of them.
+        device: this process's GPU.
+        timeout_s: deadline of every message.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        store: HostStore | GuestStore,
         rank: int,
         world_size: int,
-        backend: Literal["gloo", "nccl"],
         device: torch.device,
         timeout_s: float,
-        listener: socket.socket | None = None,
     ) -> None:
         import torch.distributed as dist
 
-        timeout = timedelta(seconds=timeout_s)
-        self.device = device if backend == "nccl" else torch.device("cpu")
-        self._group: Any  # torch's stubs give the two groups no common base with broadcast()
-        store = _store(host, port, rank, world_size, timeout_s, listener)
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        else:
-            # Without a device of our own gloo looks up the host's name,
-            # which many machines cannot resolve.
-            gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack _Options
-            gloo_options = gloo._Options()
-            gloo_options._timeout = timeout
-            gloo_options._threads = 2
-            gloo_options._devices = [gloo.create_device(hostname=_own_address(host))]
-            self._group = gloo(store, rank, world_size, gloo_options)
-        self._store = store
+        self.device = device
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        self._store: HostStore | GuestStore | None = store
         self._lock = threading.Lock()  # two threads may leave at once
         # Meet now, not at the first push.
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))()
@@ -288,37 +344,34 @@ class Communicator:
         options.rootRank = 0
         work = group.broadcast([buffer], options)
 
-        def wait() -> Tensor:
+        def wait_for_it() -> Tensor:
             work.wait()
-            if buffer.is_cuda:
-                torch.cuda.current_stream(buffer.device).synchronize()
+            torch.cuda.current_stream(buffer.device).synchronize()
             return buffer
 
-        return wait
+        return wait_for_it
 
     def abandon(self) -> None:
-        # NCCL would keep the trainer's stream until the deadline. gloo keeps one thread, and its
-        # abort() waits for that.
-        if self.device.type == "cuda":
-            self.close()
+        self.close()  # or it would keep the trainer's stream until the deadline
 
     def close(self) -> None:
-        """Waits for a broadcast that is under way, up to its deadline."""
         with self._lock:
-            group, self._group, self._store = self._group, None, None
+            (group, self._group), (store, self._store) = (self._group, None), (self._store, None)
         if group is not None:
             group.abort()
+        if store is not None:
+            store.close()
 
 
 class SharedBuffer:
     """CUDA IPC: one buffer in the memory of the GPU that trainer and workers share.
 
     NCCL refuses two ranks on one GPU. Here rank 0 allocates one buffer of the largest bucket, the
-    workers map it into their own address space, and a TCP store says when it is filled and when
-    all have read it. The handle travels as base64 in the store, unpickled by nobody.
+    workers map it into their own address space, and a store says when it is filled and when all
+    have read it. The handle travels as base64 in the store, unpickled by nobody.
 
     Args:
-        store: a `torch.distributed.Store` with the deadline of every wait.
+        store: of the meeting, with the deadline of every wait.
         rank, world_size: this process (0: the trainer), and all of them.
         device: this process's name for the GPU.
         num_bytes: of the largest bucket.
@@ -366,7 +419,9 @@ class SharedBuffer:
 
     def close(self) -> None:
         """The GPU's memory is freed when both sides have left."""
-        self._memory = self._store = None
+        store, self._memory, self._store = self._store, None, None
+        if store is not None:
+            store.close()
 
     def _report(self, event: str) -> None:
         if self._store.add(f"{event}/count", 1) == self._num_workers:
@@ -422,7 +477,7 @@ def gpu_uuid(device: torch.device) -> str | None:
 
 
 def choose_backend(
-    wanted: Literal["auto", "nccl", "ipc", "gloo"], own: str | None, workers: Sequence[str | None]
+    wanted: Literal["auto", "nccl", "ipc", "tcp"], own: str | None, workers: Sequence[str | None]
 ) -> Backend:
     """The transport between this GPU and the workers' (uuids, None for a CPU).
 
@@ -433,7 +488,7 @@ def choose_backend(
     shared = on_gpus and all(worker == own for worker in workers)
     distinct = on_gpus and len({own, *workers}) == 1 + len(workers)
     if wanted == "auto":
-        return "ipc" if shared else "nccl" if distinct else "gloo"
+        return "ipc" if shared else "nccl" if distinct else "tcp"
     if wanted == "nccl" and not distinct:
         raise InferenceServerError(
             "weight_sync_backend='nccl' needs a GPU of its own for the trainer and for each of the "
@@ -484,20 +539,36 @@ def source_of(tensor: Any) -> Source:
     )
 
 
+# Options of PEFT's LoraConfig that change what an adapter computes.
+_NOT_PLAIN = (
+    *("use_dora", "lora_bias", "kasa_config", "alora_invocation_tokens"),
+    *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config"),
+)
+# Values of its init_lora_weights; others, and those to come, may move a part of the base weights
+# into the adapter.
+_KEEPS_BASE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+
 def check_adapter(config: Any, lora_sync: str) -> None:
     """Raise ValueError for a PEFT config that the server could not reproduce."""
     from peft import LoraConfig
 
-    if not isinstance(config, LoraConfig) or config.use_dora or getattr(config, "lora_bias", False):
+    other = [name for name in _NOT_PLAIN if getattr(config, name, None)]
+    if not isinstance(config, LoraConfig) or other:
         raise ValueError(
-            f"peft_config={type(config).__name__}: only plain LoRA can be sent to vLLM (no DoRA, "
-            "no lora_bias)"
+            f"peft_config={' with '.join([type(config).__name__, *other])}: only plain LoRA can be "
+            "sent to vLLM (no DoRA, no lora_bias)"
+        )
+    if lora_sync == "adapter" and config.init_lora_weights not in _KEEPS_BASE_WEIGHTS:
+        raise ValueError(
+            f"peft_config.init_lora_weights={config.init_lora_weights!r} changes the base weights, "
+            "and an adapter of them does not fit the server's; set lora_sync='merged'"
         )
     if experts := getattr(config, "target_parameters", None):
         raise ValueError(
             f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into "
-            "a mixture of experts, which cannot be sent; leave their "
-            "layers out of lora_target_modules, as in ['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+            "a mixture of experts, which cannot be sent; leave their layers out of "
+            "lora_target_modules, as its default does"
         )
     for name in ("rank_pattern", "alpha_pattern"):
         if getattr(config, name, None) and lora_sync == "adapter":
@@ -518,7 +589,8 @@ def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
 
     config = model.peft_config["default"].to_dict()
     plain = {key: config[key] for key in ("r", "lora_alpha", "use_rslora", "bias")}
-    plain["target_modules"] = sorted(config["target_modules"])
+    targets = config["target_modules"]
+    plain["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
     # Not of model.state_dict(): ZeRO-3 knows its parameters only.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = get_peft_model_state_dict(model, state_dict=parameters)
@@ -526,7 +598,8 @@ def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
 
 
 def merged_sources(model: Any) -> dict[str, Source]:
-    """Weights of a PEFT model with its adapter merged in, under the base model's names.
+    """Weights of a PEFT model with its adapter merged in, under the base model's names and in the
+    order of its parameters: vLLM holds back the parts of a layer until it has all of them.
 
     Computed beside the trainer's own tensors, which are not touched, so nothing drifts: W + scale *
     B A in float32 for wrapped layers, the trained copy for `modules_to_save`.
@@ -535,24 +608,22 @@ def merged_sources(model: Any) -> dict[str, Source]:
     from peft.utils import ModulesToSaveWrapper
 
     base = model.get_base_model()
-    wrapped: dict[str, Source] = {}
-    inside = (".base_layer.", ".lora_", ".original_module.", ".modules_to_save.")
+    changed: dict[str, Source] = {}
     for prefix, module in base.named_modules():
         if isinstance(module, LoraLayer):
-            layer: Any = module.get_base_layer()
-            weight = source_of(layer.weight)
-            wrapped[f"{prefix}.weight"] = weight._replace(make=partial(_merged_weight, module))
-            if getattr(layer, "bias", None) is not None:
-                wrapped[f"{prefix}.bias"] = source_of(layer.bias)
+            weight = source_of(cast(Any, module.get_base_layer()).weight)
+            changed[f"{prefix}.weight"] = weight._replace(make=partial(_merged_weight, module))
         elif isinstance(module, ModulesToSaveWrapper):
             trained = module.modules_to_save["default"]
-            wrapped |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
-    plain = {
-        name: source_of(parameter)
-        for name, parameter in base.named_parameters()
-        if not any(part in name for part in inside)
-    }
-    return wrapped | plain
+            changed |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
+    merged: dict[str, Source] = {}
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name:
+            continue
+        for inside in (".base_layer.", ".original_module.", ".modules_to_save.default."):
+            name = name.replace(inside, ".")
+        merged.setdefault(name, changed.get(name) or source_of(parameter))
+    return merged
 
 
 @torch.no_grad()
@@ -756,7 +827,7 @@ class WeightSync:
 
     Args:
         client: HTTP to the server.
-        backend: "nccl", "ipc", "gloo", or "auto" for what the GPUs on both sides allow.
+        backend: "nccl", "ipc", "tcp", or "auto" for what the GPUs on both sides allow.
         lora_sync: of a PEFT model, send the "adapter" or the "merged" weights.
         timeout_s: deadline of the meeting and of one push.
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
@@ -766,7 +837,7 @@ class WeightSync:
     def __init__(
         self,
         client: InferenceClient,
-        backend: Literal["auto", "nccl", "ipc", "gloo"] = "auto",
+        backend: Literal["auto", "nccl", "ipc", "tcp"] = "auto",
         lora_sync: Literal["adapter", "merged"] = "adapter",
         timeout_s: float = 300.0,
         bucket_bytes: int = 16 * 2**20,
@@ -779,6 +850,8 @@ class WeightSync:
         self.policy_version: int | None = None
         self._plan: TransferPlan | None = None
         self._transport: Transport | None = None
+        self._trainer = secrets.token_hex(8)  # our name for the server
+        self._hold: Hold | None = None
         self._connection: str | None = None  # the server's name for this trainer's last connect()
 
     @property
@@ -789,12 +862,16 @@ class WeightSync:
         return self.client.served_model_name
 
     def connect(self, model: nn.Module) -> None:
-        """Meet the server's workers and tell them what will come.
+        """Take the server, meet its workers and tell them what will come.
 
         Raises:
-            InferenceServerError: the server cannot take these weights; says why and what to change.
+            InferenceServerError: another trainer has the server, or it cannot take these weights;
+                says why and what to change.
         """
         status = self.client.status()
+        before, self._hold = self._hold, self.client.hold(self._trainer)
+        if before is not None:
+            before.close()
         sources, adapter = what_to_send(model, self.lora_sync)
         if adapter and status["lora_dtype"] is None:
             raise InferenceServerError(needs_lora_flag(adapter["r"]))
@@ -814,20 +891,22 @@ class WeightSync:
         listener = socket.create_server((address, 0), family=family, backlog=128)
         port = listener.getsockname()[1]
         world_size = 1 + status["world_size"]
+        meeting = Meeting(address, port, new_secret(), 0, world_size, self.timeout_s)
         request = {
             "host": address,
             "port": port,
+            "secret": meeting.secret,
             "world_size": world_size,
             "backend": backend,
             "timeout_s": self.timeout_s,
+            "trainer": self._trainer,
             "plan": asdict(self._plan),
         }
         largest = max(bucket_num_bytes(bucket) for bucket in self._plan.buckets())
 
         def meet() -> Transport:
-            where = (address, port, 0, world_size)
             try:
-                return make_transport(backend, *where, device, self.timeout_s, largest, listener)
+                return make_transport(backend, meeting, device, largest, listener)
             except RuntimeError as error:
                 raise WorkersLeftError(f"the server's workers did not come: {error}") from error
 
@@ -922,10 +1001,15 @@ class WeightSync:
         self._transport = self.policy_version = None
 
     def close(self) -> None:
-        """Leave the transport; the next push connects again."""
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = self.policy_version = None
+        """Leave the transport and give the server free; the next push connects again."""
+        transport, hold = self._transport, self._hold
+        self._transport = self.policy_version = self._hold = None
+        try:
+            if transport is not None:
+                transport.close()
+        finally:
+            if hold is not None:
+                hold.close()
 
     def _together(
         self,

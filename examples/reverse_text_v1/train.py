@@ -45,6 +45,7 @@ def main() -> None:
         learning_rate=1e-3,
         logging_steps=10,
         save_strategy="no",
+        overwrite_output_dir=True,
     )
     model = str(HERE / "outputs" / "warm_start")
     trainer = RLTrainer(model=model, env=make_taskset(), args=args)

@@ -215,6 +215,34 @@ def test_a_rollout_beyond_generation_timeout_is_an_error():
     assert all("generation_timeout (0.05 s)" in str(r.error) for r in rollouts)
 
 
+def test_an_environments_own_timeout_is_not_taken_for_generation_timeout():
+    class Late(vf.SingleTurnEnv):
+        async def rollout(self, *args, **kwargs):
+            raise TimeoutError("the database did not answer")
+
+    async def slow(completion):
+        await asyncio.sleep(30)
+
+    dataset = Dataset.from_dict({"question": ["a", "b"], "answer": ["", ""]})
+    late = Late(dataset=dataset, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
+    rollouts, _ = run_group(late, say_ok)
+    assert all("the database did not answer" in str(r.error) for r in rollouts)
+    assert not any("generation_timeout" in str(r.error) for r in rollouts)
+    rollouts, _ = run_group(make_env(slow), say_ok, timeout_s=0.5)
+    assert all("scoring a group took longer than generation_ti" in str(r.error) for r in rollouts)
+
+
+def test_an_image_in_the_first_prompt_is_refused_at_the_start():
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    prompt = [{"role": "user", "content": [picture]}]
+    env = vf.SingleTurnEnv(
+        dataset=Dataset.from_list([{"prompt": prompt, "answer": ""}]),
+        rubric=vf.Rubric(funcs=[lambda completion: 1.0]),
+    )
+    with pytest.raises(InvalidEnvironmentError, match="'image_url': images and other media"):
+        ClassicEnvironment(env, "http://unused", None, max_seq_len=64)
+
+
 def test_max_seq_len_cuts_and_marks_as_truncated():
     async def reply(text):
         return "x" * 100
@@ -282,7 +310,11 @@ def test_a_mix_runs_each_example_in_its_own_environment(tmp_path):
             InvalidEnvironmentError,
             "'a', sampling: temperature=2: cannot",
         ),
-        ([("a", {"top_p": "1"})], InvalidEnvironmentError, "'a', sampling: top_p='1': must be > 0"),
+        (
+            [("a", {"top_p": "1"})],
+            InvalidEnvironmentError,
+            "'a', sampling: top_p='1': must be a number",
+        ),
         ([("a", {"top_p": 3})], InvalidEnvironmentError, "top_p=3: must be > 0 and <= 1"),
     ],
 )

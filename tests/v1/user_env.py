@@ -11,10 +11,14 @@ class UserEnvConfig(vf.EnvConfig):
 
 
 class UserEnv(vf.Env[UserEnvConfig]):
+    question = None  # in place of the text
+
     async def run(self, task, agents):
         async with agents.assistant.interaction(task) as interaction:
             segment = await interaction.turn()
             for question in ("and?", "more?"):
                 if segment.terminated:
                     break
-                segment = await interaction.turn(f"{question} {len(segment.last_reply)}")
+                text = f"{question} {len(segment.last_reply)}"
+                asked = [vf.UserMessage(content=self.question)] if self.question else text
+                segment = await interaction.turn(asked)

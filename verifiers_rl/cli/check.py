@@ -15,6 +15,7 @@ import asyncio
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -27,33 +28,41 @@ from types import FrameType
 from typing import Any
 
 from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.errors import tracker_error
 from verifiers_rl.cli.rl import (
     Child,
     assign_gpus,
+    check_folder,
     check_trainer_options,
-    ended_early,
     ended_within,
+    flag_problem,
     server_command,
 )
-from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
-
-NUM_COMPARED_TOKENS = 32
-# Largest difference of one token's logprob in nats, both sides in float32, and otherwise.
-FLOAT32_TOLERANCE, HALF_TOLERANCE = 0.01, 0.5
+from verifiers_rl.inference.client import (
+    TOKEN_VARIABLE,
+    InferenceClient,
+    InferenceServerError,
+    generation_key,
+)
+from verifiers_rl.waiting import WaitingLine
 
 
 class Fix(Exception):
     """A check failed; the message is one line that names the value and says what to do."""
 
 
-def check(config: RunConfig) -> int:
-    """Run all checks. Returns the exit status: 0 where every line is ok, else 1."""
+def check(config: RunConfig, resume: bool | str | None = None) -> int:
+    """Run all checks. Returns the exit status: 0 where every line is ok, else 1.
+
+    Args:
+        resume: as the run will be told; see `prepare_run_folder`.
+    """
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
     datasets.disable_progress_bars()
     disable_progress_bar()
-    preflight = Preflight(config)
+    preflight = Preflight(config, resume)
     handle_signals(end_check)
     try:
         return preflight.run()
@@ -111,8 +120,9 @@ class Preflight:
     prompt_ids: list[int]
     before: list[tuple[Any, Any]]  # trained parameters, and their values before the push
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, resume: bool | str | None = None) -> None:
         self.config = config
+        self.resume = resume
         self.num_failed = 0
         self.passed: set[str] = set()
         self.server: Child | None = None
@@ -126,6 +136,8 @@ class Preflight:
         self.line(gpus, self.check_gpus)
         self.line("versions", self.check_versions)
         self.line(options, self.check_options)
+        self.line("output folder", self.check_output_folder, options)
+        self.line("trackers", self.check_trackers, options)
         self.line("port", self.check_port, options)
         self.line(model, self.check_model_config, options)
         self.line("tokenizer", self.check_tokenizer)
@@ -206,8 +218,20 @@ class Preflight:
             f"max_seq_len {args.max_seq_len}"
         )
 
+    def check_output_folder(self) -> str:
+        folder = Path(self.args.output_dir).absolute()
+        checkpoint = check_folder(self.args, self.resume)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = f"{shutil.disk_usage(existing).free / 1e9:.1f} GB free"
+        return f"{folder}, {free}" + (f", resuming from {checkpoint}" if checkpoint else "")
+
+    def check_trackers(self) -> str:
+        if problem := tracker_error(self.args.report_to):
+            raise Fix(problem)
+        return ", ".join(self.args.report_to) or "none"
+
     def check_port(self) -> str:
-        from verifiers_rl.inference.server import port_error
+        from verifiers_rl.inference.port import port_error
 
         host, port = self.args.vllm_server_host, self.args.vllm_server_port
         if problem := port_error(host, port):
@@ -250,12 +274,18 @@ class Preflight:
 
     def check_environment(self) -> str:
         from verifiers_rl.environments import make_runner
+        from verifiers_rl.rollouts import describe_sizes
 
         args = self.args
         tokenizer = self.tokenizer if "tokenizer" in self.passed else None
-        self.runner = make_runner(self.config.load_envs(), self.client.base_url, tokenizer, args)
+        envs, url = self.config.load_envs(), self.client.base_url
+
+        def report(line: str) -> None:
+            print(f"      {line}", flush=True)
+
+        self.runner = make_runner(envs, url, tokenizer, args, report)
         left_out = self.runner.num_overlong_prompts
-        train, held_out = (sum(self.runner.sizes(split)) for split in ("train", "eval"))
+        train, held_out = (describe_sizes(self.runner.sizes(split)) for split in ("train", "eval"))
         return (
             f"{', '.join(env.name for env in self.config.envs)}, {train} training examples, "
             f"{held_out} for evaluation"
@@ -278,7 +308,7 @@ class Preflight:
     def check_trainer_model(self) -> str:
         from transformers import set_seed
 
-        from verifiers_rl.models import load_policy
+        from verifiers_rl.models import describe_adapter, load_policy
 
         args = self.args
         set_seed(args.seed)
@@ -292,14 +322,13 @@ class Preflight:
         return (
             f"{total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained, "
             f"{str(dtype).removeprefix('torch.')} on {args.device}"
+            + (f", {describe_adapter(self.model)}" if args.use_lora else "")
         )
 
     # --- With the server --------------------------------------------------------------------------
 
     def check_server(self) -> str:
         args = self.args
-        where = "; on a CPU this takes most of a minute" if not self.gpus[0] else ""
-        print(f"      starting the server{where} ...", flush=True)
         handle_signals(end_check)  # an environment of verifiers has put its own in their place
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this check; the server's too
         start = time.monotonic()
@@ -312,8 +341,11 @@ class Preflight:
         )
         try:
             self._wait_for_server(self.server, start + args.vllm_server_timeout)
-        except InferenceServerError:
-            for line in self.log.read_text(errors="replace").splitlines()[-30:]:
+        except InferenceServerError as error:
+            lines = self.log.read_text(errors="replace").splitlines()
+            if problem := flag_problem(lines, self.config):
+                raise Fix(problem) from error
+            for line in lines[-30:]:
                 print(f"      {line}", flush=True)
             raise
         self.client.check_model(self.model_config)
@@ -324,17 +356,21 @@ class Preflight:
         )
 
     def _wait_for_server(self, server: Child, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            try:
-                self.client.status()
-                return
-            except InferenceServerError:
-                pass  # not yet: its process tells whether to go on waiting
-            if ended_within(server, 0.5):
-                raise ended_early(server, None)
+        timeout_s = self.args.vllm_server_timeout
+        with WaitingLine(lambda: f"the server, up to {timeout_s:g} s,") as line:
+            while time.monotonic() < deadline:
+                try:
+                    self.client.status()
+                    return
+                except InferenceServerError:
+                    pass  # not yet: its process tells whether to go on waiting
+                if ended_within(server, 0.5):
+                    raise InferenceServerError(
+                        f"it ended with status {server.process.returncode} before it was ready"
+                    )
+                line.show()
         raise InferenceServerError(
-            f"the server was not ready after {self.args.vllm_server_timeout:g} s; "
-            "raise vllm_server_timeout"
+            f"the server was not ready after {timeout_s:g} s; raise vllm_server_timeout"
         )
 
     def check_served_tokenizer(self) -> str:
@@ -409,58 +445,28 @@ class Preflight:
     def check_logprobs(self) -> str:
         import torch
 
+        from verifiers_rl.agreement import difference, dtypes_of, sample, trainer_logprobs
+
         args, prompt = self.args, self.prompt_ids
-        reply = self._post(
-            "/v1/completions",
-            {
-                "model": self.sync.model_name,
-                "prompt": prompt,
-                "max_tokens": min(NUM_COMPARED_TOKENS, args.max_seq_len - len(prompt)),
-                "ignore_eos": True,
-                "temperature": args.temperature,
-                # Whatever the run sets: these change the server's probabilities on purpose.
-                **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
-                "logprobs": 1,
-                "return_token_ids": True,
-            },
-        )["choices"][0]
-        theirs = torch.tensor(reply["logprobs"]["token_logprobs"])
-        ours = self._trainer_logprobs(prompt + reply["token_ids"], len(theirs))
+        token_ids, theirs = sample(self.client, self.sync.model_name, prompt, args)
+        ours = trainer_logprobs(self.model, prompt + token_ids, len(theirs), args)
         with torch.no_grad():
             for parameter, value in self.before:
                 parameter.copy_(value)
-        stale = self._trainer_logprobs(prompt + reply["token_ids"], len(theirs))
-        here, there = "bfloat16" if args.bf16 else "float32", self.client.status()["dtype"]
-        most = float((ours - theirs).abs().max())
-        tolerance = FLOAT32_TOLERANCE if here == there == "float32" else HALF_TOLERANCE
-        found = (
-            f"at most {most:.2g} nats apart over {len(theirs)} sampled tokens, "
-            f"{here} here and {there} there"
-        )
-        if not (ours - theirs).abs().mean() < (stale - theirs).abs().mean() / 2:  # NaN too
+        stale = trainer_logprobs(self.model, prompt + token_ids, len(theirs), args)
+        found = difference(ours, theirs, dtypes_of(self.model, self.client, args))
+        if not found.mean < (stale - theirs).abs().mean() / 2:  # NaN too
             raise Fix(
                 f"{found}, and no nearer to the pushed weights than to those before: the server "
                 "does not use what it received; take quantization and model overrides out of "
                 "[inference.args], else report it with the server's log"
             )
-        if not most <= tolerance:
+        if found.is_of_another_model:
             raise Fix(
-                f"{found}, more than {tolerance}: the server samples from another model than is "
-                "trained; take quantization and model overrides out of [inference.args]"
+                f"{found}, more than rounding explains: the server samples from another model than "
+                "is trained; take quantization and model overrides out of [inference.args]"
             )
-        return found
-
-    def _trainer_logprobs(self, token_ids: list[int], num_last: int) -> Any:
-        """(num_last,) logprobs in nats of the last tokens under the trainer's model, float32."""
-        import torch
-
-        from verifiers_rl.logprobs import token_logprobs_and_entropy
-
-        args = self.args
-        ids = torch.tensor(token_ids, device=args.device)
-        with torch.no_grad(), torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
-            logits = self.model(input_ids=ids[None]).logits[0, -num_last - 1 : -1]
-        return token_logprobs_and_entropy(logits, ids[-num_last:], args.temperature)[0].cpu()
+        return str(found)
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         """POST to vLLM's own routes, as a rollout does. Raises Fix with the server's reason."""
@@ -469,7 +475,7 @@ class Preflight:
         reply = httpx.post(
             self.client.base_url + path,
             json=body,
-            headers={"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', 'none')}"},
+            headers={"Authorization": f"Bearer {generation_key(self.client.base_url)}"},
             timeout=self.args.generation_timeout,
             trust_env=False,
         )

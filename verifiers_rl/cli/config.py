@@ -20,8 +20,8 @@ id = "reverse_text"
 
 [inference]
 gpus = 1                         # 0: CPU
-[inference.args]                 # flags of vf-vllm, so of vLLM:
-                                 # max_model_len = 2048 is --max-model-len 2048
+[inference.args]                 # flags of vf-vllm, so of vLLM: max_model_len = 2048, or
+                                 # "max-model-len" = 2048, is --max-model-len 2048
 
 [trainer]
 gpus = 1                         # 0: CPU
@@ -30,6 +30,7 @@ gpus = 1                         # 0: CPU
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import tomllib
@@ -106,18 +107,21 @@ class RunConfig:
         ]
 
 
-def load_run_config(path: Path) -> RunConfig:
-    """Read and check the TOML, down to the names of trainer options; nothing heavy is imported.
+def load_run_config(path: Path, checks_model: bool = True) -> RunConfig:
+    """Read and check the TOML; nothing heavy is imported.
+
+    Args:
+        checks_model: look whether there is such a model, on the hub too.
 
     Raises:
         TomlError: with one line that says what to change.
     """
     path = path.expanduser().absolute()
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin with a mark
     except OSError as error:
         raise TomlError(f"{path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TomlError(f"{path}: {error}") from error
 
     def table(parent: dict[str, Any], name: str) -> dict[str, Any]:
@@ -128,8 +132,12 @@ def load_run_config(path: Path) -> RunConfig:
 
     check_keys(data, ("model", "env", "inference", "trainer"), f"{path}: the top level")
     inference, trainer = (table(data, name) for name in ("inference", "trainer"))
-    check_keys(inference, ("gpus", "args"), f"{path}: [inference]")
-    check_keys(trainer, ("gpus", "args"), f"{path}: [trainer]")
+    for name, section, what in (
+        ("inference", inference, "flags of the server"),
+        ("trainer", trainer, "options of the trainer"),
+    ):
+        advice = f"{what} belong into [{name}.args]"
+        check_keys(section, ("gpus", "args"), f"{path}: [{name}]", advice)
     if not isinstance(data.get("model"), str) or not data["model"]:
         raise TomlError(f"{path}: model is missing; set it to a string")
     gpus = {}
@@ -140,7 +148,9 @@ def load_run_config(path: Path) -> RunConfig:
     model = data["model"]
     if model.startswith(("./", "../")):
         model = str((path.parent / model).resolve())
-    if problem := model_error(model):
+    if checks_model and (problem := model_error(model)):
+        if (path.parent / model).is_dir():
+            problem += f"; for the folder beside the TOML write './{model}'"
         raise TomlError(f"{path}: {problem}")
     config = RunConfig(
         path=path,
@@ -148,7 +158,9 @@ def load_run_config(path: Path) -> RunConfig:
         envs=_env_tables(path, data.get("env", {})),
         is_mix=isinstance(data.get("env"), list),
         inference_gpus=gpus["inference"],
-        inference_args=table(inference, "inference.args"),
+        inference_args=with_underscores(
+            table(inference, "inference.args"), f"{path}: [inference.args]"
+        ),
         trainer_gpus=gpus["trainer"],
         trainer_args=table(trainer, "trainer.args"),
     )
@@ -200,13 +212,32 @@ def _env_tables(path: Path, data: Any) -> list[EnvTable]:
     return tables
 
 
-def check_keys(table: dict[str, Any], known: Iterable[str], where: str) -> None:
-    """Raise TomlError for the first key that is not known, with the nearest known one."""
+def with_underscores(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """The keys of flags in one spelling, so that a key is found however it was written.
+
+    Raises:
+        TomlError: a flag is there in two spellings.
+    """
+    args: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.lstrip("-").replace("-", "_")
+        if name in args:
+            raise TomlError(f"{where} has {name!r} in two spellings; remove one, such as {key!r}")
+        args[name] = value
+    return args
+
+
+def check_keys(table: dict[str, Any], known: Iterable[str], where: str, advice: str = "") -> None:
+    """Raise TomlError for the first key that is not known, with the nearest known one, or else with
+    the advice.
+    """
     known = list(known)
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            if advice and not near:
+                hint += f"; {advice}"
             raise TomlError(f"{where} has an unknown key {key!r}; {hint}")
 
 
@@ -216,11 +247,12 @@ def check_trainer_args(config: RunConfig) -> None:
     """
     from dataclasses import fields
 
-    from verifiers_rl.config import RLConfig
+    from verifiers_rl.config import RLConfig, unknown_option_hint
 
-    check_keys(
-        config.trainer_args, [f.name for f in fields(RLConfig)], f"{config.path}: [trainer.args]"
-    )
+    known = {f.name for f in fields(RLConfig)}
+    if unknown := [name for name in config.trainer_args if name not in known]:
+        hints = "; ".join(f"{name!r}; {unknown_option_hint(name)}" for name in unknown)
+        raise TomlError(f"{config.path}: [trainer.args] has an unknown key {hints}")
 
 
 def server_flags(args: dict[str, Any]) -> list[str]:
@@ -239,6 +271,30 @@ def server_flags(args: dict[str, Any]) -> list[str]:
         else:
             flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
+
+
+def add_folder_options(parser: argparse.ArgumentParser) -> None:
+    """What to do with a run that the output_dir holds already."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        metavar="CHECKPOINT",
+        help="go on from this checkpoint, by default the newest",
+    )
+    group.add_argument(
+        "--overwrite", action="store_true", help="replace the run that the output_dir holds"
+    )
+
+
+def folder_words(options: argparse.Namespace) -> list[str]:
+    """The options of `add_folder_options` as words of a command."""
+    if options.overwrite:
+        return ["--overwrite"]
+    if options.resume is None:
+        return []
+    return ["--resume"] if options.resume is True else ["--resume", str(options.resume)]
 
 
 def toml_argument(argv: list[str]) -> tuple[Path, list[str]]:

@@ -5,6 +5,7 @@ exit status in another, then ends the session when all went well.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,21 @@ def main() -> None:
     environment, status_file, session, *command = sys.argv[1:]
     variables = json.loads(Path(environment).read_text())
     Path(environment).unlink()
+    # Ctrl-C reaches both of us: the command ends in good order, and we wait for that. A handler,
+    # because what is ignored stays so in the command.
+    signal.signal(signal.SIGINT, lambda *_: None)
     status = subprocess.call(command, env=variables)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     temporary = Path(status_file + ".tmp")
     temporary.write_text(str(status))
     temporary.rename(status_file)
     if status == 0:
         subprocess.run(["tmux", "kill-session", "-t", f"={session}"])
     else:
-        input(f"vf-rl ended with status {status}; Enter closes this session. ")
+        try:
+            input(f"vf-rl ended with status {status}; Enter closes this session. ")
+        except (EOFError, KeyboardInterrupt):
+            pass  # closes it too
         subprocess.run(["tmux", "kill-session", "-t", f"={session}"])
 
 

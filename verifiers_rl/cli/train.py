@@ -5,34 +5,54 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
-USAGE = "vf-train @ config.toml [--resume [CHECKPOINT]]"
+from verifiers_rl.cli.ending import Interrupt, end_with
+
+USAGE = "vf-train @ config.toml [--resume [CHECKPOINT] | --overwrite]"
 
 
-def fail(message: object) -> NoReturn:
-    print(f"vf-train: error: {message}", file=sys.stderr)
+def say(message: object, is_training: bool = False) -> None:
+    if is_training:  # a progress bar may be in the middle of a line
+        print(file=sys.stderr)
+    print(f"vf-train: {message}", file=sys.stderr)
+
+
+def fail(message: object, is_training: bool = False) -> NoReturn:
+    say(f"error: {message}", is_training)
     sys.exit(1)
 
 
 def main() -> None:
+    # Not for what we start in turn.
+    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+        # Under accelerate its launcher is between us and vf-rl.
+        end_with({int(parent), os.getppid()})
+    interrupt = Interrupt()
+    interrupt.handle_signals()
+    try:
+        train(interrupt)
+    except KeyboardInterrupt:
+        if is_first_rank():
+            say("interrupted before training")
+        sys.exit(interrupt.exit_status)
+
+
+def is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def train(interrupt: Interrupt) -> None:
     from verifiers_rl.cli.config import (
         TomlError,
+        add_folder_options,
         check_trainer_args,
         load_run_config,
         toml_argument,
     )
 
-    # Under accelerate its launcher is our parent, and ends its workers itself.
-    parent = os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None)
-    if parent and "LOCAL_RANK" not in os.environ:
-        from verifiers_rl.inference.parent import die_with_parent
-
-        die_with_parent(int(parent))
     parser = argparse.ArgumentParser(prog="vf-train", usage=USAGE, description=__doc__)
-    parser.add_argument(
-        "--resume", nargs="?", const=True, help="go on from this checkpoint, by default the newest"
-    )
+    add_folder_options(parser)
     if {"-h", "--help"} & set(sys.argv):
         parser.parse_args(["--help"])
     try:
@@ -53,21 +73,53 @@ def main() -> None:
     from verifiers_rl.environments import InvalidEnvironmentError
     from verifiers_rl.inference.client import InferenceServerError
     from verifiers_rl.orchestrator import RolloutError
+    from verifiers_rl.run_folder import RunFolderError, prepare_run_folder
     from verifiers_rl.trainer import RLTrainer
 
+    trainer = None
     try:
-        args = RLConfig(**{"use_cpu": config.trainer_gpus == 0, **config.trainer_args})
+        trainer_args = dict(config.trainer_args)
+        if options.overwrite:
+            trainer_args["overwrite_output_dir"] = True
+        args = RLConfig(**{"use_cpu": config.trainer_gpus == 0, **trainer_args})
+        # As train() will, but now. On one rank: the others may look when its run has begun.
+        if is_first_rank():
+            prepare_run_folder(
+                str(args.output_dir),
+                resume=options.resume or args.resume_from_checkpoint,
+                overwrite=args.overwrite_output_dir,
+                max_steps=args.max_steps,
+            )
         trainer = RLTrainer(config.model, config.load_envs(), args)
+        interrupt.handle_signals()  # verifiers' environments put handlers of their own
         trainer.train(resume_from_checkpoint=options.resume)
-    except (ConfigError, InvalidEnvironmentError, InferenceServerError) as error:
-        fail(error)
+    except (ConfigError, InvalidEnvironmentError, InferenceServerError, RunFolderError) as error:
+        fail(error, is_training=trainer is not None)
     except RolloutError as error:
         import traceback
 
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        fail(error)
-    trainer.save_model()
+        fail(error, is_training=True)
+    except KeyboardInterrupt:
+        if trainer is None:
+            raise
+        if is_first_rank():
+            say(what_is_left(trainer), is_training=True)
+        sys.exit(interrupt.exit_status)
+
+
+def what_is_left(trainer: Any) -> str:
+    """What an interrupted run has saved, and how to go on with it."""
+    from verifiers_rl.run_folder import newest_checkpoint
+
+    step, folder = trainer.state.global_step, trainer.args.output_dir
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return f"interrupted at step {step}; nothing of it is saved"
+    if newest.name == f"checkpoint-{step}":
+        return f"interrupted; step {step} is saved in {newest}; go on with --resume"
+    return f"interrupted at step {step}; the newest checkpoint is {newest}; go on with --resume"
 
 
 if __name__ == "__main__":

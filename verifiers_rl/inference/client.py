@@ -6,11 +6,15 @@ Rollouts go through `environments.py`.
 from __future__ import annotations
 
 import os
+import socket
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from verifiers_rl.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
 
@@ -62,6 +66,39 @@ def find_token(host: str, port: int) -> str:
     return path.read_text() if path.is_file() else ""
 
 
+def generation_key(base_url: str) -> str:
+    """What requests for rollouts authenticate with: VLLM_API_KEY where it is set, else the run's
+    token, which `vf-vllm` takes as well; "none" for one on this machine, which asks for neither.
+    """
+    url = httpx.URL(base_url)
+    return os.environ.get("VLLM_API_KEY") or find_token(url.host, url.port or 80) or "none"
+
+
+class Hold:
+    """While it is open, the server belongs to one trainer: a request whose reply does not end. It
+    ends with this process, however that does.
+    """
+
+    def __init__(self, reply: httpx.Response) -> None:
+        self._reply = reply
+        _sockets_held.add(reply.extensions["network_stream"].get_extra_info("socket"))
+
+    def close(self) -> None:
+        self._reply.close()
+
+
+_sockets_held: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A process forked from the trainer may outlive it, and must not hold its server then."""
+    for held in _sockets_held:
+        held.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 class InferenceClient:
     """Control of one `vf-vllm` server. Methods may be called from any thread.
 
@@ -100,10 +137,17 @@ class InferenceClient:
                 the token is wrong.
         """
         deadline = time.monotonic() + self.timeout_s
+        with WaitingLine(
+            lambda: f"the server at {self.base_url}, {self.timeout_s:g} s at most,"
+        ) as line:
+            return self._wait(deadline, line)
+
+    def _wait(self, deadline: float, line: WaitingLine) -> dict[str, Any]:
         while True:
             try:
                 return self.status()
             except ServerLostError as error:
+                line.show()
                 if time.monotonic() >= deadline:
                     raise InferenceServerError(
                         f"no server at {self.base_url} after {self.timeout_s:g} s "
@@ -135,6 +179,19 @@ class InferenceClient:
                 f"{'; '.join(different)}. Start it with the trainer's model"
             )
 
+    def hold(self, trainer: str) -> Hold:
+        """POST /weight_sync/hold: from now on the server refuses other trainers.
+
+        Args:
+            trainer: an id; the one that holds the server may connect anew.
+
+        Raises:
+            InferenceServerError: another trainer has it; names that one.
+        """
+        name = f"process {os.getpid()} on {socket.gethostname()}"
+        body = {"trainer": trainer, "name": name}
+        return Hold(self._request("POST", "/weight_sync/hold", body, stream=True))
+
     def connect_weight_sync(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /weight_sync/connect; the workers meet the trainer meanwhile."""
         # Later than the server's own deadlines, whose errors say more than ours.
@@ -144,21 +201,39 @@ class InferenceClient:
         """POST /weight_sync/receive; the trainer sends meanwhile."""
         return self._call("POST", "/weight_sync/receive", body, 3 * timeout_s + 60.0)
 
+    def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """POST /v1/completions, as vLLM has it."""
+        return self._call("POST", "/v1/completions", body, timeout_s)
+
     def close(self) -> None:
         self._http.close()
 
     def _call(
         self, method: str, path: str, body: Any = None, timeout_s: float = 30.0
     ) -> dict[str, Any]:
+        return self._request(method, path, body, timeout_s).json()
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout_s: float = 30.0,
+        stream: bool = False,
+    ) -> httpx.Response:
+        """The reply, if its status is 200; with `stream` as soon as it begins."""
         token = find_token(self.host, self.port)
+        request = self._http.build_request(
+            method,
+            path,
+            json=body,
+            timeout=timeout_s,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+        )
         try:
-            reply = self._http.request(
-                method,
-                path,
-                json=body,
-                timeout=timeout_s,
-                headers={"Authorization": f"Bearer {token}"} if token else {},
-            )
+            reply = self._http.send(request, stream=stream)
+            if reply.status_code != 200:
+                reply.read()
         except httpx.TransportError as error:
             raise ServerLostError(
                 f"no answer from the inference server: {method} {self.base_url}{path}: "
@@ -174,4 +249,4 @@ class InferenceClient:
             reason = reply.json().get("error", reply.text) if is_json else reply.text
             kind = ERROR_KINDS.get(reply.status_code, InferenceServerError)
             raise kind(f"{method} {self.base_url}{path}: {reply.status_code}: {reason}")
-        return reply.json()
+        return reply

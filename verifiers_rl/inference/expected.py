@@ -5,37 +5,83 @@ allocated for it.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, Literal
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verifiers_rl.weight_sync import TransferPlan, full_sources, in_checkpoint_form
 
+_PEFT_PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 
 
 def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all parameters of this Hugging Face config's model, a tied LM head once:
-    for "full" weights as its checkpoint has them, for an "adapter" as the model itself.
+    """Names and shapes of all parameters of what a trainer loads from this Hugging Face config's
+    checkpoint, a tied LM head once: for "full" weights as a checkpoint of it has them, for an
+    "adapter" as the model itself.
+
+    Of a checkpoint with a vision tower that is the text model, where transformers has one: the rest
+    is not trained, and the server keeps what it has of it.
 
     The architecture is built on torch's meta device: no weights, no memory.
 
     Raises:
         ValueError: transformers does not know the architecture.
     """
-    import torch
-    import transformers
+    model = _trained_model(config)
+    sources = full_sources(model)
+    if kind == "full":
+        sources = in_checkpoint_form(model, sources)
+    return {name: source.shape for name, source in sources.items()}
 
+
+def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
+    """The plan with its tensors under the names that the served class loads. Those of a text model
+    whose checkpoint has a vision tower beside it carry a prefix there, which transformers knows.
+    """
+    model = _trained_model(config)
+    prefixes = [
+        conversion.reverse_transform()
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)[::-1]
+        if type(conversion).__name__ == "PrefixChange"
+    ]
+    if type(model).__name__ in config.architectures or not prefixes:
+        return plan
+
+    def served(name: str) -> str:
+        wrapper = _PEFT_PREFIX if plan.kind == "adapter" else ""
+        name = name.removeprefix(wrapper)
+        for prefix in prefixes:
+            name, _ = prefix.rename_source_key(name)
+        return wrapper + name
+
+    return replace(plan, tensors=[spec._replace(name=served(spec.name)) for spec in plan.tensors])
+
+
+def _trained_model(config: Any) -> Any:
+    """What `AutoModelForCausalLM` loads from a checkpoint of this config, without weights."""
     name = (config.architectures or ["none"])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise ValueError(
             f"transformers has no architecture {name!r}: its weights cannot be checked"
         )
+    # vLLM has config classes of its own, which lack what transformers' models read.
+    own = getattr(transformers, CONFIG_MAPPING_NAMES.get(config.model_type, ""), type(config))
+    if not isinstance(config, own):
+        config = own.from_dict(config.to_dict())
+    text = getattr(
+        transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, ""), architecture
+    )
+    if isinstance(config.get_text_config(), text.config_class):
+        config = config.get_text_config()
     with torch.device("meta"):
-        model = architecture._from_config(config)
-    sources = full_sources(model)
-    if kind == "full":
-        sources = in_checkpoint_form(model, sources)
-    return {name: source.shape for name, source in sources.items()}
+        return text._from_config(config)
 
 
 def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
@@ -78,7 +124,7 @@ def _adapter_shapes(
                 f"tensor {spec.name!r} belongs to no linear layer of the served model; "
                 "set lora_sync='merged' if it is an embedding's"
             )
-        prefix = f"base_model.model.{match['module']}"
+        prefix = f"{_PEFT_PREFIX}{match['module']}"
         expected[f"{prefix}.lora_A.weight"] = (rank, weight[1])
         expected[f"{prefix}.lora_B.weight"] = (weight[0], rank)
     return expected

@@ -1,9 +1,10 @@
 """`vf-vllm`: vLLM's own OpenAI server with weight sync switched on.
 
 All of vLLM's flags pass through. Added: logprobs as sampled (`processed_logprobs`), a worker
-extension that receives weights, and three control routes that need the run's token. It listens on
+extension that receives weights, and four control routes that need the run's token. It listens on
 127.0.0.1 unless told otherwise.
 
+    POST /weight_sync/hold      the server is this trainer's until its connection ends
     POST /weight_sync/connect   meet the trainer's transport
     POST /weight_sync/receive   take one push, then drop cached prefixes
                                 and count the policy version
@@ -20,21 +21,29 @@ header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and v
 from __future__ import annotations
 
 import asyncio
+import atexit
+import difflib
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NoReturn
 
+from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
-from verifiers_rl.inference.expected import check_plan, expected_shapes
+from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.inference.in_flight import InFlight, Request
+from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.vllm_versions import call_engines
+from verifiers_rl.limits import raise_open_files
 from verifiers_rl.weight_sync import ADAPTER_NAME, TransferPlan, needs_lora_flag
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
@@ -47,33 +56,19 @@ GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/ge
 # Nothing else of vLLM's is served: it has control routes without a token, and further ways to
 # generate, which no update would wait for.
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", "/health", "/version", "/metrics")
+PUBLIC_PATHS = ("/health", "/version", "/metrics")
 VERSIONS_HEADER = "x-policy-versions"
-SETTLE_DEADLINE_S = 10.0
+NUM_CONNECTIONS = 8192  # at a time, as far as the system lets: one for each rollout in flight
+COUNT_DEADLINE_S = 10.0
 RESUME_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 30.0
 CACHE_DEADLINE_S = 60.0
-
-
-class InFlight:
-    """Which policy sampled which tokens of the requests that are being answered.
-
-    `spans[request id]` lists (first token, policy version). At a swap each request's tokens so far
-    keep their version, and those from there on get the new one.
-    """
-
-    def __init__(self) -> None:
-        self.spans: dict[str, list[tuple[int, int]]] = {}
-
-    def swap(self, num_tokens: dict[str, int], policy_version: int) -> None:
-        for request_id, spans in self.spans.items():
-            start = num_tokens.get(request_id, 0)
-            if spans[-1][0] == start:
-                spans.pop()  # it has sampled nothing under that version
-            spans.append((start, policy_version))
-
-
-def format_spans(spans: list[tuple[int, int]]) -> str:
-    return ",".join(f"{start}:{version}" for start, version in spans)
+# How long a trainer waits for the one before it to leave: when a process dies, its connection ends
+# at once, but this server may hear of the new trainer first.
+HOLDER_GRACE_S = 2.0
+# A machine that is lost says nothing: after KEEPALIVE_IDLE_S without a sign of life it is asked
+# KEEPALIVE_PROBES times, KEEPALIVE_INTERVAL_S apart.
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
 
 
 _prompt_token_ids: ContextVar[list[int] | None] = ContextVar("prompt_token_ids", default=None)
@@ -82,14 +77,21 @@ _prompt_token_ids: ContextVar[list[int] | None] = ContextVar("prompt_token_ids",
 def take_prompts_from_tokens(chat: Any) -> None:
     """Make vLLM's chat handler prompt the model with `_prompt_token_ids` where that is set.
 
-    Its messages are rendered as ever: what they say of tools stays checked.
+    Its messages are rendered as ever: what they say of tools stays checked. But not how long they
+    are: a template may add much to them that the tokens do not have.
     """
     render = chat.render_chat_request
 
     async def render_chat_request(request: Any) -> Any:
-        rendered = await render(request)
         token_ids = _prompt_token_ids.get()
-        if token_ids is None or not isinstance(rendered, tuple):  # or vLLM's error
+        if token_ids is None:
+            return await render(request)
+        asked, request.truncate_prompt_tokens = request.truncate_prompt_tokens, 1
+        try:
+            rendered = await render(request)
+        finally:
+            request.truncate_prompt_tokens = asked
+        if not isinstance(rendered, tuple):  # or vLLM's error
             return rendered
         conversation, (prompt,) = rendered
         if prompt.get("type", "token") != "token":
@@ -98,6 +100,26 @@ def take_prompts_from_tokens(chat: Any) -> None:
         return conversation, [prompt | {"prompt_token_ids": token_ids}]
 
     chat.render_chat_request = render_chat_request
+
+
+class Holder:
+    """The trainer that has this server.
+
+    Attributes:
+        trainer: its id, the same when it connects anew.
+        name: of its process and machine, for people.
+        left: its connection has ended, or a newer one has taken its place.
+    """
+
+    def __init__(self, trainer: str, name: str) -> None:
+        self.trainer = trainer
+        self.name = name
+        self.since = time.time()
+        self.left = asyncio.Event()
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"{self.name}, since {since}"
 
 
 class WeightSyncRoutes:
@@ -111,6 +133,7 @@ class WeightSyncRoutes:
         self.app = app
         self.token = os.environ[TOKEN_VARIABLE]
         self.policy_version: int | None = None
+        self.holder: Holder | None = None
         self.connection: str | None = None
         self.gpus: list[str | None] | None = None
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by the kind of plan
@@ -123,16 +146,23 @@ class WeightSyncRoutes:
         self.open.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.requests import Request
+        from starlette.requests import Request as HTTPRequest
         from starlette.responses import JSONResponse
 
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
-        elif scope["type"] != "http" or scope["path"].rstrip("/") in OTHER_PATHS:
+        elif scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif refusal := self.refusal(scope):
+            await JSONResponse({"error": refusal[1]}, refusal[0])(scope, receive, send)
+        elif scope["method"] == "OPTIONS" or scope["path"].rstrip("/") in OTHER_PATHS:
             await self.app(scope, receive, send)
         elif scope["path"].startswith("/weight_sync/"):
-            status, reply = await self.answer(Request(scope, receive))
-            await JSONResponse(reply, status)(scope, receive, send)
+            status, reply = await self.answer(HTTPRequest(scope, receive))
+            if isinstance(reply, Holder):
+                await self.keep(reply, scope, receive, send)
+            else:
+                await JSONResponse(reply, status)(scope, receive, send)
         elif scope["path"] in GENERATION_PATHS:
             try:
                 await self.generate(scope, receive, send)
@@ -142,6 +172,27 @@ class WeightSyncRoutes:
             served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
             reply = {"error": f"vf-vllm does not serve {scope['path']}, only {served}"}
             await JSONResponse(reply, 404)(scope, receive, send)
+
+    def refusal(self, scope: Any) -> tuple[int, str] | None:
+        """Status and reason where this request may not be served: one of a web page that was not
+        invited (a browser says which, and reaches 127.0.0.1 too), or one without a key.
+        """
+        args, headers = scope["app"].state.args, dict(scope["headers"])
+        origin = headers.get(b"origin", b"").decode(errors="replace")
+        if origin and not {"*", origin} & set(args.allowed_origins):
+            return 403, f"web pages of {origin} may not use this server (--allowed-origins)"
+        path = scope["path"].rstrip("/")
+        is_public = path in PUBLIC_PATHS or scope["method"] == "OPTIONS"  # which carries no key
+        # Control routes take the run's token only, in `answer`.
+        if not args.generation_keys or is_public or path.startswith("/weight_sync/"):
+            return None
+        given = headers.get(b"authorization", b"")
+        if not any(is_bearer(given, key) for key in args.generation_keys):
+            return 401, (
+                f"wrong or missing key: set {TOKEN_VARIABLE} to the run's token, or VLLM_API_KEY "
+                "to an --api-key of this server"
+            )
+        return None
 
     async def generate(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
@@ -153,37 +204,33 @@ class WeightSyncRoutes:
             scope = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}
         await self.open.wait()
         # Nothing else is awaited before the request is counted, so no update can miss it.
+        self.in_flight.watch(scope["app"].state.engine_client)
         headers = dict(scope["headers"])
-        # vLLM makes its own id of it; a client's may be anybody else's too.
-        given = headers.get(b"x-request-id", b"").decode(errors="replace")
-        request_id = "-".join(filter(None, (given, secrets.token_hex(16))))
-        headers[b"x-request-id"] = request_id.encode()
         needs_salt = self.is_salted and bool(fields) and fields.get("cache_salt") is None
         if needs_salt:
             fields["cache_salt"] = f"policy-{self.policy_version}"
         if needs_salt or token_ids is not None:
             body = json.dumps(fields).encode()
             headers[b"content-length"] = str(len(body)).encode()
+        request = None
         if self.policy_version is not None and is_one_completion(fields):
-            self.in_flight.spans[request_id] = [(0, self.policy_version)]
+            request = Request(self.policy_version)
 
         async def send_with_versions(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                spans = self.in_flight.spans.pop(request_id, None)
-                if spans is not None:
-                    header = (VERSIONS_HEADER.encode(), format_spans(spans).encode())
-                    message = {**message, "headers": [*message["headers"], header]}
+            if message["type"] == "http.response.start" and request is not None:
+                header = (VERSIONS_HEADER.encode(), self.in_flight.begin_reply(request).encode())
+                message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
         self.num_running += 1
         context = _prompt_token_ids.set(token_ids)
         try:
-            scope = {**scope, "headers": list(headers.items())}
-            await self.app(scope, replay(body, receive), send_with_versions)
+            with self.in_flight.passing_on(request):
+                scope = {**scope, "headers": list(headers.items())}
+                await self.app(scope, replay(body, receive), send_with_versions)
         finally:
             _prompt_token_ids.reset(context)
             self.num_running -= 1
-            self.in_flight.spans.pop(request_id, None)  # it was aborted
 
     def take_tokens(self, fields: dict[str, Any], state: Any) -> list[int]:
         """Takes `tokens` out of the fields of a request to TOKENS_PATH.
@@ -209,9 +256,8 @@ class WeightSyncRoutes:
             self.takes_tokens = True
         return tokens
 
-    async def answer(self, request: Any) -> tuple[int, dict[str, Any]]:
-        given = request.headers.get("authorization", "")
-        if not secrets.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+    async def answer(self, request: Any) -> tuple[int, dict[str, Any] | Holder]:
+        if not is_bearer(request.headers.get("authorization", "").encode(), self.token):
             return 401, {
                 "error": f"wrong or missing token: set {TOKEN_VARIABLE} "
                 "to the one this server was started with"
@@ -221,6 +267,8 @@ class WeightSyncRoutes:
         try:
             if route == ("GET", "/weight_sync/status"):
                 return await self.status(engine, request.app.state)
+            if route == ("POST", "/weight_sync/hold"):
+                return await self.hold(await json_of(request))
             if route == ("POST", "/weight_sync/connect"):
                 body = await json_of(request)
                 async with self.lock:
@@ -240,6 +288,49 @@ class WeightSyncRoutes:
             return status, {"error": f"{type(error).__name__}: {error}"}
         return 404, {"error": f"no such route: {route[0]} {route[1]}"}
 
+    async def hold(self, body: Any) -> tuple[int, dict[str, Any] | Holder]:
+        """Give the server to this trainer, unless another one has it."""
+        require(body, trainer=str, name=str)
+        if self.holder is not None and self.holder.trainer != body["trainer"]:
+            try:
+                await asyncio.wait_for(self.holder.left.wait(), HOLDER_GRACE_S)
+            except TimeoutError:
+                pass  # refused below
+        before = self.holder  # perhaps one that waited as we did
+        if before is not None and before.trainer != body["trainer"]:
+            return 423, {
+                "error": f"another trainer has this server: {before}. Give this run a server of "
+                "its own (vllm_server_port), or end the other trainer"
+            }
+        if before is not None:
+            before.left.set()
+        self.holder = Holder(body["trainer"], body["name"])
+        return 200, self.holder
+
+    async def keep(self, holder: Holder, scope: Any, receive: Any, send: Any) -> None:
+        """The reply to the trainer that holds the server. It goes on until the trainer closes the
+        connection, its process dies, or the server ends.
+        """
+        server = getattr(scope["app"].state, "server", None)  # uvicorn's
+        ends = {
+            asyncio.ensure_future(disconnected(receive)),
+            asyncio.ensure_future(holder.left.wait()),
+        }
+        try:
+            keep_alive(server, scope.get("client"))
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+            # uvicorn ends only after all replies, and has no event for that it is about to.
+            while not any(end.done() for end in ends) and not getattr(server, "should_exit", False):
+                await asyncio.wait(ends, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+            holder.left.set()
+            if self.holder is holder:
+                self.holder = None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def status(self, engine: Any, state: Any) -> tuple[int, dict[str, Any]]:
         if engine.errored:
             return 503, {"error": "vLLM's engine is dead; see the server's log"}
@@ -251,6 +342,7 @@ class WeightSyncRoutes:
         return 200, {
             "policy_version": self.policy_version,
             "connection": self.connection,
+            "held_by": str(self.holder) if self.holder else None,
             "world_size": config.parallel_config.world_size_across_dp,
             "device": config.device_config.device_type,
             "gpus": self.gpus,
@@ -272,9 +364,10 @@ class WeightSyncRoutes:
 
         from verifiers_rl.inference.worker import ADAPTER_ID
 
-        require(body, host=str, port=int, world_size=int, backend=str, timeout_s=float, plan=dict)
-        if body["backend"] not in ("nccl", "ipc", "gloo"):
-            raise BadRequest(f"backend={body['backend']!r}: must be nccl, ipc or gloo")
+        require(body, host=str, port=int, secret=str, world_size=int, backend=str)
+        require(body, timeout_s=float, plan=dict, trainer=str)
+        if body["backend"] not in ("nccl", "ipc", "tcp"):
+            raise BadRequest(f"backend={body['backend']!r}: must be nccl, ipc or tcp")
         try:
             plan = TransferPlan.from_json(body["plan"])
         except ValueError as error:
@@ -286,6 +379,8 @@ class WeightSyncRoutes:
                 f"world_size={body['world_size']}: must be {world_size}, the trainer and the "
                 "server's workers"
             )
+        if self.holder is None or self.holder.trainer != body["trainer"]:
+            return 409, {"error": "this trainer does not hold the server: POST /weight_sync/hold"}
         if plan.kind == "adapter" and (lora is None or lora.max_lora_rank < plan.adapter["r"]):
             raise BadRequest(needs_lora_flag(plan.adapter["r"]))
         if plan.kind == "full" and lora is not None:
@@ -299,6 +394,8 @@ class WeightSyncRoutes:
             check_plan(plan, self.shapes[plan.kind], str(dtype).removeprefix("torch."))
         except ValueError as error:
             raise BadRequest(error) from error
+        plan = await asyncio.to_thread(as_served, plan, config.model_config.hf_config)
+        body = {**body, "plan": asdict(plan)}
         self.connection = self.policy_version = None  # of a trainer before this one
         async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():
             await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
@@ -326,12 +423,12 @@ class WeightSyncRoutes:
         self.open.clear()
         try:
             async with paused(engine, timeout_s) if freezes else nullcontext():
-                num_tokens = await self.settle(engine) if running else {}
+                await self.in_flight.all_counted(COUNT_DEADLINE_S)
                 self.policy_version = None  # half of them, until the load is done
                 await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s)
                 await self.drop_caches(engine, running, body["in_flight"] == "recompute")
                 self.policy_version = body["policy_version"]
-                self.in_flight.swap(num_tokens, self.policy_version)
+                self.in_flight.swap(self.policy_version)
         finally:
             self.open.set()
         return 200, {"policy_version": self.policy_version}
@@ -352,26 +449,9 @@ class WeightSyncRoutes:
             )
         self.is_salted = self.is_salted or not dropped
 
-    async def settle(self, engine: Any) -> dict[str, int]:
-        """Tokens sampled so far by each request in flight, while generation is paused.
 
-        A request that vLLM's output processor does not know is on its way in or on its way out:
-        waited for, so that its tokens are counted on the right side of the swap.
-        """
-        deadline = time.monotonic() + SETTLE_DEADLINE_S
-        while True:
-            num_tokens: dict[str, int] = {}
-            for state in list(engine.output_processor.request_states.values()):
-                for request_id in self.in_flight.spans:
-                    if request_id in state.external_req_id:
-                        num_tokens[request_id] = state.detokenizer.num_output_tokens()
-            missing = self.in_flight.spans.keys() - num_tokens.keys()
-            if not missing or time.monotonic() > deadline:
-                for request_id in missing:
-                    logger.warning("request %s is neither running nor answered", request_id)
-                    del self.in_flight.spans[request_id]  # its reply claims no version
-                return num_tokens
-            await asyncio.sleep(0.005)  # vLLM has no event for either
+def is_bearer(authorization: bytes, key: str) -> bool:
+    return secrets.compare_digest(authorization, f"Bearer {key}".encode())
 
 
 class BadRequest(Exception):
@@ -390,10 +470,29 @@ async def json_of(request: Any) -> Any:
     """The body of a control request, read before the lock that keeps others out is taken."""
     try:
         return await asyncio.wait_for(request.json(), BODY_DEADLINE_S)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or not even text
         raise BadRequest(f"the body is not JSON: {error}") from error
     except TimeoutError as error:
         raise BadRequest(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from error
+
+
+async def disconnected(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def keep_alive(server: Any, client: Any) -> None:
+    """Have the system find out when the machine at the other end of this client's connection is
+    lost. The standard for HTTP applications has no way to its socket: it is taken from uvicorn.
+    """
+    for connection in server.server_state.connections if server is not None else ():
+        if client is not None and tuple(connection.client or ()) == tuple(client):
+            sock = connection.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
 async def read_body(receive: Any) -> bytes:
@@ -511,19 +610,55 @@ def server_cores(cores: list[int], num_workers: int = 1) -> str:
     return "|".join(",".join(map(str, chunk)) for chunk in chunks)
 
 
-def port_error(host: str, port: int) -> str | None:
-    """Why this address cannot be listened on, or None."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return (
-                f"cannot listen on {host}:{port}: {error.strerror}; "
-                "stop what uses it or choose another --port"
-            )
-    return None
+def flag_error(message: str, flags: Iterable[str]) -> str:
+    """argparse's complaint as one line that begins with the flag, and the nearest one of vLLM's
+    `flags` where there is none of that name.
+    """
+    unknown = message.removeprefix("unrecognized arguments: ")
+    if unknown != message:
+        words = [word.partition("=")[0] for word in unknown.split()]
+        wrong = next((word for word in words if word.startswith("-")), None)
+        if wrong is None:  # the value of a flag that takes none, or fewer
+            return f"{words[0]!r} belongs to no flag"
+        near = difflib.get_close_matches(wrong, [f for f in flags if f.startswith("--")], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; see vf-vllm --help=all"
+        return f"{wrong}: no such flag{hint}"
+    if match := re.match(r"argument (\S+?)(?:/\S+)?: ", message):
+        message = f"{match[1]}: {message[match.end() :]}"
+    return " ".join(message.split())
+
+
+def flag_parser(parser_class: Any) -> Any:
+    """vLLM's parser, without its usage of 290 lines before each complaint."""
+
+    class FlagParser(parser_class):
+        def error(self, message: str) -> NoReturn:
+            what = flag_error(message, self._option_string_actions)
+            print(f"vf-vllm: error: {what}", file=sys.stderr)
+            sys.exit(2)
+
+    return FlagParser(prog="vf-vllm", description=__doc__)
+
+
+def generation_keys(args: Any, token: str) -> list[str]:
+    """What a request for rollouts may show, one of these; with none of them all are served, which
+    is so on this machine only. Takes vLLM's own keys away, as it would refuse the run's token.
+    """
+    given = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+    args.api_key = None
+    os.environ.pop("VLLM_API_KEY", None)
+    return [token, *given] if given or args.host not in LOOPBACK else []
+
+
+def end_without_noise() -> NoReturn:
+    """End as Python would, but for what compiled modules print when they are unloaded: triton's
+    says on 30 lines that it leaks.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main() -> None:
@@ -531,6 +666,7 @@ def main() -> None:
         from verifiers_rl.inference.parent import die_with_parent
 
         die_with_parent(int(parent))
+    raise_open_files(NUM_CONNECTIONS)  # vLLM's own way asks for a fixed number or gives up
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # verifiers declares its tools as strict. vLLM would then sample under a grammar, and logprobs
     # under its mask are not those of the policy that is trained.
@@ -547,9 +683,10 @@ def main() -> None:
     from verifiers_rl.inference.vllm_versions import server_parts
 
     parts = server_parts()
-    parser = parts.make_arg_parser(FlexibleArgumentParser(prog="vf-vllm", description=__doc__))
+    parser = parts.make_arg_parser(flag_parser(FlexibleArgumentParser))
     parser.set_defaults(
         host="127.0.0.1",
+        allowed_origins=[],  # vLLM lets the scripts of every web page in
         logprobs_mode="processed_logprobs",
         worker_extension_cls=WORKER_EXTENSION,
         disable_uvicorn_access_log=True,  # a line for each rollout hides everything else
@@ -564,14 +701,20 @@ def main() -> None:
         )
     from verifiers_rl.cli.errors import model_error
 
-    problem = model_error(args.model) or port_error(args.host, args.port)
-    if problem:
+    try:
+        reservation = reserve_port(args.host, args.port)  # first: the hub may be slow
+    except PortError as error:
+        sys.exit(f"vf-vllm: {error}")
+    if problem := model_error(args.model):
         sys.exit(f"vf-vllm: {problem}")
     if args.host not in LOOPBACK:
         print(
-            f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server",
+            f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server; they "
+            f"need the run's token ({TOKEN_VARIABLE}) or an --api-key",
             file=sys.stderr,
         )
+    if problem := fit_to_checkpoint(args, sys.argv):
+        parser.error(problem)
     parts.validate_parsed_serve_args(args)
     import torch
 
@@ -585,15 +728,20 @@ def main() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if not os.environ.get(TOKEN_VARIABLE):
         os.environ[TOKEN_VARIABLE] = token = secrets.token_urlsafe(32)
+        # Not the token itself: what is printed often ends in a file that others can read.
         print(
-            f"vf-vllm: control token {token}\nvf-vllm: a trainer on this machine finds it in "
-            f"{save_token(args.port, token)}; on another one, set {TOKEN_VARIABLE} to it",
+            "vf-vllm: a trainer on this machine finds the server's token in "
+            f"{save_token(args.port, token)}; on another one, set {TOKEN_VARIABLE} to what is in "
+            "that file",
             file=sys.stderr,
         )
     os.environ["VERIFIERS_RL_SERVER_PID"] = str(os.getpid())  # read by its workers
     args.middleware = [ROUTES, *args.middleware]  # those of --middleware come before it
+    args.generation_keys = generation_keys(args, os.environ[TOKEN_VARIABLE])
     cli_env_setup()
-    uvloop.run(parts.run_server(args))
+    with reservation:
+        uvloop.run(parts.run_server(args))
+    end_without_noise()
 
 
 if __name__ == "__main__":

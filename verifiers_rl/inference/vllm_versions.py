@@ -42,6 +42,16 @@ def adapter_name_mapper(model: Any) -> Any:
     return rename()
 
 
+def layers_without_adapter(manager: Any, tensor_names: list[str]) -> list[str]:
+    """Layers of an adapter's tensors (PEFT's names) that this vLLM adapter manager would drop."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = adapter_name_mapper(manager.model)
+    layers = {parse_fine_tuned_lora_name(name, mapper)[0] for name in tensor_names}
+    packed = [part for parts in manager.packed_modules.values() for part in parts]
+    return sorted(layers - set(manager.modules) - set(packed))
+
+
 def repack_for_cpu(model: Any) -> None:
     """What vLLM's reload leaves out of a model's weights on a CPU, whose kernels take them packed.
 

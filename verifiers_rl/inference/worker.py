@@ -18,8 +18,13 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from verifiers_rl.inference.vllm_versions import adapter_name_mapper, repack_for_cpu
+from verifiers_rl.inference.vllm_versions import (
+    adapter_name_mapper,
+    layers_without_adapter,
+    repack_for_cpu,
+)
 from verifiers_rl.weight_sync import (
+    Meeting,
     TransferPlan,
     Transport,
     bucket_num_bytes,
@@ -138,16 +143,28 @@ class WeightSyncWorker:
     def _connect(self, request: dict[str, Any]) -> None:
         self._leave()  # a trainer before this one
         self._weight_sync_plan = plan = TransferPlan.from_json(request["plan"])
+        if plan.kind == "adapter" and self.vllm_config.parallel_config.pipeline_parallel_size == 1:
+            # Before anything is sent: vLLM drops what it has no layer for without a word.
+            manager = self.model_runner.lora_manager._adapter_manager
+            if lost := layers_without_adapter(manager, [spec.name for spec in plan.tensors]):
+                raise ValueError(
+                    f"vLLM serves no adapter of {lost[:5]}; set lora_sync='merged', or leave them "
+                    "out of lora_target_modules"
+                )
         parallel = self.vllm_config.parallel_config
+        # data_parallel_rank is 0 in all engines of a model without experts.
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + self.rank
         self._weight_sync_transport = make_transport(
             request["backend"],
-            request["host"],
-            request["port"],
-            # data_parallel_rank is 0 in all engines of a model without experts.
-            1 + parallel.data_parallel_index * parallel.world_size + self.rank,
-            request["world_size"],
+            Meeting(
+                request["host"],
+                request["port"],
+                request["secret"],
+                rank,
+                request["world_size"],
+                request["timeout_s"],
+            ),
             self.device,
-            request["timeout_s"],
             max(bucket_num_bytes(bucket) for bucket in plan.buckets()),
         )
 

@@ -1,0 +1,96 @@
+import logging
+
+import pytest
+import torch
+
+from tests.helpers import load_example, make_tiny_model
+from tests.reference import reference_policy
+from verifiers_rl import RLConfig
+from verifiers_rl.agreement import NUM_TOKENS, PROMPT, check_agreement
+from verifiers_rl.inference.client import InferenceServerError
+
+
+class StubServer:
+    """Answers /v1/completions from a model of its own; logprobs are those of float64 loops."""
+
+    base_url = "http://gpu-box:8000"
+
+    def __init__(self, model, dtype="float32", noise=0.0):
+        self.model, self.dtype, self.noise = model, dtype, noise
+        self.bodies = []
+
+    def status(self):
+        return {"dtype": self.dtype}
+
+    def complete(self, body, timeout_s):
+        self.bodies.append(body)
+        generator = torch.Generator().manual_seed(0)
+        ids, logprobs = list(body["prompt"]), []
+        for _ in range(body["max_tokens"]):
+            policy = reference_policy(self.model, [*ids, 0], body["temperature"])[-2]
+            ids.append(int(torch.multinomial(policy.exp(), 1, generator=generator)))
+            noise = self.noise * torch.randn(1, generator=generator).item()
+            logprobs.append(policy[ids[-1]].item() + noise)
+        new = ids[len(body["prompt"]) :]
+        return {"choices": [{"token_ids": new, "logprobs": {"token_logprobs": logprobs}}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_example("warm_start").make_tokenizer()
+
+
+def args_with(tmp_path, **options):
+    return RLConfig(output_dir=str(tmp_path), use_cpu=True, **{"max_seq_len": 64, **options})
+
+
+def test_the_server_that_has_the_trained_model_agrees(tmp_path, tokenizer, caplog):
+    model = make_tiny_model()
+    server = StubServer(make_tiny_model().double())
+    model.train()
+    check_agreement(model, server, "policy", tokenizer, args_with(tmp_path, temperature=0.7))
+    (body,) = server.bodies
+    assert body["model"] == "policy" and body["temperature"] == 0.7
+    assert tokenizer.decode(body["prompt"]) == PROMPT and body["max_tokens"] == NUM_TOKENS
+    assert model.training and not caplog.records
+
+
+def test_a_prompt_and_its_reply_fit_the_longest_sequence(tmp_path, tokenizer):
+    server = StubServer(make_tiny_model().double())
+    args = args_with(tmp_path, max_seq_len=10)
+    check_agreement(make_tiny_model(), server, "policy", tokenizer, args)
+    assert (len(server.bodies[0]["prompt"]), server.bodies[0]["max_tokens"]) == (5, 5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_server_with_other_weights_of_the_same_shapes_is_refused(tmp_path, tokenizer, dtype):
+    other = make_tiny_model(seed=1).double()
+    other.lm_head.weight.data.mul_(20)  # of new models all logprobs are nearly the same
+    message = (
+        r"gpu-box:8000 samples from another model than is trained: [\d.]+ nats apart .*" + dtype
+    )
+    with pytest.raises(InferenceServerError, match=message):
+        check_agreement(
+            make_tiny_model(), StubServer(other, dtype), "policy", tokenizer, args_with(tmp_path)
+        )
+
+
+@pytest.mark.parametrize(("noise", "warns"), [(0.02, False), (0.2, True)])
+def test_rounding_is_no_other_model_and_much_of_it_draws_a_warning(
+    tmp_path, tokenizer, caplog, noise, warns
+):
+    server = StubServer(make_tiny_model().double(), "bfloat16", noise)
+    with caplog.at_level(logging.WARNING):
+        check_agreement(make_tiny_model(), server, "policy", tokenizer, args_with(tmp_path))
+    assert ("more than rounding to bfloat16 usually makes" in caplog.text) == warns
+    exact = StubServer(make_tiny_model().double(), "float32", noise)
+    with pytest.raises(InferenceServerError):
+        check_agreement(make_tiny_model(), exact, "policy", tokenizer, args_with(tmp_path))
+
+
+def test_logprobs_that_are_nan_are_another_model(tmp_path, tokenizer):
+    model = make_tiny_model()
+    model.lm_head.weight.data[0, 0] = torch.nan
+    server = StubServer(make_tiny_model().double(), "bfloat16")
+    with pytest.raises(InferenceServerError, match="nan nats apart"):
+        check_agreement(model, server, "policy", tokenizer, args_with(tmp_path))

@@ -1,0 +1,346 @@
+"""How vf-rl, vf-train and its ranks end: Ctrl-C, SIGTERM, a killed parent. With real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.conftest import free_port, processes_of
+from tests.helpers import ROOT
+from verifiers_rl.cli import train
+from verifiers_rl.cli.ending import Interrupt
+
+
+@pytest.fixture
+def kept_handlers():
+    """Signal handlers as they were, afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_keyboard_interrupt(kept_handlers, number):
+    interrupt = Interrupt()
+    interrupt.handle_signals()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+    assert interrupt.exit_status == 128 + number
+    assert signal.getsignal(number) == signal.SIG_DFL  # the next one ends the process
+    interrupt.handle_signals()
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+# --- vf-train -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupted_train(tmp_path, monkeypatch, capsys, kept_handlers):
+    """Run vf-train with a trainer that is interrupted at a step; returns status and last line."""
+    monkeypatch.chdir(ROOT)
+
+    def run(step, saved_steps, when="train", number=signal.SIGTERM, **environment):
+        def interrupt_us():
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+
+        def load_envs(self):
+            if when == "load":
+                interrupt_us()
+
+        class Trainer:
+            def __init__(self, model, env, args):
+                self.args, self.state = args, SimpleNamespace(global_step=step)
+                # As verifiers' classic environments do.
+                signal.signal(number, lambda *_: sys.exit("the environment's own handler"))
+
+            def train(self, resume_from_checkpoint):
+                for saved in saved_steps:
+                    (tmp_path / "run" / f"checkpoint-{saved}").mkdir(parents=True)
+                    state = tmp_path / "run" / f"checkpoint-{saved}" / "trainer_state.json"
+                    state.write_text(f'{{"global_step": {saved}}}')
+                interrupt_us()
+
+        monkeypatch.setattr("verifiers_rl.trainer.RLTrainer", Trainer)
+        monkeypatch.setattr("verifiers_rl.cli.config.RunConfig.load_envs", load_envs)
+        monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+        toml = tmp_path / "config.toml"
+        toml.write_text(
+            'model = "m"\n[env]\nid = "e"\n[trainer]\ngpus = 0\n'
+            f'[trainer.args]\noutput_dir = "{tmp_path}/run"\n'
+        )
+        monkeypatch.setattr(sys, "argv", ["vf-train", "@", str(toml)])
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            train.main()
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        said = [line for line in error.splitlines() if line.startswith("vf-train: ")]
+        return ended.value.code, said
+
+    return run
+
+
+def test_an_interrupted_vf_train_says_what_is_saved(interrupted_train, tmp_path):
+    status, said = interrupted_train(5, [3, 5])
+    assert status == 128 + signal.SIGTERM
+    assert said == [
+        f"vf-train: interrupted; step 5 is saved in {tmp_path}/run/checkpoint-5; "
+        "go on with --resume"
+    ]
+
+
+def test_one_that_saved_nothing_since_says_which_step_is_the_newest(interrupted_train, tmp_path):
+    status, said = interrupted_train(5, [3], number=signal.SIGINT)
+    assert status == 130
+    assert said == [
+        f"vf-train: interrupted at step 5; the newest checkpoint is {tmp_path}/run/checkpoint-3; "
+        "go on with --resume"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("when", "environment", "said"),
+    [
+        ("train", {}, ["vf-train: interrupted at step 5; nothing of it is saved"]),
+        ("load", {}, ["vf-train: interrupted before training"]),
+        ("train", {"RANK": "1"}, []),  # one line is enough
+    ],
+)
+def test_one_that_has_saved_nothing_says_so(interrupted_train, when, environment, said):
+    assert interrupted_train(5, [], when=when, **environment) == (143, said)
+
+
+# --- vf-rl ----------------------------------------------------------------------------------------
+
+# A vf-rl whose server and trainer are a few lines each.
+SUPERVISED = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from verifiers_rl.cli import rl
+from verifiers_rl.cli.config import RunConfig
+
+port, answer, log, *codes = sys.argv[1:]
+server, trainer = ([sys.executable, "-c", code] for code in codes)
+rl.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
+rl.answers = lambda client: answer == "yes"
+trainer_args, inference_args = {"vllm_server_port": int(port)}, {"max_modellen": 32}
+config = RunConfig(Path("/a/rl.toml"), "m", [], False, 0, inference_args, 0, trainer_args)
+options = SimpleNamespace(server_log=Path(log) if log else None)
+sys.exit(rl.supervise(config, ("", ""), options))
+"""
+NOISY_SERVER = """
+import signal, sys, time
+
+def end(*_):
+    print("nanobind: leaked 514 functions!")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+print("the server is up")
+time.sleep(300)
+"""
+SAVING_TRAINER = """
+import signal, sys, time
+
+def save(*_):
+    time.sleep(1)
+    print("step 5 is saved")
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, save)
+print("training")
+time.sleep(300)
+"""
+# Nothing but SIGKILL ends it.
+STUCK_TRAINER = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("not yet"))
+print("training")
+while True:
+    time.sleep(300)
+"""
+
+
+def supervised(server, trainer, answer="yes", log=""):
+    words = [str(free_port()), answer, str(log), server, trainer]
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", SUPERVISED, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_until(process, text):
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"it ended before it said {text!r}")
+
+
+def test_the_last_lines_of_vf_rl_are_the_trainers():
+    wait = "import time; time.sleep(3); print('reward: 0.1 -> 0.9'); print('serve it: vllm serve')"
+    process = supervised(NOISY_SERVER, wait)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "[inference] the server is up" in output and "nanobind" not in output
+    assert output.splitlines()[-2:] == [
+        "[trainer] reward: 0.1 -> 0.9",
+        "[trainer] serve it: vllm serve",
+    ]
+
+
+def test_ctrl_c_lets_the_trainer_save():
+    process = supervised(NOISY_SERVER, SAVING_TRAINER)
+    read_until(process, "training")
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error
+    assert output.splitlines()[-1] == "[trainer] step 5 is saved"
+
+
+def test_a_second_ctrl_c_ends_a_trainer_that_does_not():
+    process = supervised(NOISY_SERVER, STUCK_TRAINER)
+    read_until(process, "training")
+    process.send_signal(signal.SIGINT)
+    read_until(process, "not yet")  # which would take two minutes
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("has_log", [False, True])
+def test_a_bad_flag_of_the_server_is_named_as_in_the_toml(tmp_path, has_log):
+    complaint = "vf-vllm: error: --max-modellen: no such flag; did you mean --max-model-len?"
+    server = f"import sys; print('usage: 290 lines'); sys.exit({complaint!r})"
+    log = tmp_path / "inference.log" if has_log else ""
+    process = supervised(server, "import time; time.sleep(300)", "no", log)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error.splitlines() == [
+        "vf-rl: error: /a/rl.toml: [inference.args] max_modellen: "
+        "--max-modellen: no such flag; did you mean --max-model-len?"
+    ]
+
+
+# --- The ranks of a killed vf-rl ------------------------------------------------------------------
+
+# A vf-rl that starts ranks by the real launcher, which runs on a CPU too. A rank does vf-train's
+# own main() up to the training, which lasts.
+LAUNCH = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from verifiers_rl.cli import rl
+from verifiers_rl.cli.config import RunConfig
+
+rank, folder = sys.argv[1:]
+config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_gpus=2)
+command = rl.trainer_command(config, SimpleNamespace(resume=None, overwrite=False))
+launcher = command[: command.index("verifiers_rl.cli.train") - 1]
+child = rl.Child("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"}, None, False)
+Path(folder, "launcher").write_text(str(child.process.pid))
+time.sleep(300)
+"""
+RANK = """
+import os, sys, time
+from pathlib import Path
+from verifiers_rl.cli import ending, train
+
+def wait(interrupt):
+    names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ACCELERATE_MIXED_PRECISION")
+    assert "VERIFIERS_RL_DIE_WITH_PARENT" not in os.environ
+    Path(sys.argv[1], f"rank-{os.environ['RANK']}").write_text(
+        " ".join(os.environ[name] for name in names)
+    )
+    try:
+        time.sleep(300)
+    finally:
+        Path(sys.argv[1], f"ended-{os.environ['RANK']}").write_text("")
+        print("saving")
+        time.sleep(float(os.environ["SAVING_S"]))
+
+train.train, ending.SAVE_GRACE_S = wait, 2.0
+ending.end_with.__defaults__ = (2.0,)
+train.main()
+"""
+
+
+def wait_until(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """A vf-rl with two ranks, and a user's own configuration of accelerate."""
+    (tmp_path / "hub" / "accelerate").mkdir(parents=True)
+    (tmp_path / "hub" / "accelerate" / "default_config.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 1\n"
+        'num_processes: 8\ngpu_ids: "0,1"\nmixed_precision: fp16\nuse_cpu: false\n'
+    )
+    (tmp_path / "rank.py").write_text(RANK)
+    processes = []
+
+    def launch(saving_s=0.0):
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "VF_RL_TEST": str(tmp_path),
+                "HF_HOME": str(tmp_path / "hub"),
+                "SAVING_S": str(saving_s),
+                "PYTHONPATH": str(ROOT),
+            },
+        )
+        processes.append(process)
+        ranks = [tmp_path / "rank-0", tmp_path / "rank-1"]
+        wait_until(lambda: all(r.exists() for r in ranks), 60, lambda: processes_of(tmp_path))
+        return process
+
+    yield launch
+    for pid in processes_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
+@pytest.mark.parametrize("saving_s", [0.0, 300.0])
+def test_ranks_end_with_a_killed_vf_rl(launched, tmp_path, saving_s):
+    process = launched(saving_s)
+    process.kill()
+    process.wait()
+    process.stdout.close()  # what they print goes nowhere from here on
+    wait_until(lambda: not processes_of(tmp_path), 20, lambda: processes_of(tmp_path))
+    assert {p.name for p in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
+def test_ranks_end_with_a_killed_launcher(launched, tmp_path):
+    process = launched()
+    os.kill(int((tmp_path / "launcher").read_text()), signal.SIGKILL)
+    wait_until(lambda: list(processes_of(tmp_path)) == [process.pid], 20,
+               lambda: processes_of(tmp_path))  # fmt: skip
+
+
+def test_ranks_do_not_read_the_users_own_configuration_of_accelerate(launched, tmp_path):
+    launched()
+    # The GPUs that vf-rl gave them, and not 0, which is the server's.
+    assert (tmp_path / "rank-1").read_text() == "1 2 2,3 no"

@@ -1,0 +1,110 @@
+import pytest
+import torch
+from peft import IA3Config, LoraConfig
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import make_tiny_llama, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
+from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.models import (
+    check_policy,
+    default_target_modules,
+    describe_adapter,
+    linear_layers,
+    load_policy,
+)
+
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+
+
+def options(**given):
+    return RLConfig(use_cpu=True, **given)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+def qwen3_5(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3_5")
+    write_tiny_qwen3_5(folder, experts=request.param)
+    return AutoModelForCausalLM.from_pretrained(folder), request.param
+
+
+@pytest.mark.parametrize("make", [make_tiny_model, make_tiny_llama])
+def test_the_default_adapts_the_same_seven_layers_of_most_models(make):
+    assert default_target_modules(make()) == SEVEN
+
+
+def test_the_default_adapts_the_delta_nets_of_qwen3_5_and_neither_head_router_nor_experts(qwen3_5):
+    model, has_experts = qwen3_5
+    names = set(default_target_modules(model))
+    assert names >= DELTA_NET | set(SEVEN[:4])
+    shared = {f"shared_expert.{name}" for name in SEVEN[4:]}
+    assert names - DELTA_NET - set(SEVEN[:4]) == (shared if has_experts else set(SEVEN[4:]))
+    assert not any("lm_head" in n or n.endswith(("gate", "conv1d")) for n in linear_layers(model))
+
+
+def test_the_default_leaves_experts_that_are_one_tensor_alone():
+    policy = load_policy(make_tiny_moe(), options())
+    config = policy.peft_config["default"]
+    assert set(config.target_modules) == set(SEVEN[:4]) and not config.target_parameters
+
+
+def test_the_default_leaves_a_vision_tower_alone():
+    class WithTower(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.text = make_tiny_model()
+            self.config = self.text.config
+            self.tower = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4)})
+
+        def get_decoder(self):
+            return self.text.model
+
+    names = default_target_modules(WithTower())
+    assert "self_attn.q_proj" in names and "q_proj" not in names  # which would mean the tower's too
+
+
+def test_a_model_without_known_layers_asks_for_their_names():
+    model = torch.nn.Linear(2, 2)
+    model.config = make_tiny_model().config
+    with pytest.raises(ConfigError, match=r"lora_target_modules: Linear has no.*use_lora=False"):
+        default_target_modules(model)
+
+
+def test_a_line_says_what_share_of_the_layers_is_adapted(capsys, qwen3_5):
+    args = options(lora_rank=4)
+    check_policy(load_policy(make_tiny_model(), args), args)
+    assert capsys.readouterr().out.startswith(
+        "LoRA of rank 4 on 14 of 14 linear layers of the decoder, 100% of their weights (down_proj"
+    )
+    model, has_experts = qwen3_5
+    policy = load_policy(model, options(lora_target_modules=SEVEN[:4]))
+    line = describe_adapter(policy)
+    assert line.startswith("LoRA of rank 16 on 4 of 31 linear layers of the decoder, ")
+    assert "(k_proj, o_proj, q_proj, v_proj); without down_proj, gate_proj, in_proj_a" in line
+    assert line.endswith("the experts") == has_experts
+    policy.unload()
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear"]])
+def test_all_linear_is_pefts(qwen3_5, targets):
+    model, has_experts = qwen3_5
+    policy = load_policy(model, options(lora_target_modules=targets))
+    assert "31 of 31 linear layers" in describe_adapter(policy)
+    assert ("shared_expert_gate" in policy.peft_config["default"].target_modules) == has_experts
+    assert "lm_head" not in policy.peft_config["default"].target_modules
+    policy.unload()
+
+
+def test_a_given_peft_config_is_described_too():
+    config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
+    line = describe_adapter(load_policy(make_tiny_model(), options(), config))
+    assert "on 2 of 14" in line and ", and on 1 other layers" in line
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    policy = load_policy(make_tiny_model(), options(), config)
+    assert describe_adapter(policy) == "an adapter of IA3Config"
+
+
+@pytest.mark.parametrize("targets", ["q_proj", [], [1]])
+def test_target_modules_are_a_list_or_all_linear(targets):
+    with pytest.raises(ConfigError, match=r"lora_target_modules=.*a list of names.*'all-linear'"):
+        options(lora_target_modules=targets)

@@ -1,0 +1,181 @@
+import json
+import os
+import shutil
+
+import pytest
+
+from verifiers_rl.run_folder import (
+    CARD_MARK,
+    RunFolderError,
+    clear_run_folder,
+    closing_lines,
+    newest_checkpoint,
+    prepare_run_folder,
+)
+
+
+def save(folder, step, state=True):
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "adapter_model.safetensors").write_text("weights")
+    if state:
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return checkpoint
+
+
+def prepare(folder, resume=None, overwrite=False, max_steps=10):
+    return prepare_run_folder(folder, resume=resume, overwrite=overwrite, max_steps=max_steps)
+
+
+def write_rows(folder, *steps):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "reward": 1}}\n' for n in steps))
+
+
+def write_log(folder):
+    folder.mkdir()
+    (folder / "inference.log").write_text("")
+
+
+def write_model(folder):
+    folder.mkdir()
+    (folder / "model-00001-of-00002.safetensors").write_text("")
+
+
+def write_checkpoint(folder):
+    save(folder, 5)
+
+
+@pytest.mark.parametrize("write", [lambda folder: None, write_log, lambda f: write_rows(f, 0, 0)])
+def test_a_folder_without_a_run_is_taken(write, tmp_path):
+    write(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    assert prepare(tmp_path / "run") is None
+    assert prepare(tmp_path / "run", resume=False) is None
+    assert sorted(tmp_path.rglob("*")) == before  # nothing was made
+
+
+@pytest.mark.parametrize(
+    ("write", "found"),
+    [
+        (lambda folder: write_rows(folder, 0, 1), r"\(metrics.jsonl\)"),
+        (write_model, r"\(model-00001-of-00002.safetensors\)"),
+        (write_checkpoint, r"\(checkpoint-5\)"),
+    ],
+)
+def test_a_used_folder_is_refused_unless_it_is_resumed_or_overwritten(write, found, tmp_path):
+    folder = tmp_path / "run"
+    write(folder)
+    with pytest.raises(RunFolderError, match=f"{folder}.*{found}.*--resume.*--overwrite.*another"):
+        prepare(folder)
+    assert prepare(folder, overwrite=True) is None
+
+
+def test_the_newest_finished_checkpoint_is_resumed(tmp_path):
+    assert newest_checkpoint(tmp_path / "none") is None
+    save(tmp_path, 5)
+    ten = save(tmp_path, 10)
+    save(tmp_path, 20, state=False)  # the process was killed while it saved
+    assert newest_checkpoint(tmp_path) == prepare(tmp_path, True, max_steps=11) == ten
+    older = tmp_path / "checkpoint-5"
+    assert prepare(tmp_path, str(older)) == older
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(RunFolderError, match=r"run' holds no finished check.*start without --resu"):
+        prepare(folder, resume=True)
+    write_rows(folder, 1)
+    with pytest.raises(RunFolderError, match=r"run' holds no finished.*start it anew with --overw"):
+        prepare(folder, resume=True)
+    unfinished = save(folder, 20, state=False)
+    with pytest.raises(RunFolderError, match=r"t-20': it has no trainer_state.json.*run' has none"):
+        prepare(folder, resume=str(unfinished))
+    five = save(folder, 5)
+    with pytest.raises(RunFolderError, match=rf"t-7': no such folder; the newest is {five}"):
+        prepare(folder, resume=str(folder / "checkpoint-7"))
+    (five / "trainer_state.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"checkpoint-5': its trainer_state.json cannot be"):
+        prepare(folder, resume=True)
+
+
+@pytest.mark.parametrize("max_steps", [2, 5])
+def test_a_checkpoint_at_the_end_of_the_run_is_an_error(max_steps, tmp_path):
+    save(tmp_path, 5)
+    with pytest.raises(RunFolderError, match=rf"already at step 5 of {max_steps}: raise max_steps"):
+        prepare(tmp_path, resume=True, max_steps=max_steps)
+
+
+def test_a_checkpoint_of_another_run_starts_a_new_folder_only(tmp_path):
+    other = save(tmp_path / "other", 5)
+    assert prepare(tmp_path / "new", resume=str(other)) == other
+    save(tmp_path / "new", 3)
+    with pytest.raises(RunFolderError, match=r"other/checkpoint-5 belongs to another run"):
+        prepare(tmp_path / "new", resume=str(other))
+
+
+def test_to_resume_and_to_overwrite_contradict_each_other(tmp_path):
+    save(tmp_path, 5)
+    with pytest.raises(RunFolderError, match="leave one of them out"):
+        prepare(tmp_path, resume=True, overwrite=True)
+
+
+def test_a_file_is_no_folder_of_a_run(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunFolderError, match="run' is a file; choose another"):
+        prepare(tmp_path / "run")
+
+
+def test_overwriting_removes_the_run_and_nothing_else(tmp_path):
+    elsewhere = save(tmp_path / "elsewhere", 8)
+    folder = tmp_path / "run"
+    save(folder, 5)
+    os.symlink(elsewhere, folder / "checkpoint-8")
+    write_rows(folder, 1)
+    ours = ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "curves.png")
+    kept = ("train.py", "rl.toml", "inference.log", "checkpoint-notes.md", "data.json")
+    for name in (*ours, *kept):
+        (folder / name).write_text("")
+    (folder / "README.md").write_text(f"{CARD_MARK}\n# rl\n")
+    clear_run_folder(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
+    assert (elsewhere / "adapter_model.safetensors").exists()
+    assert prepare(folder) is None
+    clear_run_folder(tmp_path / "none")
+
+
+def test_overwriting_leaves_a_model_and_a_readme_that_no_run_wrote(tmp_path):
+    names = ["README.md", "config.json", "model.safetensors"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    clear_run_folder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
+    rows = [{"step": 1, "reward": 0.25, "kl": "nan"}, {"step": 4, "reward": 0.5}]
+    rows += [{"step": 4, "eval_reward": "nan"}]  # not a number
+    lines = [*map(json.dumps, rows), '{"step": 5, "rew']  # of a killed process
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert closing_lines(tmp_path) == ["reward: 0.250 (step 1) -> 0.500 (step 4)"]
+    (tmp_path / "config.json").write_text("{}")
+    model, command = closing_lines(tmp_path)[1:]
+    assert model == f"model: {tmp_path}"
+    assert command.startswith("serve it: ") and command.endswith(f" {tmp_path}")
+    adapter = {
+        "peft_type": "LORA",
+        "r": 24,
+        "base_model_name_or_path": "Qwen/Qwen3-0.6B",
+        "rank_pattern": None,
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    model, command = closing_lines(tmp_path)[1:]
+    assert model == f"adapter: {tmp_path}"
+    options = f"--enable-lora --max-lora-rank 32 --lora-modules {tmp_path.name}={tmp_path}"
+    assert command.endswith(f" Qwen/Qwen3-0.6B {options}")
+    adapter["modules_to_save"] = ["lm_head"]  # vLLM takes none
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    last = "to serve it, merge it into its base model"
+    assert closing_lines(tmp_path)[1:] == [f"adapter: {tmp_path}", last]
+    shutil.rmtree(tmp_path)
+    assert closing_lines(tmp_path) == []

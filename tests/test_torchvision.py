@@ -1,0 +1,23 @@
+import subprocess
+import sys
+
+# As a user's script may: transformers first, and nothing of ours.
+SCRIPT = """
+import torch
+from transformers import AutoImageProcessor, Trainer
+from torchvision import ops
+from torchvision.transforms.v2 import functional
+
+assert functional.resize(torch.rand(3, 8, 8), [4, 4]).shape == (3, 4, 4)
+boxes, scores = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1)
+try:
+    assert ops.nms(boxes, scores, 0.5).tolist() == [0]
+except RuntimeError as error:  # only torchvision's own one
+    assert "Couldn't load custom C++ ops" in str(error), error
+"""
+
+
+def test_torchvision_works_beside_the_installed_torch_though_its_library_may_not_load():
+    command = [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

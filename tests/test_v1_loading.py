@@ -1,0 +1,434 @@
+"""Environments of verifiers.v1 from scripts, ids and TOMLs, and streams of tasks."""
+
+import asyncio
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import verifiers.v1 as vf
+
+from tests.helpers import load_example
+from verifiers_rl import RLConfig, WeightedEnv
+from verifiers_rl.environments import InvalidEnvironmentError, make_runner
+from verifiers_rl.rollouts import ENDLESS, ExampleOrder, describe_sizes
+from verifiers_rl.v1_loading import load_v1_environment
+from verifiers_rl.v1_tasks import NUM_KEPT, TaskStream
+
+HERE = Path(__file__).parent / "v1"
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def runner_of(env, tmp_path, tokenizer=None, **options):
+    args = RLConfig(output_dir=str(tmp_path), **options)
+    return make_runner(env, "http://unused", tokenizer, args)
+
+
+def prompts(runner, positions, split="train"):
+    async def ask():
+        return [(await runner._task(split, at)).data.prompt for at in positions]
+
+    return asyncio.run(ask())
+
+
+# --- In a script ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import json
+import verifiers.v1 as vf
+from verifiers_rl import RLConfig
+from verifiers_rl.environments import make_runner
+
+
+class Config(vf.TasksetConfig):
+    num_tasks: int  # without a default
+
+
+class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+
+class Own(vf.Taskset[Task, Config]):
+    def __init__(self, config, word="own"):
+        super().__init__(config)
+        self.word = word
+
+    def load(self):
+        for i in range(self.config.num_tasks):
+            yield Task(vf.TaskData(idx=i, prompt=f"{self.word} {i}"), self.config.task)
+
+
+class Plain(vf.Taskset[Task]):
+    def load(self):
+        yield Task(vf.TaskData(idx=0, prompt="plain"), self.config.task)
+
+ENVIRONMENT
+
+def show(env):
+    runner = make_runner(env, "http://unused", None, RLConfig(output_dir="OUT", use_cpu=True))
+    task = asyncio.run(runner._task("train", 0))
+    return [task.data.prompt, type(runner.env).__name__, runner.sizes("train"),
+            [harness.id for harness in runner.env.config.agent_harnesses().values()]]
+
+import asyncio
+if __name__ == "__main__":
+    own = Own(Config(num_tasks=3), word="mine")
+    shown = [show(Plain(vf.TasksetConfig())), show(Plain(vf.TasksetConfig(id="plain"))), show(own)]
+    shown.append(show(Own(Config(id="train", num_tasks=2))))  # the script's own name
+    LAST
+    print(json.dumps(shown))
+else:
+    raise SystemExit("the script ran once more")
+"""
+OF_AN_ENVIRONMENT = """
+class PairConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+
+
+class Pair(vf.Env[PairConfig]):
+    async def run(self, task, agents):
+        await agents.first.run(task)
+"""
+
+
+@pytest.fixture
+def run_script(tmp_path, monkeypatch, capsys):
+    """What a script as `__main__` printed. (Another process would import for half a minute.)"""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(environment="", last=""):
+        script = SCRIPT.replace("ENVIRONMENT", environment).replace("LAST", last)
+        (tmp_path / "train.py").write_text(script.replace("OUT", str(tmp_path)))
+        runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_a_taskset_in_the_script_that_runs_is_played(run_script):
+    *lines, shown = run_script()
+    alone = ["SingleAgentEnv"]
+    assert json.loads(shown) == [
+        ["plain", *alone, [1], ["verifiers_rl"]],
+        ["plain", *alone, [1], ["verifiers_rl"]],
+        ["mine 0", *alone, [3], ["verifiers_rl"]],  # this very one, not another of its class
+        ["own 0", *alone, [2], ["verifiers_rl"]],
+    ]
+    assert lines[2].startswith("env env: agent agent plays in verifiers_rl's chat, in this process")
+
+
+def test_an_environment_in_the_script_plays_its_tasksets(run_script):
+    # With a config of its own it needs the id of a module that exports the taskset.
+    last = "__all__ = ['Plain']; config = PairConfig(taskset={'id': __name__})\n"
+    last += "    shown.append(show(Pair(config)))"
+    shown = json.loads(run_script(OF_AN_ENVIRONMENT, last)[-1])
+    assert [[name, harnesses] for _, name, _, harnesses in shown] == [
+        ["Pair", ["verifiers_rl", "verifiers_rl"]]
+    ] * 5
+
+
+def test_tools_in_the_script_that_runs_are_refused(run_script):
+    tools = """
+class Doubling(vf.Toolset[vf.SharedToolsetConfig]):
+    @vf.tool
+    async def double(self, x: int) -> str:
+        return str(2 * x)
+
+Plain.toolsets = classmethod(lambda cls, config: [Doubling(vf.SharedToolsetConfig())])
+"""
+    with pytest.raises(InvalidEnvironmentError) as caught:
+        run_script(tools)
+    assert "the tools Doubling are defined in the script that runs" in str(caught.value)
+    assert "move Doubling into a file beside the script" in str(caught.value)
+
+
+# --- One meaning of an id -------------------------------------------------------------------------
+
+
+def test_an_id_a_taskset_and_a_toml_are_played_alike(tmp_path):
+    from fix_it import FixItConfig, FixItTaskset
+
+    from_toml = load_v1_environment({"taskset": {"id": "fix_it", "num_tasks": 2}})
+    taskset = FixItTaskset(FixItConfig(id="fix_it"))
+    for env in (from_toml, "fix_it", taskset, FixItTaskset(FixItConfig())):
+        runner = runner_of(env, tmp_path)
+        assert type(runner.env).__name__ == "FixItEnv" and runner.sizes("train") == [2]
+        assert list(runner.env.config.agent_harnesses()) == ["fixer"]
+    assert runner_of(taskset, tmp_path).env.taskset is taskset
+    assert runner_of(taskset, tmp_path).env.config.taskset.num_tasks == 2
+
+
+def test_a_taskset_beside_several_environments_says_what_to_pass(tmp_path, monkeypatch):
+    import fix_it
+
+    class Other(fix_it.FixItEnv):
+        pass
+
+    monkeypatch.setattr(fix_it, "Other", Other, raising=False)
+    monkeypatch.setattr(fix_it, "__all__", [*fix_it.__all__, "Other"])
+    with pytest.raises(InvalidEnvironmentError, match=r"several environments \(FixItEnv, Other\)"):
+        runner_of(fix_it.FixItTaskset(fix_it.FixItConfig()), tmp_path)
+
+
+def test_a_taskset_that_lost_its_config_says_so(tmp_path):
+    class Forgetful(vf.Taskset):
+        def __init__(self):
+            pass
+
+        def load(self):
+            return []
+
+    with pytest.raises(InvalidEnvironmentError, match=r"call super\(\).__init__\(config\)"):
+        runner_of(Forgetful(), tmp_path)
+
+
+# --- One default harness --------------------------------------------------------------------------
+
+
+def harnesses(env):
+    return {
+        role: (harness.id, getattr(env.config, role).runtime.type)
+        for role, harness in env.config.agent_harnesses().items()
+    }
+
+
+def test_without_a_harness_agents_chat_here_from_a_toml_as_from_a_script(tmp_path, monkeypatch):
+    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    chat = ("verifiers_rl", "subprocess")
+    small, fix_it = {"taskset": {"id": "small_tasks"}}, {"taskset": {"id": "fix_it"}}
+    own = {"harness": {"id": "streaming_harness"}}
+    docker = {"runtime": {"type": "docker"}}
+    for table, expected in (
+        (small, {"agent": chat}),
+        (small | {"harness": {"id": "null"}}, {"agent": chat}),
+        (small | {"agent": docker}, {"agent": ("verifiers_rl", "docker")}),
+        (fix_it, {"fixer": chat}),
+        (fix_it | {"fixer": docker | {"harness": {"id": "bash"}}}, {"fixer": ("bash", "docker")}),
+    ):
+        assert harnesses(runner_of(load_v1_environment(table), tmp_path).env) == expected
+    assert harnesses(runner_of("small_tasks", tmp_path).env) == {"agent": chat}
+    # One that runs programs of the model is in a sandbox; this one runs none.
+    monkeypatch.setattr("streaming_harness.StreamingHarness.EXECUTES_CODE", False)
+    found = harnesses(runner_of(load_v1_environment(small | own), tmp_path).env)
+    assert found == {"agent": ("streaming_harness", "subprocess")}
+    with pytest.raises(InvalidEnvironmentError) as caught:
+        runner_of(load_v1_environment(small | {"harness": {"id": "bash"}}), tmp_path)
+    assert "the agent 'agent' plays in the harness 'bash', by verifiers' default" in str(
+        caught.value
+    )
+    assert '[env.agent.runtime] type = "docker"' in str(caught.value)
+
+
+def test_a_tasksets_own_harness_stays_its_default(tmp_path, monkeypatch):
+    import small_tasks
+    import streaming_harness
+
+    monkeypatch.setattr(streaming_harness.StreamingHarness, "EXECUTES_CODE", False)
+    harness = streaming_harness.StreamingHarness
+    monkeypatch.setattr(small_tasks, "StreamingHarness", harness, raising=False)
+    monkeypatch.setattr(small_tasks, "__all__", ["SmallTaskset", "StreamingHarness"])
+    from_toml = load_v1_environment({"taskset": {"id": "small_tasks"}})
+    taskset = small_tasks.SmallTaskset(small_tasks.SmallConfig())
+    for env in (from_toml, taskset):
+        runner = runner_of(env, tmp_path)
+        assert type(runner.env._harnesses["agent"]) is harness
+        assert runner.env.config.agent.runtime.type == "subprocess"
+
+
+def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
+    from code_golf_like import GolfTaskset
+
+    docker = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
+    mix = [
+        WeightedEnv("fix_it", "fix"),
+        WeightedEnv(load_v1_environment({"taskset": {"id": "small_tasks"}, "agent": docker}), "b"),
+        WeightedEnv(GolfTaskset(vf.TasksetConfig()), "golf"),
+        WeightedEnv("stream_tasks", "s"),
+    ]
+    runner_of(mix, tmp_path, eval_examples=5)
+    chat = "in verifiers_rl's chat, in this process"
+    assert capsys.readouterr().out.splitlines() == [
+        f"env fix: FixItEnv, agent fixer plays {chat}; 2 tasks, also for evaluations",
+        "env b: agent agent plays in the harness 'bash', in docker; 4 tasks, also for evaluations",
+        f"env golf: GolfEnv, agent golfer plays {chat}; its tasks' programs run on this machine; "
+        "2 tasks, also for evaluations",
+        f"env s: agent agent plays {chat}; a stream of tasks, in its order, 5 for evaluations",
+    ]
+
+
+# --- Errors of a TOML -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"taskset": {"id": "small_task"}},
+            r"\[env.taskset\] id='small_task': no module 'small_task' is installed nor beside the "
+            r"TOML in .*v1; did you mean 'small_tasks'\?",
+        ),
+        (
+            {"taskset": {"id": "small_tasks", "num_task": 3}},
+            r"\[env.taskset\] has an unknown key 'num_task'; did you mean 'num_tasks'\?",
+        ),
+        (
+            {"taskset": {"id": "small_tasks", "num_tasks": "three"}},
+            r"\[env.taskset\] num_tasks='three': .*integer",
+        ),
+        (
+            {"taskset": {"id": "small_tasks"}, "eval_taskset": {"num_task": 3}},
+            r"\[env.eval_taskset\] has an unknown key 'num_task'; did you mean 'num_tasks'\?",
+        ),
+        (
+            {"taskset": {"id": "small_tasks"}, "id": "fixit"},
+            r"\[env\] id='fixit': no module 'fixit' .*; did you mean 'fix_it'\?",
+        ),
+        (
+            {"taskset": {"id": "small_tasks"}, "harness": {"id": "nul"}},
+            r"\[env.harness\] id='nul': no module .*; did you mean 'null'\?",
+        ),
+        (
+            {"taskset": {"id": "small_tasks"}, "harness": {"id": "null", "tool_time": 3}},
+            r"\[env.agent.harness\] has an unknown key 'tool_time'; did you mean 'tool_timeout'\?",
+        ),
+        (
+            {"taskset": {"id": "small_tasks"}, "agent": {"max_turn": 3}},
+            r"\[env.agent\] has an unknown key 'max_turn'; did you mean 'max_turns'\?",
+        ),
+        (
+            {"taskset": {"id": "small_tasks"}, "agents": {"max_turns": 3}},
+            r"\[env\] has an unknown key 'agents'; did you mean 'agent'\?",
+        ),
+        (
+            {"taskset": {"id": "fix_it"}, "harness": {"id": "null"}},
+            r"this environment has 'fixer'; write \[env.fixer.harness\]",
+        ),
+        ({"taskset": {"id": "needy"}}, r"its module imports 'not_there', which is missing"),
+        ({"taskset": {"id": "bare"}}, r"'bare' defines no `__all__`"),
+    ],
+)
+def test_what_a_toml_has_wrong_is_one_line_with_key_value_and_hint(table, message, tmp_path):
+    (tmp_path / "needy.py").write_text("import not_there\n")
+    (tmp_path / "bare.py").write_text("")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(InvalidEnvironmentError, match=message) as caught:
+            load_v1_environment(table, HERE)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# --- Streams --------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_trained_in_its_order_after_the_tasks_of_evaluations(tmp_path):
+    runner = runner_of("stream_tasks", tmp_path, eval_examples=3)
+    assert (runner.sizes("train"), runner.sizes("eval")) == ([ENDLESS], [3])
+    assert prompts(runner, range(3), "eval") == ["task 0", "task 1", "task 2"]
+    order = ExampleOrder(runner.sizes("train"), shuffle=True)
+    assert prompts(runner, order.at(range(2, 5))) == ["task 5", "task 6", "task 7"]
+    # A resumed run begins somewhere, and a lost server has earlier ones asked for again.
+    again = runner_of("stream_tasks", tmp_path, eval_examples=3)
+    assert prompts(again, order.at(range(100, 102))) == ["task 103", "task 104"]
+    assert prompts(again, order.at(range(101))) == [f"task {i + 3}" for i in range(101)]
+
+
+def test_evaluations_of_a_stream_may_have_a_taskset_of_their_own(tmp_path):
+    table = {"taskset": {"id": "stream_tasks"}, "eval_taskset": {"name_of_task": "held out"}}
+    runner = runner_of(load_v1_environment(table), tmp_path, eval_examples=2)
+    assert prompts(runner, range(2), "eval") == ["held out 0", "held out 1"]
+    assert prompts(runner, range(2)) == ["task 0", "task 1"]
+
+
+def test_streams_and_lists_mix_by_weight(tmp_path):
+    other = load_v1_environment({"taskset": {"id": "stream_tasks", "name_of_task": "other"}})
+    mix = [
+        WeightedEnv("stream_tasks", "a"),
+        WeightedEnv("small_tasks", "b", 2),
+        WeightedEnv(other, "c"),
+    ]
+    runner = runner_of(mix, tmp_path, eval_examples=1)
+    assert describe_sizes(runner.sizes("train")) == "2 streams and 4"
+    order = ExampleOrder(runner.sizes("train"), runner.weights)
+    asked = []
+
+    async def note(self, split, index, *args):
+        asked.append((await self._task(split, index)).data.prompt)
+
+    for part in runner.parts:
+        part.run_group = note.__get__(part)
+
+    async def ask():
+        for index in order.at(range(40)):
+            await runner.run_group("train", index)
+
+    asyncio.run(ask())
+    by_env = {word: [p for p in asked if p.startswith(word)] for word in ("task", "other", "quest")}
+    for word in ("task", "other"):
+        assert by_env[word] == [f"{word} {i + 1}" for i in range(len(by_env[word]))]
+        assert 8 <= len(by_env[word]) <= 12
+    assert len(by_env["quest"]) + sum(len(by_env[w]) for w in ("task", "other")) == 40
+    assert order.at(range(20, 40)) == order.at(range(40))[20:]
+
+
+def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():
+    num_made = 0
+
+    def iterate():
+        nonlocal num_made
+        for i in range(10**9):
+            num_made += 1
+            yield i
+
+    stream = TaskStream(iterate, num_skipped=10)
+    for position in (0, 5, NUM_KEPT + 100, NUM_KEPT + 50):
+        assert stream.at(position) == position + 10
+    assert len(stream._kept) == NUM_KEPT and num_made == NUM_KEPT + 111
+    assert stream.at(5) == 15 and num_made == NUM_KEPT + 111 + 16  # begun anew
+    assert stream.at(NUM_KEPT + 101) == NUM_KEPT + 111 and len(stream._kept) <= NUM_KEPT
+
+
+def test_a_stream_that_ends_says_after_how_many_tasks(tmp_path):
+    table = {"taskset": {"id": "stream_tasks", "end": 4}}
+    runner = runner_of(load_v1_environment(table), tmp_path, eval_examples=2)
+    assert prompts(runner, range(2)) == ["task 2", "task 3"]
+    with pytest.raises(InvalidEnvironmentError, match="infinite and ended after 4 tasks"):
+        prompts(runner, [2])
+
+
+def test_overlong_prompts_are_left_out_of_a_stream(tmp_path):
+    tokenizer = load_example("warm_start").make_tokenizer()
+    table = {"taskset": {"id": "stream_tasks", "padding": 50}}
+    limits = {"max_prompt_len": 30, "eval_examples": 2}
+    runner = runner_of(load_v1_environment(table), tmp_path, tokenizer, **limits)
+    assert prompts(runner, range(2), "eval") == ["task 0", "task 2"]
+    assert prompts(runner, range(2)) == ["task 4", "task 6"]
+    with pytest.raises(
+        InvalidEnvironmentError, match=r"1000 tasks .* longer than max_prompt_len=3"
+    ):
+        runner_of(load_v1_environment(table), tmp_path, tokenizer, max_prompt_len=3)
+
+
+def test_the_size_of_a_stream_is_told_in_words():
+    assert describe_sizes([ENDLESS]) == "a stream" and describe_sizes([3, 4]) == "7"
+    assert describe_sizes([ENDLESS, 7]) == "a stream and 7" and describe_sizes([0]) == "0"
+    assert not re.search(r"\d{9}", describe_sizes([ENDLESS, ENDLESS]))
+
+
+def test_an_environment_that_speaks_first_has_a_stand_in_for_the_first_prompt(tmp_path):
+    assert runner_of("kuhn_like", tmp_path).first_prompt == [{"role": "user", "content": "?"}]
+    assert runner_of("stream_tasks", tmp_path, eval_examples=3).first_prompt == [
+        {"role": "user", "content": "task 3"}
+    ]

@@ -1,0 +1,131 @@
+"""Whether the server samples from the model that is trained: logprobs of both sides, compared."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verifiers_rl.inference.client import InferenceClient, InferenceServerError
+from verifiers_rl.logprobs import token_logprobs_and_entropy
+
+logger = logging.getLogger(__name__)
+
+NUM_TOKENS = 32
+PROMPT = "Once upon a time"
+# Nats. Both sides in float32: the largest difference of a token. Otherwise the mean: rounding to
+# bfloat16 makes 0.01 to 0.03 of dense models and some more where it changes the choice of experts.
+FLOAT32_LARGEST = 0.01
+HALF_MEAN, HALF_MEAN_WORTH_A_WARNING = 0.3, 0.1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of logprobs of the same tokens on both sides, in nats."""
+
+    mean: float
+    largest: float
+    num_tokens: int
+    dtypes: tuple[str, str]  # here, there
+
+    def __str__(self) -> str:
+        here, there = self.dtypes
+        return (
+            f"{self.mean:.2g} nats apart on average over {self.num_tokens} sampled tokens, at most "
+            f"{self.largest:.2g}, {here} here and {there} there"
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Both sides compute in float32."""
+        return self.dtypes == ("float32", "float32")
+
+    @property
+    def is_of_another_model(self) -> bool:
+        """More than rounding explains; NaN too."""
+        if self.is_exact:
+            return not self.largest <= FLOAT32_LARGEST
+        return not self.mean <= HALF_MEAN
+
+
+def sample(
+    client: InferenceClient, model_name: str, prompt_ids: list[int], args: Any
+) -> tuple[list[int], Tensor]:
+    """A few tokens from the server after this prompt, and their logprobs there (tokens,) float32.
+
+    Args:
+        model_name: what requests put into `model=`.
+        args: the `RLConfig`; `max_seq_len` and `temperature`.
+    """
+    reply = client.complete(
+        {
+            "model": model_name,
+            "prompt": prompt_ids,
+            "max_tokens": min(NUM_TOKENS, args.max_seq_len - len(prompt_ids)),
+            "ignore_eos": True,
+            "temperature": args.temperature,
+            # Whatever the run sets: these change the server's probabilities on purpose.
+            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+            "logprobs": 1,
+            "return_token_ids": True,
+        },
+        args.vllm_server_timeout,
+    )["choices"][0]
+    return reply["token_ids"], torch.tensor(reply["logprobs"]["token_logprobs"])
+
+
+@torch.no_grad()
+def trainer_logprobs(model: nn.Module, token_ids: list[int], num_last: int, args: Any) -> Tensor:
+    """Logprobs of the last tokens under the trainer's model, (num_last,) float32."""
+    device = next(model.parameters()).device
+    ids = torch.tensor(token_ids, device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, -num_last - 1 : -1]
+    finally:
+        model.train(was_training)
+    return token_logprobs_and_entropy(logits, ids[-num_last:], args.temperature)[0].cpu()
+
+
+def difference(ours: Tensor, theirs: Tensor, dtypes: tuple[str, str]) -> Difference:
+    """Of two sides' logprobs of the same tokens, (tokens,) each."""
+    apart = (ours - theirs).abs()
+    return Difference(float(apart.mean()), float(apart.max()), len(apart), dtypes)
+
+
+def dtypes_of(model: nn.Module, client: InferenceClient, args: Any) -> tuple[str, str]:
+    """In what the trainer and the server compute."""
+    here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
+    return str(here).removeprefix("torch."), client.status()["dtype"]
+
+
+def check_agreement(
+    model: nn.Module, client: InferenceClient, model_name: str, tokenizer: Any, args: Any
+) -> None:
+    """Compare, once the server has the model's weights; warn of a difference that is worth it.
+
+    Raises:
+        InferenceServerError: the server samples from another model.
+    """
+    prompt_ids = tokenizer(PROMPT, add_special_tokens=False)["input_ids"][: args.max_seq_len // 2]
+    token_ids, theirs = sample(client, model_name, prompt_ids, args)
+    ours = trainer_logprobs(model, prompt_ids + token_ids, len(token_ids), args)
+    found = difference(ours, theirs, dtypes_of(model, client, args))
+    if found.is_of_another_model:
+        raise InferenceServerError(
+            f"the server at {client.base_url} samples from another model than is trained: {found}. "
+            "Start it with the trainer's model and without quantization or model overrides; "
+            "`vf-rl --check` tries both sides"
+        )
+    if not found.is_exact and found.mean > HALF_MEAN_WORTH_A_WARNING:
+        logger.warning(
+            "logprobs of server and trainer are %s: more than rounding to bfloat16 usually makes. "
+            "Watch mismatch_kl; float32 on both sides tells rounding from another model",
+            found,
+        )
+    logger.info("logprobs of server and trainer are %s", found)

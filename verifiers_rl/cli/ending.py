@@ -1,0 +1,79 @@
+"""How vf-train ends before its time: by Ctrl-C or SIGTERM, or with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+
+from verifiers_rl.inference.parent import die_with_parent
+
+SAVE_GRACE_S = 120.0  # from the request to end until SIGKILL: a checkpoint is saved meanwhile
+
+
+class Interrupt:
+    """Turns the first SIGINT or SIGTERM into KeyboardInterrupt, upon which the trainer saves a
+    checkpoint. A second one ends the process at once.
+
+    Attributes:
+        number: the signal that came; None before.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def handle_signals(self) -> None:
+        """To be called again after code that may have put handlers of its own."""
+        if self.number is None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)  # also where C code holds the main thread
+        if self.number is not None:
+            os.kill(os.getpid(), number)
+        self.number = number
+        raise KeyboardInterrupt
+
+    @property
+    def exit_status(self) -> int:
+        return 128 + (self.number or signal.SIGINT)
+
+
+def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
+    """End this process when one of these ends, however that ends: by SIGTERM, and by SIGKILL
+    `grace_s` later. On Linux only.
+
+    The kernel's own signal for it (`inference.parent`) tells of the direct parent alone. A rank's
+    is accelerate's launcher, which outlives a killed vf-rl.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    poll = select.poll()
+    for pid in pids:
+        try:
+            poll.register(os.pidfd_open(pid), select.POLLIN)
+        except ProcessLookupError:
+            sys.exit("the process that started this one is gone")
+        except OSError:  # a sandbox may forbid it: then the direct parent only, without SIGKILL
+            die_with_parent(os.getppid())
+            return
+
+    def watch() -> None:
+        poll.poll()
+        for descriptor in (1, 2):
+            # A pipe that nobody reads now would raise in whatever prints, saving included.
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)  # the end of this process is what is awaited
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end_with", daemon=True).start()

@@ -1,0 +1,43 @@
+"""Loads the environments of a TOML and writes what is wrong with them, or nothing, into a file.
+
+`vf-rl` runs it before it starts the server: an environment may start threads or CUDA, and hold
+memory, so it is loaded in a process that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from verifiers_rl.cli.config import load_run_config
+
+
+def main() -> None:
+    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+        from verifiers_rl.inference.parent import die_with_parent
+
+        die_with_parent(int(parent))
+    path, answer = map(Path, sys.argv[1:])
+    from verifiers_rl.environments import InvalidEnvironmentError
+
+    problem = ""
+    try:
+        load_run_config(path, checks_model=False).load_envs()
+    except InvalidEnvironmentError as error:
+        problem = str(error)
+    except Exception as error:  # of the environment's own code
+        import traceback
+
+        from verifiers_rl.rollouts import describe_error
+
+        traceback.print_exc()
+        problem = f"the environment's own code fails: {describe_error(error)}"
+    unfinished = answer.with_suffix(".unfinished")
+    unfinished.write_text(" ".join(problem.split()))
+    unfinished.rename(answer)
+    # Not os._exit: environments clean up behind themselves as their process ends.
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""`env_from`: an environment of one turn from prompts and a Python function."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+
+from verifiers_rl.environments import InvalidEnvironmentError
+
+REPLY = "completion"  # the parameter of a reward function that gets the model's reply
+
+
+class RowTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    """A row of a dataset: its prompt, and a reward by the function of its taskset."""
+
+    row: Mapping[str, Any]
+    reward_fn: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+    @vf.reward
+    async def reward(self, trace: vf.Trace) -> float:
+        values = {**self.row, REPLY: trace.last_reply}
+        given = self.reward_fn(**{name: values[name] for name in self.parameters})
+        if inspect.isawaitable(given):
+            given = await given
+        number = _number_of(given)
+        if number is None:
+            raise ValueError(
+                f"the reward function {_name_of(self.reward_fn)!r} returned {given!r}, which is no "
+                "finite number"
+            )
+        return number
+
+
+class RowTaskset(vf.Taskset[RowTask, vf.TasksetConfig]):
+    """The rows of a dataset."""
+
+    def __init__(
+        self,
+        rows: list[Mapping[str, Any]],
+        reward_fn: Callable[..., Any],
+        system_prompt: str | None,
+        what: str,
+    ) -> None:
+        super().__init__(vf.TasksetConfig())
+        parameters = _parameters_from(reward_fn, rows, what)
+        self.tasks = []
+        for number, row in enumerate(rows):
+            try:
+                data = vf.TaskData(idx=number, prompt=row["prompt"], system_prompt=system_prompt)
+            except ValidationError as error:
+                raise InvalidEnvironmentError(
+                    f"{what}, row {number}: prompt={row['prompt']!r} is neither a string nor a "
+                    'list of messages like {"role": "user", "content": "..."}'
+                ) from error
+            if not data.prompt:
+                raise InvalidEnvironmentError(f"{what}, row {number}: the prompt is empty")
+            messages = [] if isinstance(data.prompt, str) else data.prompt
+            if system_prompt is not None and any(m.role == "system" for m in messages):
+                raise InvalidEnvironmentError(
+                    f"{what}, row {number}: the prompt has a system message of its own; leave "
+                    "system_prompt out"
+                )
+            task = RowTask(data, self.config.task)
+            task.row, task.reward_fn, task.parameters = row, reward_fn, parameters
+            self.tasks.append(task)
+
+    def load(self) -> Iterable[RowTask]:
+        return self.tasks
+
+
+def env_from(
+    dataset: Any,
+    reward_fn: Callable[..., Any],
+    system_prompt: str | None = None,
+    eval_dataset: Any = None,
+) -> vf.Taskset:
+    """An environment of one turn, as a taskset of `verifiers.v1`.
+
+    Args:
+        dataset: a list of dicts or a `datasets.Dataset`, whose column `prompt` holds strings or
+            lists of messages; or a list of prompts as strings.
+        reward_fn: the reward of one reply, from what its parameters name: `completion`, the reply
+            as text; `prompt`; any other column of the dataset; `**kwargs` gets all columns. It may
+            be async, and runs in the trainer's process, on the thread that generates: one that
+            waits should be async, or all rollouts wait with it.
+        system_prompt: before each prompt.
+        eval_dataset: for evaluations, in place of `dataset`.
+
+    Raises:
+        InvalidEnvironmentError: no rows, no prompts, or a parameter of the reward function that is
+            no column.
+    """
+    if system_prompt is not None and not isinstance(system_prompt, str):
+        raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
+    if not callable(reward_fn):
+        raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
+    taskset = RowTaskset(
+        _rows_of(dataset, "dataset"), reward_fn, system_prompt, "env_from: dataset"
+    )
+    if eval_dataset is not None:
+        rows = _rows_of(eval_dataset, "eval_dataset")
+        taskset.eval_taskset = RowTaskset(rows, reward_fn, system_prompt, "env_from: eval_dataset")
+    return taskset
+
+
+def _rows_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
+    if isinstance(dataset, Mapping):
+        raise InvalidEnvironmentError(
+            f"env_from: {name} is a {type(dataset).__name__} with the keys "
+            f"{', '.join(map(repr, dataset))}; pass one of its splits, {name}[...]"
+        )
+    if isinstance(dataset, str) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
+    ):
+        raise InvalidEnvironmentError(
+            f"env_from: {name} must be a list of dicts, a datasets.Dataset or a list of strings, "
+            f"not a {type(dataset).__name__}; of a stream, pass list(stream.take(n))"
+        )
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in dataset]
+    if not rows:
+        raise InvalidEnvironmentError(f"env_from: {name} is empty")
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise InvalidEnvironmentError(
+                f"env_from: {name}, row {number} is a {type(row).__name__}: {row!r}; expected a "
+                "dict or a string"
+            )
+        if "prompt" not in row:
+            raise InvalidEnvironmentError(
+                f"env_from: {name}, row {number} has no column 'prompt', only "
+                f"{', '.join(map(repr, row))}; rename the one that holds the prompt"
+            )
+    return rows
+
+
+def _parameters_from(
+    reward_fn: Callable[..., Any], rows: list[Mapping[str, Any]], what: str
+) -> tuple[str, ...]:
+    """What the reward function is called with, by name."""
+    columns = [name for name in rows[0] if all(name in row for row in rows)]
+    known = list(dict.fromkeys([REPLY, *columns]))
+    wanted = []
+    for name, parameter in inspect.signature(reward_fn).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            wanted += known
+        elif name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            wanted.append(name)
+        elif parameter.default is inspect.Parameter.empty:
+            near = difflib.get_close_matches(name, known, 1)
+            raise InvalidEnvironmentError(
+                f"{what}: the reward function {_name_of(reward_fn)!r} has a parameter {name!r}, "
+                + ("which is positional only" if name in known else "and there is no such column")
+                + (f"; did you mean {near[0]!r}?" if near and name not in known else "")
+                + f" It may name {', '.join(map(repr, known))}"
+            )
+    return tuple(dict.fromkeys(wanted))
+
+
+def _number_of(value: Any) -> float | None:
+    """As a float, if it is one finite number: Python's, numpy's, or a tensor's."""
+    if not isinstance(value, Real) and hasattr(value, "tolist"):
+        value = value.tolist()  # a list, unless it has no dimension
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", None) or repr(function)

@@ -1,0 +1,45 @@
+"""Flags of vLLM that follow from the checkpoint where the command line names none."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+# By which configs of transformers have experts.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | None:
+    """Set what the served checkpoint asks for. Returns what is wrong with a flag, or None.
+
+    The vision tower of a checkpoint is left out: only text is trained, and its memory is better
+    used for the cache. `--no-language-model-only` or `--limit-mm-per-prompt` keeps it.
+
+    Args:
+        args: vLLM's parsed flags, which are changed.
+        argv: the command line; what it names stays as it is.
+    """
+    import torch
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(args.model, revision=args.revision)
+    text = config.get("text_config") or config
+    wants_images = "--no-language-model-only" in argv or args.limit_mm_per_prompt
+    if "vision_config" in config and hasattr(args, "language_model_only") and not wants_images:
+        args.language_model_only = True
+    if torch.cuda.is_available():
+        return None
+    if args.enable_lora and any(text.get(name) for name in _NUM_EXPERTS):
+        return (
+            "--enable-lora: on a CPU, vLLM's engine dies of an adapter beside experts; "
+            "leave it out and set the trainer's lora_sync='merged'"
+        )
+    if "linear_conv_kernel_dim" in text:
+        if args.dtype == "auto":
+            args.dtype = "bfloat16"
+        elif args.dtype != "bfloat16":
+            return (
+                f"--dtype {args.dtype}: on a CPU, vLLM has kernels for the linear attention of "
+                f"{text.get('model_type')!r} in bfloat16 only; set --dtype bfloat16"
+            )
+    return None

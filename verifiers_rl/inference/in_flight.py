@@ -1,0 +1,139 @@
+"""Which policy sampled which tokens of the requests that `vf-vllm` is answering.
+
+    request comes in ──► vLLM's output processor knows it ──► it is finished ──► its reply begins
+      0 tokens so far      counts its tokens                    all tokens are there
+
+At a swap of weights the engines are paused, so only the middle part can be cut in two. Where a
+request is follows from calls of the output processor, which are watched here: nothing is waited for
+but the tokens that the engines have sampled and the output processor has not yet counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+
+class Request:
+    """A request for one completion.
+
+    Attributes:
+        spans: (first token, policy version) of each policy that has sampled for it.
+        state: what vLLM's output processor keeps of it; None before it knows the request.
+    """
+
+    def __init__(self, policy_version: int) -> None:
+        self.spans = [(0, policy_version)]
+        self.state: Any = None
+
+
+_request: ContextVar[Request | None] = ContextVar("request", default=None)
+
+
+class InFlight:
+    """The requests that have been passed on to vLLM, and whose replies have not begun."""
+
+    def __init__(self) -> None:
+        self.requests: set[Request] = set()
+        self._states: dict[str, Any] = {}  # vLLM's, of the requests it has not finished
+        self._outputs: asyncio.Queue[Any] | None = None  # from the engines, not yet processed
+        self._is_processing = False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def watch(self, engine: Any) -> None:
+        """Watch the output processor of this `AsyncLLM`, from before the first request on."""
+        if self._outputs is not None:
+            return
+        self._outputs = engine.engine_core.outputs_queue
+        processor = engine.output_processor
+        self._states = processor.request_states
+        add, process = processor.add_request, processor.process_outputs
+        end = processor.update_scheduler_stats
+
+        def add_request(added: Any, *args: Any, **kwargs: Any) -> None:
+            add(added, *args, **kwargs)
+            request = _request.get()  # in the task of the request, or in one that it has started
+            if request is not None:
+                request.state = self._states[added.request_id]
+
+        def process_outputs(*args: Any, **kwargs: Any) -> Any:
+            self._is_processing = True  # a part of what was taken from the queue
+            return process(*args, **kwargs)
+
+        def update_scheduler_stats(*args: Any, **kwargs: Any) -> None:
+            end(*args, **kwargs)  # vLLM calls it once all of that is processed
+            self._is_processing = False
+            if self._is_idle():
+                for waiting in self._waiting:
+                    if not waiting.done():
+                        waiting.set_result(None)
+                self._waiting.clear()
+
+        processor.add_request = add_request
+        processor.process_outputs = process_outputs
+        processor.update_scheduler_stats = update_scheduler_stats
+
+    @contextmanager
+    def passing_on(self, request: Request | None) -> Iterator[None]:
+        """What vLLM is asked for inside belongs to this request."""
+        if request is not None:
+            self.requests.add(request)
+        context = _request.set(request)
+        try:
+            yield
+        finally:
+            _request.reset(context)
+            if request is not None:
+                self.requests.discard(request)
+
+    def begin_reply(self, request: Request) -> str:
+        """The value of the header that says who sampled which tokens; later swaps change nothing
+        of it.
+        """
+        self.requests.discard(request)
+        return format_spans(request.spans)
+
+    def _is_idle(self) -> bool:
+        return not self._is_processing and (self._outputs is None or self._outputs.empty())
+
+    async def all_counted(self, timeout_s: float) -> None:
+        """Wait until the output processor has counted every token that the engines sampled before
+        they were paused. An engine says that it is paused after it has sent its last tokens, which
+        may not be processed by then.
+
+        Raises:
+            TimeoutError: it did not within `timeout_s`.
+        """
+        if self._is_idle():
+            return
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            await asyncio.wait_for(waiting, timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"vLLM did not process within {timeout_s:g} s what its engines had sampled; "
+                "see the server's log"
+            ) from error
+
+    def swap(self, policy_version: int) -> None:
+        """From here on another policy samples. Called while the engines are paused and all tokens
+        are counted.
+        """
+        for request in self.requests:
+            if request.state is None:
+                start = 0  # vLLM is still preparing it
+            elif request.state.request_id in self._states:
+                start = request.state.detokenizer.num_output_tokens()
+            else:
+                continue  # finished: only its reply has not begun
+            if request.spans[-1][0] == start:
+                request.spans.pop()  # it has sampled nothing under that version
+            request.spans.append((start, policy_version))
+
+
+def format_spans(spans: list[tuple[int, int]]) -> str:
+    return ",".join(f"{start}:{version}" for start, version in spans)

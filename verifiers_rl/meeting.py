@@ -1,0 +1,340 @@
+"""Where the trainer and the server's workers meet: sockets between processes that know one secret.
+
+The trainer listens; each worker connects once. Both prove, by HMAC over numbers that both have
+drawn, that they know the meeting's secret, which the trainer draws for each meeting and which
+travels in its request to the server's control route, behind the run's token. Whoever does not know
+it is hung up on: it learns no address, key or weight, and takes no worker's place.
+
+What follows on these sockets is not encrypted: on an address other than loopback, use a network
+that you trust.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_HANDSHAKE_S = 10.0  # of one connection; a stranger may say nothing
+_MAX_STRANGERS = 64  # that are being asked at a time
+_NONCE = 32
+_PROOF = 32
+_RANK = struct.Struct("!I")
+_LENGTH = struct.Struct("!I")
+_MAX_FRAME = 2**20
+_NO_DELAY = (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class MeetingError(RuntimeError):
+    """The others did not come, are not who they should be, or went away."""
+
+
+def new_secret() -> str:
+    return secrets.token_hex(32)
+
+
+def host_meeting(
+    listener: socket.socket, num_workers: int, secret: str, timeout_s: float
+) -> list[socket.socket]:
+    """The trainer's side: connections to workers 1 .. num_workers, in this order. Takes the
+    listener over and closes it.
+
+    Raises:
+        MeetingError: not all of them came within `timeout_s`.
+    """
+    found: dict[int, socket.socket] = {}
+    lock, is_open = threading.Lock(), True
+    asked = threading.BoundedSemaphore(_MAX_STRANGERS)
+    all_here, last_came = socket.socketpair()
+    deadline = time.monotonic() + timeout_s
+
+    def ask(connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_HANDSHAKE_S)
+            rank = _check_worker(connection, secret)
+            with lock:
+                if not is_open or not 1 <= rank <= num_workers or rank in found:
+                    raise MeetingError(f"rank {rank} is not awaited")
+                connection.settimeout(timeout_s)
+                connection.setsockopt(*_NO_DELAY)
+                found[rank] = connection
+                if len(found) == num_workers:
+                    last_came.send(b"1")
+        except (OSError, MeetingError):
+            connection.close()  # a stranger, or a worker that went away and is missed below
+        finally:
+            asked.release()
+
+    try:
+        with listener, all_here, last_came, selectors.DefaultSelector() as selector:
+            listener.setblocking(False)  # who has knocked may be gone when the door opens
+            for one in (listener, all_here):
+                selector.register(one, selectors.EVENT_READ)
+            while (left := deadline - time.monotonic()) > 0:
+                ready = {key.fileobj for key, _ in selector.select(left)}
+                if all_here in ready:
+                    break
+                if listener in ready:
+                    try:
+                        connection, _ = listener.accept()
+                    except BlockingIOError:
+                        continue
+                    if asked.acquire(blocking=False):
+                        threading.Thread(target=ask, args=(connection,), daemon=True).start()
+                    else:
+                        connection.close()
+            with lock:
+                is_open = False
+        if len(found) < num_workers:
+            raise MeetingError(
+                f"{len(found)} of {num_workers} workers of the server came within {timeout_s:g} s "
+                "(vllm_server_timeout)"
+            )
+    except BaseException:
+        close_all(found.values())
+        raise
+    return [found[rank] for rank in range(1, num_workers + 1)]
+
+
+def join_meeting(host: str, port: int, rank: int, secret: str, timeout_s: float) -> socket.socket:
+    """A worker's side: its connection to the trainer.
+
+    Raises:
+        MeetingError: nobody is there, or it is not the trainer.
+    """
+    try:
+        connection = socket.create_connection((host, port), timeout_s)
+    except OSError as error:
+        raise MeetingError(f"no trainer at {host}:{port}: {error}") from error
+    try:
+        connection.settimeout(min(timeout_s, _HANDSHAKE_S))
+        _check_trainer(connection, rank, secret)
+        connection.settimeout(timeout_s)
+        connection.setsockopt(*_NO_DELAY)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, OSError):
+            raise MeetingError(f"the trainer at {host}:{port} hung up: {error}") from error
+        raise
+    return connection
+
+
+def _proof(secret: str, role: bytes, rank: int, trainers: bytes, workers: bytes) -> bytes:
+    message = role + _RANK.pack(rank) + trainers + workers
+    return hmac.digest(secret.encode(), message, "sha256")
+
+
+def _check_worker(connection: socket.socket, secret: str) -> int:
+    """The rank of the worker at the other end. It proves first, so a stranger hears nothing."""
+    trainers = secrets.token_bytes(_NONCE)
+    connection.sendall(trainers)
+    (rank,) = _RANK.unpack(receive_exactly(connection, _RANK.size))
+    workers = receive_exactly(connection, _NONCE)
+    given = receive_exactly(connection, _PROOF)
+    if not hmac.compare_digest(given, _proof(secret, b"worker", rank, trainers, workers)):
+        raise MeetingError("not a worker of this run")
+    connection.sendall(_proof(secret, b"trainer", rank, trainers, workers))
+    return rank
+
+
+def _check_trainer(connection: socket.socket, rank: int, secret: str) -> None:
+    workers = secrets.token_bytes(_NONCE)
+    trainers = receive_exactly(connection, _NONCE)
+    proof = _proof(secret, b"worker", rank, trainers, workers)
+    connection.sendall(_RANK.pack(rank) + workers + proof)
+    given = receive_exactly(connection, _PROOF)
+    if not hmac.compare_digest(given, _proof(secret, b"trainer", rank, trainers, workers)):
+        raise MeetingError("what listens there is not this run's trainer")
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill the view.
+
+    Raises:
+        ConnectionError: the other end went away before.
+        TimeoutError: nothing came for as long as the connection's timeout.
+    """
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the other end closed the connection")
+        view = view[count:]
+
+
+def close_all(connections: Any) -> None:
+    """Close them, and wake threads that wait for them."""
+    for connection in connections:
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is closed already
+        connection.close()
+
+
+class HostStore(dist.Store):
+    """torch's key-value store, kept by the trainer for its workers: by it NCCL's ranks and those of
+    CUDA IPC learn of each other. As torch's TCPStore, but whoever has no connection of the meeting
+    can neither read nor write.
+    """
+
+    def __init__(self, connections: Sequence[socket.socket], timeout_s: float) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._connections = connections
+        self._timeout_s = timeout_s
+        self._num_left = 0
+        for connection in connections:
+            connection.settimeout(None)  # a worker may ask for nothing for long
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def set(self, key: str, value: Any) -> None:
+        with self._changed:
+            self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        with self._changed:
+            return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Raises MeetingError: they were not set in time, or all workers went away."""
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+
+        def is_decided() -> bool:
+            is_alone = self._num_left == len(self._connections)
+            return is_alone or all(key in self._values for key in keys)
+
+        with self._changed:
+            is_in_time = self._changed.wait_for(is_decided, timeout_s)
+            if any(key not in self._values for key in keys):
+                raise MeetingError(
+                    "the server's workers went away"
+                    if is_in_time
+                    else f"no answer of a worker within {timeout_s:g} s (vllm_server_timeout)"
+                )
+
+    def close(self) -> None:
+        close_all(self._connections)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer a worker's calls until it leaves."""
+        try:
+            while True:
+                name, *arguments = _receive_message(connection)
+                _send_message(connection, self._answer(name, arguments))
+        except OSError:
+            pass  # it left
+        finally:
+            with self._changed:
+                self._num_left += 1
+                self._changed.notify_all()
+
+    def _answer(self, name: str, arguments: list[Any]) -> list[Any]:
+        answer: Any = None
+        try:
+            if name == "set":
+                self.set(arguments[0], base64.b64decode(arguments[1]))
+            elif name == "get":
+                answer = base64.b64encode(self.get(arguments[0])).decode()
+            elif name == "wait":
+                self.wait(arguments[0], timedelta(seconds=arguments[1]))
+            elif name == "add":
+                answer = self.add(*arguments)
+            elif name == "check":
+                answer = self.check(*arguments)
+            elif name == "delete_key":
+                answer = self.delete_key(*arguments)
+        except MeetingError as error:
+            return ["error", str(error)]
+        return ["ok", answer]
+
+
+class GuestStore(dist.Store):
+    """A worker's view of the trainer's `HostStore`."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        super().__init__()
+        self._connection = connection
+        self._timeout_s = timeout_s
+        connection.settimeout(timeout_s + _HANDSHAKE_S)  # its answers say more than ours
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: Any) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._call("set", key, base64.b64encode(data).decode())
+
+    def get(self, key: str) -> bytes:
+        return base64.b64decode(self._call("get", key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._call("check", list(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._call("delete_key", key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._call("wait", list(keys), min(seconds, self._timeout_s))
+
+    def close(self) -> None:
+        close_all([self._connection])
+
+    def _call(self, *message: Any) -> Any:
+        try:
+            with self._lock:
+                _send_message(self._connection, list(message))
+                status, answer = _receive_message(self._connection)
+        except OSError as error:
+            raise MeetingError(f"the trainer went away: {error}") from error
+        if status != "ok":
+            raise MeetingError(answer)
+        return answer
+
+
+def _send_message(connection: socket.socket, message: list[Any]) -> None:
+    data = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive_message(connection: socket.socket) -> list[Any]:
+    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+    if length > _MAX_FRAME:
+        raise ConnectionError(f"a message of {length} bytes")
+    return json.loads(receive_exactly(connection, length))

@@ -1,0 +1,302 @@
+"""The folder of a run: whether one is in it already, its newest checkpoint, its metrics.jsonl,
+and the lines that end a run. Imports nothing heavy, so that `vf-rl` can look before it starts
+anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+METRICS = "metrics.jsonl"
+CURVES = "curves.png"
+CARD = "README.md"
+# In a README.md that this library wrote. A README.md without it is somebody's own.
+CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_STATE = "trainer_state.json"  # Trainer writes it last, so a checkpoint without it is unfinished
+_MODEL = (
+    *("adapter_config.json", "adapter_model*.safetensors", "adapter_model.bin"),
+    *("model*.safetensors", "pytorch_model*.bin"),
+)
+# Beside the model that a run saves at its end. A base model has the same, so they are removed
+# only where our README.md says that the folder's model is a run's.
+_BESIDE_MODEL = (
+    *("*.safetensors.index.json", "*.bin.index.json", "config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "training_args.bin"),
+)
+
+
+class RunFolderError(ValueError):
+    """A run cannot start in this folder; the message names the folder and the fix."""
+
+
+def newest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The finished checkpoint of most steps, or None."""
+    checkpoints = [path for path in _checkpoints(Path(output_dir)) if (path / _STATE).is_file()]
+    return max(checkpoints, key=_step_in_name, default=None)
+
+
+def prepare_run_folder(
+    output_dir: str | Path, *, resume: bool | str | None, overwrite: bool, max_steps: int
+) -> Path | None:
+    """The checkpoint to resume from, or None for a run from the start. Changes nothing on disk.
+
+    Args:
+        resume: True for the newest checkpoint, or the path of one.
+        overwrite: the run may replace one that the folder holds (see `clear_run_folder`).
+        max_steps: of the run.
+
+    Raises:
+        RunFolderError: the folder holds a run and is neither resumed nor overwritten, there is no
+            such checkpoint, or it has max_steps steps already.
+    """
+    folder = Path(output_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"output_dir={str(folder)!r} is a file; choose another")
+    if not resume:
+        if not overwrite and (found := _traces_of_a_run(folder)):
+            raise RunFolderError(
+                f"output_dir={str(folder)!r} holds a run already ({', '.join(found)}). Go on with "
+                "it: --resume, or train(resume_from_checkpoint=True); replace it: --overwrite, or "
+                "overwrite_output_dir=True; or choose another output_dir or run_name"
+            )
+        return None
+    if overwrite:
+        raise RunFolderError(
+            "resuming goes on with the run in the folder, and overwrite_output_dir=True "
+            "(--overwrite) removes it; leave one of them out"
+        )
+    checkpoint = _checkpoint_to_resume(folder, resume if isinstance(resume, str) else True)
+    is_own = checkpoint.resolve().parent == folder.resolve()
+    if not is_own and (found := _traces_of_a_run(folder)):
+        raise RunFolderError(
+            f"{checkpoint} belongs to another run than the one in output_dir={str(folder)!r} "
+            f"({', '.join(found)}); choose another output_dir or run_name"
+        )
+    step = _steps_done(checkpoint)
+    if step >= max_steps:
+        raise RunFolderError(f"{checkpoint} is already at step {step} of {max_steps}: "
+                             "raise max_steps")  # fmt: skip
+    return checkpoint
+
+
+def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
+    """Prepare the folder of a run that begins now, on every rank. Returns the checkpoint to resume
+    from, or None.
+
+    Args:
+        args: the `RLConfig`.
+        resume: True for the newest checkpoint, or the path of one.
+
+    Raises:
+        RunFolderError: on rank 0, see `prepare_run_folder`.
+    """
+    if args.process_index > 0:  # rank 0 looks, and may have cleared the folder already
+        return str(newest_checkpoint(args.output_dir)) if resume is True else resume or None
+    checkpoint = prepare_run_folder(
+        args.output_dir,
+        resume=resume,
+        overwrite=args.overwrite_output_dir,
+        max_steps=args.max_steps,
+    )
+    if args.overwrite_output_dir:
+        clear_run_folder(args.output_dir)
+    if checkpoint is None:
+        return None
+    print(f"resuming from {checkpoint}", flush=True)
+    return str(checkpoint)
+
+
+def clear_run_folder(output_dir: str | Path) -> None:
+    """Remove what a run wrote into its folder: its metrics, curves, checkpoints, and the model and
+    README.md of its end. Everything else stays, and so does a model that no run of ours saved.
+    """
+    folder = Path(output_dir).expanduser()
+    if not folder.is_dir():
+        return
+    for path in _checkpoints(folder):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    patterns = [METRICS, CURVES]
+    if is_our_card(folder / CARD):
+        patterns += [*_MODEL, *_BESIDE_MODEL, CARD]
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def closing_lines(output_dir: str | Path) -> list[str]:
+    """What a run ends with: how its rewards went, where the model is, and how to serve it."""
+    folder = Path(output_dir)
+    lines = summary(folder / METRICS).splitlines() if (folder / METRICS).is_file() else []
+    if (folder / CURVES).is_file():
+        lines.append(f"curves: {folder / CURVES}")
+    config = folder / "adapter_config.json"
+    if not config.is_file() and not (folder / "config.json").is_file():
+        return lines
+    adapter = json.loads(config.read_text()) if config.is_file() else None
+    lines.append(f"{'model' if adapter is None else 'adapter'}: {folder}")
+    # vLLM's packages without a GPU have another name, under which `vllm serve` does not start.
+    has_cpu_build = importlib.util.find_spec("vllm") and not _is_installed("vllm")
+    program = "python -m vllm.entrypoints.openai.api_server --model"
+    command = serve_command(
+        program if has_cpu_build else "vllm serve", str(folder), folder.resolve().name, adapter
+    )
+    lines.append(f"serve it: {command}" if command else "to serve it, merge it into its base model")
+    return lines
+
+
+def serve_command(
+    program: str, path: str, name: str, adapter: dict[str, Any] | None = None
+) -> str | None:
+    """The command line by which vLLM serves a model or an adapter; None for an adapter that vLLM
+    does not take.
+
+    Args:
+        program: all words before the model's path.
+        path: of the model's or adapter's folder.
+        name: by which requests reach the adapter.
+        adapter: its PEFT config.
+    """
+    if adapter is None:
+        return f"{program} {shlex.quote(path)}"
+    base = adapter.get("base_model_name_or_path")
+    is_plain_lora = "LORA" in str(adapter.get("peft_type")) and not adapter.get("use_dora")
+    if not base or not is_plain_lora or adapter.get("modules_to_save"):
+        return None
+    ranks = [adapter["r"], *(adapter.get("rank_pattern") or {}).values()]
+    # The ranks that vLLM knows, from its default on.
+    rank = next((n for n in (16, 32, 64, 128, 256, 320, 512) if n >= max(ranks)), max(ranks))
+    options = f"--enable-lora --max-lora-rank {rank} --lora-modules"
+    return f"{program} {shlex.quote(base)} {options} {shlex.quote(f'{name}={path}')}"
+
+
+def _is_installed(distribution: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def is_our_card(path: Path) -> bool:
+    return path.is_file() and CARD_MARK in path.read_text(errors="replace")
+
+
+# --- metrics.jsonl --------------------------------------------------------------------------------
+
+
+def metrics_file(output_dir: str | Path) -> Path:
+    return Path(output_dir) / METRICS
+
+
+def read_rows(source: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; without the end of one that a killed process left unfinished."""
+    rows = []
+    for line in source.read_text(errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def write_rows(target: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace a metrics.jsonl, whole or not at all."""
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    unfinished.write_text("".join(f"{as_line(row)}\n" for row in rows))
+    unfinished.replace(target)
+
+
+def as_line(row: dict[str, Any]) -> str:
+    """JSON knows no NaN and no infinity: they become strings."""
+    return json.dumps(
+        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    )
+
+
+def summary(source: Path) -> str:
+    """The first and last value of the rewards and of what evaluation measured,
+    from a metrics.jsonl.
+    """
+    rows = read_rows(source)
+    counts = ("eval_runtime", "eval_num_rollouts", "eval_num_turns")
+    names = dict.fromkeys(
+        n
+        for row in rows
+        for n in row
+        if n == "reward" or (n.startswith("eval_") and n not in counts)
+    )
+    lines = []
+    for name in names:
+        values = [
+            (row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
+        ]
+        if not values:  # all NaN
+            continue
+        (first_step, first), (last_step, last) = values[0], values[-1]
+        lines.append(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+    return "\n".join(lines)
+
+
+# --- What is in the folder ------------------------------------------------------------------------
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [p for p in folder.iterdir() if _CHECKPOINT.fullmatch(p.name) and p.is_dir()]
+
+
+def _step_in_name(checkpoint: Path) -> int:
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
+
+
+def _traces_of_a_run(folder: Path) -> list[str]:
+    """What shows that a run was here. Rows of step 0 are evaluations before any training."""
+    found = [path.name for path in sorted(_checkpoints(folder), key=_step_in_name)]
+    metrics = folder / METRICS
+    if metrics.is_file() and any(row["step"] > 0 for row in read_rows(metrics)):
+        found.append(METRICS)
+    found += sorted(path.name for pattern in _MODEL for path in folder.glob(pattern))
+    return found if len(found) <= 4 else [*found[:3], "..."]
+
+
+def _checkpoint_to_resume(folder: Path, resume: Literal[True] | str) -> Path:
+    if resume is True:
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
+            advice = "start it anew with --overwrite (overwrite_output_dir=True)"
+            if not _traces_of_a_run(folder):
+                advice = "start without --resume (resume_from_checkpoint)"
+            raise RunFolderError(
+                f"output_dir={str(folder)!r} holds no finished checkpoint to resume from; {advice}"
+            )
+        return checkpoint
+    checkpoint = Path(resume).expanduser()
+    if not (checkpoint / _STATE).is_file():
+        newest = newest_checkpoint(folder)
+        hint = f"; the newest is {newest}" if newest else f"; output_dir={str(folder)!r} has none"
+        why = f"it has no {_STATE}" if checkpoint.is_dir() else "no such folder"
+        raise RunFolderError(f"cannot resume from {str(checkpoint)!r}: {why}{hint}")
+    return checkpoint
+
+
+def _steps_done(checkpoint: Path) -> int:
+    try:
+        return int(json.loads((checkpoint / _STATE).read_text())["global_step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"cannot resume from {str(checkpoint)!r}: its {_STATE} cannot be read; choose another"
+        ) from error

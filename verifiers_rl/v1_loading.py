@@ -1,0 +1,385 @@
+"""From what a user gives to an `Env` of `verifiers.v1` that can be played here.
+
+load_v1_environment   from a TOML's table, or from an id alone
+environment_of        from a taskset, wherever its class was written
+played_here           with our chat where nobody chose another harness
+describe              what is played where, in one line
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import verifiers.v1 as vf
+from pydantic import BaseModel, ValidationError
+from verifiers.v1.utils import loaders
+from verifiers.v1.utils.prime import ensure_prime_auth
+
+from verifiers_rl.environments import InvalidEnvironmentError
+
+IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
+GLOBAL_DEFAULT = "bash"  # verifiers' harness where neither agent nor taskset names one
+
+
+# --- From a TOML ----------------------------------------------------------------------------------
+
+
+def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = None) -> vf.Env:
+    """The environment of a TOML's table: `harness` of the only agent, `eval_taskset`, and whatever
+    else verifiers' `EnvConfig` takes.
+
+    Raises:
+        InvalidEnvironmentError: an id that is not installed, a key or a value that verifiers
+            refuses; one line that names it.
+    """
+    if search_path is not None:
+        if str(search_path) not in sys.path:
+            sys.path.insert(0, str(search_path))
+        let_tool_servers_import_from(search_path)
+    table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    of_evaluation = table.pop("eval_taskset", None)
+    try:
+        _check_ids(table, search_path)
+        if "harness" in table:
+            roles = _roles(table)
+            if "agent" not in roles:
+                raise InvalidEnvironmentError(
+                    "[env.harness] is the harness of the agent 'agent', and this environment has "
+                    + f"{', '.join(map(repr, roles))}; write "
+                    + ", ".join(f"[env.{role}.harness]" for role in roles)
+                )
+            agent = dict(table.get("agent", {}))
+            table["agent"] = agent | {"harness": table.pop("harness")}
+        env = loaders.load_environment(_resolve(table))
+        if of_evaluation is not None:
+            config = {"taskset": dict(table["taskset"]) | of_evaluation}
+            env.eval_taskset = loaders.load_taskset(
+                _resolve(table | config, "eval_taskset").taskset
+            )
+        return env
+    except InvalidEnvironmentError:
+        raise
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise InvalidEnvironmentError(
+            f"cannot load the environment {_ids(table)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def let_tool_servers_import_from(folder: Path) -> None:
+    """They are processes of their own, which import the taskset's module too."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(folder) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
+
+
+def _ids(table: Mapping[str, Any]) -> str:
+    taskset = table.get("taskset")
+    taskset_id = taskset.get("id") if isinstance(taskset, dict) else taskset
+    return f"{taskset_id!r}" + (f" with id={table['id']!r}" if table.get("id") else "")
+
+
+def _config_type(table: Mapping[str, Any]) -> type[vf.EnvConfig]:
+    return loaders.env_config_type(table["taskset"].get("id", ""), table.get("id", ""))
+
+
+def _roles(table: Mapping[str, Any]) -> list[str]:
+    fields = _config_type(table).model_fields
+    return [name for name, info in fields.items() if isinstance(info.default, vf.AgentConfig)]
+
+
+def _resolve(table: dict[str, Any], taskset_table: str = "taskset") -> vf.EnvConfig:
+    try:
+        return loaders.resolve_env_config(table)
+    except ValidationError as error:
+        raise InvalidEnvironmentError(_first_problem(error, table, taskset_table)) from error
+
+
+def _first_problem(error: ValidationError, table: dict[str, Any], taskset_table: str) -> str:
+    """pydantic's first error as a line of ours: the TOML's table, the key and what is wrong."""
+    first = error.errors(include_url=False)[0]
+    *path, key = [str(part) for part in first["loc"]] or [""]
+    shown = [
+        taskset_table if at == 0 and part == "taskset" else part for at, part in enumerate(path)
+    ]
+    where = ".".join(["env", *shown])
+    if first["type"] == "extra_forbidden":
+        return f"[{where}] has an unknown key {key!r}; {nearest(key, _known_keys(table, path))}"
+    if first["type"] == "missing":
+        return f"[{where}] lacks the key {key!r}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"[{where}] {key}={first['input']!r}: {message}" if key else f"[{where}]: {message}"
+
+
+def _known_keys(table: dict[str, Any], path: list[str]) -> list[str]:
+    """The keys of the table at this path of the environment's config."""
+    models: list[type[BaseModel]] = [_config_type(table)]
+    value: Any = table
+    for part in path:
+        value = value.get(part, {}) if isinstance(value, dict) else {}
+        given = value.get("id") if isinstance(value, dict) else None
+        if part == "taskset" and given:
+            models = [loaders.taskset_config_type(given)]
+        elif part == "harness":
+            models = [loaders.harness_config_type(given or GLOBAL_DEFAULT)]
+        else:
+            fields = [m.model_fields[part] for m in models if part in m.model_fields]
+            # The path also names which of several types was tried ("runtime", "docker").
+            models = [m for f in fields for m in _models_in(f.annotation)] or models
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The hint that ends an error about an unknown name."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def _check_ids(table: Mapping[str, Any], search_path: Path | None) -> None:
+    """Import what the ids name.
+
+    Raises:
+        InvalidEnvironmentError: there is no such module, or it imports one that is not there.
+    """
+    ids = [("taskset", table["taskset"].get("id"), "tasksets", loaders.import_taskset)]
+    ids.append(("", table.get("id"), "envs", loaders.import_environment))
+    for name, agent in [*table.items(), ("", table)]:
+        harness = agent.get("harness") if isinstance(agent, dict) else None
+        if isinstance(harness, dict):
+            where = f"{name}.harness" if name else "harness"
+            ids.append((where, harness.get("id"), "harnesses", loaders.import_harness))
+    for where, plugin_id, group, import_plugin in ids:
+        if isinstance(plugin_id, str) and plugin_id:
+            dotted = f"env.{where}" if where else "env"
+            _import(dotted, plugin_id, f"verifiers.v1.{group}", import_plugin, search_path)
+
+
+def _import(
+    where: str,
+    plugin_id: str,
+    group: str,
+    import_plugin: Callable[[str], ModuleType],
+    search_path: Path | None,
+) -> None:
+    try:
+        import_plugin(plugin_id)
+    except ModuleNotFoundError as error:
+        module = _module_name(plugin_id)
+        missing = getattr(error.__cause__, "name", None)
+        if missing not in (None, module, f"{group}.{module}"):
+            raise InvalidEnvironmentError(
+                f"[{where}] id={plugin_id!r}: its module imports {missing!r}, which is missing"
+            ) from error
+        places = [*sys.modules[group].__path__, *([str(search_path)] if search_path else [])]
+        known = sorted(found.name for found in pkgutil.iter_modules(places))
+        near = difflib.get_close_matches(
+            module, {*known, *(found.name for found in pkgutil.iter_modules())}, 1
+        )
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        beside = f" nor beside the TOML in {search_path}" if search_path else ""
+        raise InvalidEnvironmentError(
+            f"[{where}] id={plugin_id!r}: no module {module!r} is installed{beside}; {hint}"
+        ) from error
+
+
+def _module_name(plugin_id: str) -> str:
+    """As verifiers makes it of an id of its hub."""
+    return plugin_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+# --- From a taskset -------------------------------------------------------------------------------
+
+_numbers = itertools.count(1)
+
+
+def environment_of(taskset: vf.Taskset) -> vf.Env:
+    """The environment that plays this very taskset: that of the module which gives the taskset
+    out, as its id alone would load it, else one agent.
+
+    verifiers makes an environment from the id of a module that exports the taskset's class. A
+    taskset may have neither: its class may be written in the script that runs. So this taskset gets
+    a module of its own, which exports a class that "makes" it, and the environment and the harness
+    that stand beside it.
+
+    Raises:
+        InvalidEnvironmentError: several environments stand beside it, or it is not made.
+    """
+    cls = type(taskset)
+    if not isinstance(getattr(taskset, "config", None), vf.TasksetConfig):
+        raise InvalidEnvironmentError(
+            f"{cls.__name__} has no config; call super().__init__(config) in its __init__, with a "
+            "vf.TasksetConfig"
+        )
+    beside = [c for c in _given_out_with(taskset) if issubclass(c, vf.Env | vf.Harness)]
+    envs = [c for c in beside if issubclass(c, vf.Env)]
+    if len(envs) > 1:
+        raise InvalidEnvironmentError(
+            f"{cls.__name__} stands beside several environments "
+            f"({', '.join(c.__name__ for c in envs)}), so pass one of them: its module exports the "
+            f"taskset in __all__, and env={envs[0].__name__}(CONFIG(taskset={{'id': __name__}}))"
+        )
+    given = type(cls.__name__, (cls,), {"__new__": lambda _, config: taskset})
+    module = ModuleType(f"verifiers_rl_given_{next(_numbers)}")
+    exported = {f"{number}": c for number, c in enumerate([given, *beside])}
+    vars(module).update(exported, __all__=list(exported))
+    sys.modules[module.__name__] = module
+    try:
+        config = loaders.env_config_type(module.__name__)()
+    except ValidationError as error:
+        raise InvalidEnvironmentError(
+            f"{cls.__name__} is played in {envs[0].__name__}, whose config has keys without a "
+            f"default; pass the environment itself: {error}"
+        ) from error
+    own = taskset.config.model_copy(update={"id": module.__name__})
+    return loaders.load_environment(config.model_copy(update={"taskset": own}))
+
+
+def _given_out_with(taskset: vf.Taskset) -> list[type]:
+    """The classes that the taskset's module exports: the module of its id, that of its class, or a
+    package around it. A script exports nothing, so all that it defines counts.
+    """
+    cls = type(taskset)
+    names = [cls.__module__.rsplit(".", n)[0] for n in range(cls.__module__.count(".") + 1)]
+    if (plugin_id := taskset.config.id) and cls.__module__ != "__main__":
+        # Not for a class of the script that runs: its id may be that of the script, which an
+        # import would run once more.
+        try:
+            names.insert(0, loaders.import_taskset(plugin_id).__name__)
+        except ModuleNotFoundError:
+            pass  # an id of the user's own choice
+    own: list[type] = []
+    for name in names:
+        module = sys.modules.get(name)
+        exported = _classes(module, getattr(module, "__all__", None) or ())
+        if cls in exported:
+            return exported
+        if name == cls.__module__ and module is not None:
+            own = exported or [
+                c for c in _classes(module, vars(module)) if c.__module__ == cls.__module__
+            ]
+    return own
+
+
+def _classes(module: Any, names: Any) -> list[type]:
+    found = (getattr(module, name, None) for name in names if not name.startswith("_"))
+    return [c for c in found if isinstance(c, type)]
+
+
+def check_tool_servers(env: vf.Env) -> None:
+    """Raises InvalidEnvironmentError for tools whose class is in the script that runs."""
+    taskset = env.taskset
+    toolsets = [*taskset.toolsets(taskset.config)]
+    toolsets += type(taskset).task_type().toolsets(taskset.config.task)
+    for toolset in toolsets:
+        if type(toolset).__module__ == "__main__" and not toolset.config.url:
+            name = type(toolset).__name__
+            raise InvalidEnvironmentError(
+                f"the tools {name} are defined in the script that runs. A tool server is a process "
+                f"of its own, which runs the module of its class; move {name} into a file beside "
+                f"the script, which ends in `if __name__ == '__main__': {name}.run()`, and import "
+                "it from there"
+            )
+
+
+# --- Who plays, and where -------------------------------------------------------------------------
+
+
+def played_here(env: vf.Env) -> vf.Env:
+    """The environment with our chat, on this machine, for each agent in the `null` harness and for
+    those for whom neither its author nor its user chose one: verifiers would put them into `bash`,
+    in a sandbox of its makers. Other harnesses stay.
+    """
+    from verifiers_rl.chat_harness import ChatHarnessConfig
+
+    taskset_has_one = loaders.default_harness_id(env.config.taskset.id) != GLOBAL_DEFAULT
+    changed = {}
+    for role, harness in env.config.agent_harnesses().items():
+        agent = getattr(env.config, role)
+        default = type(agent).model_fields["runtime"].default
+        is_default = agent.runtime.model_dump() == default.model_dump()
+        update: dict[str, Any] = {}
+        if agent.harness is None and not taskset_has_one:
+            update["harness"] = ChatHarnessConfig()
+        elif harness.id in ("null", IN_PROCESS):
+            update["harness"] = ChatHarnessConfig(**harness.model_dump(exclude={"id"}))
+        fits_here = not type(env.taskset).task_type().NEEDS_CONTAINER
+        if is_default and fits_here and (update or _is_harmless(harness.id)):
+            update["runtime"] = vf.SubprocessConfig()
+        if update:
+            changed[role] = agent.model_copy(update=update)
+    if not changed:
+        return env
+    copy = type(env)(env.config.model_copy(update=changed))
+    own = {name: value for name, value in vars(env).items() if name not in vars(copy)}
+    vars(copy).update(own, taskset=env.taskset)
+    return copy
+
+
+def _is_harmless(harness_id: str) -> bool:
+    """Whether a harness runs nothing that the model writes, and needs no container."""
+    harness = loaders.harness_class(harness_id)
+    return not (harness.EXECUTES_CODE or harness.NEEDS_CONTAINER)
+
+
+def check_login(env: vf.Env) -> None:
+    """Raises InvalidEnvironmentError for an agent in a remote sandbox without its key."""
+    for role, harness in env.config.agent_harnesses().items():
+        if getattr(env.config, role).runtime.type != "prime":
+            continue
+        try:
+            ensure_prime_auth()
+        except SystemExit as error:
+            raise InvalidEnvironmentError(
+                f"the agent {role!r} plays in the harness {harness.id!r}, by verifiers' default in "
+                f"a remote sandbox: {error}; or set a runtime, "
+                f'[env.{role}.runtime] type = "docker" or, without isolation, "subprocess"'
+            ) from error
+
+
+def describe(env: vf.Env) -> str:
+    """Who plays where."""
+    homes: dict[str, list[str]] = {}
+    for role, harness in env.config.agent_harnesses().items():
+        runtime = getattr(env.config, role).runtime.type
+        place = "on this machine" if runtime == "subprocess" else f"in {runtime}"
+        home = (
+            "in verifiers_rl's chat, in this process"
+            if harness.id == IN_PROCESS
+            else f"in the harness {harness.id!r}, {place}"
+        )
+        if harness.id == IN_PROCESS and _scores_by_programs(env):
+            home += f"; its tasks' programs run {place}"
+        homes.setdefault(home, []).append(role)
+    agents = [
+        f"{'agents' if len(roles) > 1 else 'agent'} {', '.join(roles)} "
+        f"{'play' if len(roles) > 1 else 'plays'} {home}"
+        for home, roles in homes.items()
+    ]
+    return (
+        f"{type(env).__name__}, " if not isinstance(env, vf.SingleAgentEnv) else ""
+    ) + "; ".join(agents)
+
+
+def _scores_by_programs(env: vf.Env) -> bool:
+    """Whether a reward or a metric of its tasks asks for the runtime."""
+    task = type(env.taskset).task_type()
+    return any(
+        (hasattr(function, "reward") or hasattr(function, "metric"))
+        and "runtime" in inspect.signature(function).parameters
+        for _, function in inspect.getmembers(task, inspect.isfunction)
+    )

@@ -1,0 +1,79 @@
+"""The tasks of a taskset of `verifiers.v1` by their position: a list, or a stream without end."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
+
+from verifiers_rl.chat_template import as_vllm_renders
+from verifiers_rl.environments import InvalidEnvironmentError
+
+logger = logging.getLogger(__name__)
+
+NUM_KEPT = 4096  # tasks of a stream in memory: more than the groups of all batches pending
+MAX_OVERLONG = 1000  # overlong prompts in a row, after which no other is expected
+
+
+def first_messages(task: vf.Task) -> list[dict[str, Any]]:
+    """The first prompt, as a chat template takes it."""
+    data = task.data
+    messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    return messages + [message_to_wire(message) for message in data.prompt or []]
+
+
+def check_text_only(task: vf.Task) -> None:
+    """Raises InvalidEnvironmentError for a prompt with an image."""
+    if isinstance(task.data.prompt, list):
+        try:
+            for message in first_messages(task):
+                as_vllm_renders(message)
+        except ValueError as error:
+            raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
+
+
+class TaskStream:
+    """The tasks that an iterator yields without end, by their position.
+
+    Tasks are made as they are asked for, on any thread, and the last `NUM_KEPT` are kept. One that
+    is asked for again after that, or by a resumed run, is made again, with all before it. So the
+    iterator must yield the same tasks each time.
+
+    Args:
+        iterate: begins anew.
+        num_skipped: tasks at the beginning that are not in it.
+    """
+
+    def __init__(self, iterate: Callable[[], Iterator[vf.Task]], num_skipped: int = 0) -> None:
+        self._iterate = iterate
+        self._num_skipped = num_skipped
+        self._tasks: Iterator[vf.Task] = iter(())
+        self._next = -1  # position of what `_tasks` yields next; none has been begun
+        self._kept: dict[int, vf.Task] = {}
+        self._lock = threading.Lock()
+
+    def at(self, position: int) -> vf.Task:
+        """Raises InvalidEnvironmentError where the stream ends before."""
+        with self._lock:
+            if position not in self._kept and not 0 <= self._next <= position:
+                self._tasks = itertools.islice(self._iterate(), self._num_skipped, None)
+                self._next = 0
+            while position not in self._kept:
+                try:
+                    self._kept[self._next] = next(self._tasks)
+                except StopIteration:
+                    raise InvalidEnvironmentError(
+                        f"the taskset says that it is infinite and ended after "
+                        f"{self._num_skipped + self._next} tasks"
+                    ) from None
+                self._next += 1
+                if len(self._kept) > NUM_KEPT:
+                    del self._kept[next(iter(self._kept))]
+            return self._kept[position]

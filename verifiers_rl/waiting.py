@@ -1,0 +1,63 @@
+"""Waiting aloud: what is awaited, and for how long already, on one line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+QUIET_S = 5.0  # shorter waits are not worth a line
+LONGEST_SILENCE_S = 60.0
+
+
+class WaitingLine:
+    """A line on stderr that says what is awaited. A terminal's line is written over each time and
+    taken away at the end; elsewhere a new line follows after 5, 10, 20, ... and then every 60 s.
+
+    Args:
+        describe: what is awaited, as it stands now: "rollouts of step 3: 12 of 64".
+    """
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self._start = time.monotonic()
+        self._next_s = QUIET_S
+        self._is_shown = False
+
+    def __enter__(self) -> WaitingLine:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._is_shown and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def show(self) -> None:
+        """To be called every second or so."""
+        waited_s = time.monotonic() - self._start
+        if waited_s < self._next_s:
+            return
+        self._is_shown = True
+        text = f"waiting for {self._describe()} after {waited_s:.0f} s"
+        if sys.stderr.isatty():
+            self._next_s = waited_s + 1.0
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+        else:
+            self._next_s += min(self._next_s, LONGEST_SILENCE_S)
+            print(text, file=sys.stderr, flush=True)
+
+
+def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str]) -> Any:
+    """The future's result.
+
+    Raises:
+        TimeoutError: there was none after `deadline_s` seconds; the future is not done then.
+    """
+    deadline = time.monotonic() + deadline_s
+    with WaitingLine(describe) as line:
+        while (left_s := deadline - time.monotonic()) > 0:
+            if wait([future], timeout=min(left_s, 1.0)).done:
+                return future.result()
+            line.show()
+    raise TimeoutError
