@@ -336,11 +336,26 @@ class StubClient:
         self.on_receive(self)
 
 
-def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on():
+@pytest.fixture
+def sync_with():
+    """A WeightSync to such a server; both ends are closed at last."""
+    syncs = []
+
+    def make(on_receive):
+        syncs.append(WeightSync(StubClient(on_receive), timeout_s=30))
+        return syncs[-1]
+
+    yield make
+    for sync in syncs:
+        sync.close()
+        sync.client.transport.close()
+
+
+def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on(sync_with):
     def die(client):
         raise ServerLostError("no answer from the inference server")
 
-    sync = WeightSync(StubClient(die), timeout_s=30)
+    sync = sync_with(die)
     model = make_tiny_model()
     sync.connect(model)
     is_abandoned, abandon = threading.Event(), sync._transport.abandon
@@ -352,16 +367,15 @@ def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on()
     assert time.monotonic() - start < 10  # not the 30 s for which the broadcast waits
     assert sync.policy_version is None
     assert is_abandoned.is_set()
-    sync.client.transport.close()
 
 
-def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why(monkeypatch):
+def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why(monkeypatch, sync_with):
     def receive(client):
         with pytest.raises(RuntimeError):
             client.transport.receive(10**6)()
         raise InferenceServerError("500: RuntimeError: connection closed")
 
-    sync = WeightSync(StubClient(receive), timeout_s=30)
+    sync = sync_with(receive)
     model = make_tiny_model()
     sync.connect(model)
 
@@ -376,13 +390,13 @@ def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why(monkeypatch
     assert time.monotonic() - start < 10
 
 
-def test_a_refused_push_says_why_though_its_transport_was_closed_before():
+def test_a_refused_push_says_why_though_its_transport_was_closed_before(sync_with):
     def refuse(client):
         client.transport.close()  # for another trainer
         given_up.wait(10)
         raise RequestRefusedError("400: another trainer has connected")
 
-    sync = WeightSync(StubClient(refuse), timeout_s=30)
+    sync = sync_with(refuse)
     model = torch.nn.Linear(4096, 4096)  # more than sockets hold
     sync.connect(model)
     given_up, close = threading.Event(), sync._transport.close
