@@ -6,7 +6,7 @@ import torch
 from tests.helpers import load_example, make_tiny_model
 from tests.reference import reference_policy
 from verifiers_rl import RLConfig
-from verifiers_rl.agreement import NUM_TOKENS, PROMPT, check_agreement
+from verifiers_rl.agreement import NUM_TOKENS, PROMPT, check_agreement, prompt_of
 from verifiers_rl.inference.client import InferenceServerError
 
 
@@ -94,3 +94,16 @@ def test_logprobs_that_are_nan_are_another_model(tmp_path, tokenizer):
     server = StubServer(make_tiny_model().double(), "bfloat16")
     with pytest.raises(InferenceServerError, match="nan nats apart"):
         check_agreement(model, server, "policy", tokenizer, args_with(tmp_path))
+
+
+def test_a_tokenizer_without_letters_has_a_prompt_too():
+    class Digits:
+        all_special_ids = (0,)
+
+        def __len__(self):
+            return 11
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [int(letter) + 1 for letter in text if letter.isdigit()]}
+
+    assert prompt_of(Digits()) == [1, 2, 3, 4]

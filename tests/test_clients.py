@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from tests.helpers import serving
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.server_client import ServerClient, policy_versions
 
 REPLY = {
@@ -45,6 +46,7 @@ def post(handler, timeout_s=10.0):
 
 
 def test_a_request_carries_the_token_the_headers_and_messages_as_json(monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     seen = []
 

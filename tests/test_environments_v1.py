@@ -629,7 +629,9 @@ def test_the_option_of_a_harness_reaches_the_warning(tokenizer, tmp_path, caplog
 
 
 SECRETS = {"VERIFIERS_RL_TOKEN": "s1", "HF_TOKEN": "s2", "AWS_SECRET_ACCESS_KEY": "s3"}
-SECRETS |= {"WANDB_API_KEY": "s4", "DB_PASSWORD": "s5", "GITHUB_TOKEN": "s6"}
+SECRETS |= {"WANDB_API_KEY": "s4", "DB_PASSWORD": "s5", "GITHUB_TOKEN": "s6", "KAGGLE_KEY": "s7"}
+SECRETS |= {"PGPASSWORD": "s8", "MYSQL_PWD": "s9", "GITHUB_PAT": "s10", "REDIS_AUTH": "s11"}
+SECRETS |= {"HF_TOKENS": "s12", "DATABASE_URL": "postgres://me:s13@db/1"}
 
 
 def test_programs_and_tool_servers_do_not_get_the_trainers_secrets(

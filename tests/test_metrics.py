@@ -12,6 +12,7 @@ from tests.helpers import make_tiny_model
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.metrics import (
     EarlyWarnings,
+    StepWindow,
     TokenMeans,
     device_metrics,
     model_flops,
@@ -162,13 +163,16 @@ def test_curves_are_drawn_from_the_file(tmp_path):
 
 
 def warnings_of(lines, caplog, first_step=0):
-    """Messages of EarlyWarnings for these steps and logs."""
-    callback, messages = EarlyWarnings(), []
+    """Messages of EarlyWarnings for these steps and logs, each the metrics of its step too."""
+    window, messages = StepWindow(), []
+    callback = EarlyWarnings(window)
     state = SimpleNamespace(global_step=first_step, is_world_process_zero=True)
     callback.on_train_begin(None, state, None)
     for step, logs in lines:
         caplog.clear()
         state.global_step = step
+        window.steps = [logs]
+        callback.on_step_end(None, state, None)
         callback.on_log(None, state, None, logs=logs)
         messages += [(step, message) for message in caplog.messages]
     return messages

@@ -173,9 +173,19 @@ def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
     assert model == f"adapter: {tmp_path}"
     options = f"--enable-lora --max-lora-rank 32 --lora-modules {tmp_path.name}={tmp_path}"
     assert command.endswith(f" Qwen/Qwen3-0.6B {options}")
-    adapter["modules_to_save"] = ["lm_head"]  # vLLM takes none
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     last = "to serve it, merge it into its base model"
-    assert closing_lines(tmp_path)[1:] == [f"adapter: {tmp_path}", last]
+    tower = tmp_path / "tower"  # of another name in vLLM than in the adapter
+    tower.mkdir()
+    (tower / "config.json").write_text('{"text_config": {}}')
+    for beyond_vllm in (
+        {"modules_to_save": ["lm_head"]},
+        {"rank_pattern": {"q_proj": 4}},
+        {"init_lora_weights": "pissa"},
+        {"bias": "all"},
+        {"use_dora": True},
+        {"base_model_name_or_path": str(tower)},
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, **beyond_vllm}))
+        assert closing_lines(tmp_path)[1:] == [f"adapter: {tmp_path}", last], beyond_vllm
     shutil.rmtree(tmp_path)
     assert closing_lines(tmp_path) == []

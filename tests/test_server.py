@@ -777,13 +777,13 @@ def test_only_web_pages_that_were_invited_reach_the_server(allowed, origin, stat
             assert reply.status_code == (400 if status == 404 and "hold" in path else status)
 
 
-def test_rollouts_show_the_key_that_is_set_or_the_token(monkeypatch):
+def test_rollouts_show_the_token_or_else_the_key_that_is_set(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "the token")
-    monkeypatch.setenv("VLLM_API_KEY", "a key")
-    assert generation_key("http://gpu-box:8000") == "a key"
-    monkeypatch.setenv("VLLM_API_KEY", "")
+    monkeypatch.setenv("VLLM_API_KEY", "a key, perhaps for another server")
     assert generation_key("http://gpu-box:8000/v1") == "the token"
     monkeypatch.delenv(TOKEN_VARIABLE)
+    assert generation_key("http://gpu-box:8000") == "a key, perhaps for another server"
+    monkeypatch.setenv("VLLM_API_KEY", "")
     assert generation_key("http://gpu-box:8000") == "none"
 
 

@@ -3,6 +3,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +41,7 @@ from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.metrics import RewardProgressCallback, model_flops
 from verifiers_rl.rollouts import example_index
-from verifiers_rl.run_folder import RunFolderError
+from verifiers_rl.run_folder import RunFolderError, is_our_card, metrics_file, read_rows
 from verifiers_rl.types import Batch
 
 
@@ -907,8 +909,81 @@ def test_ctrl_c_saves_the_last_whole_step(make_trainer, when):
     saved = load_file(checkpoint / "model.safetensors")
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(saved[name], parameter), name
+    assert is_our_card(checkpoint / "README.md")
+    assert [row["step"] for row in read_rows(metrics_file(trainer.args.output_dir))] == [1, 2]
     assert signal.getsignal(signal.SIGINT) is before
     assert not trainer.orchestrator.running
+
+
+def test_a_second_signal_inside_the_optimizers_step_ends_the_process_at_once(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import os, signal\n"
+        "from verifiers_rl.interrupts import Interrupts\n"
+        "interrupts = Interrupts()\n"
+        "with interrupts.deferred():\n"
+        "    interrupts.on_pre_optimizer_step(None, None, None)\n"
+        "    for number in (1, 2):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        print(number, flush=True)\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGINT, "1\n")
+
+
+def test_an_interrupt_leaves_a_finished_checkpoint_of_its_step_alone(make_trainer):
+    class AtTheEnd(StubSource):
+        def get(self):
+            if self.pending[0][0] == 2:
+                raise KeyboardInterrupt
+            return super().get()
+
+    trainer = make_trainer(source=AtTheEnd(), save_strategy="steps", save_steps=1)
+    written = []
+    save = trainer._save_checkpoint
+
+    def saving(*args, **kwargs):
+        written.append(trainer.state.global_step)
+        save(*args, **kwargs)
+
+    trainer._save_checkpoint = saving
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert written == [1, 2]
+
+
+def test_a_server_that_is_lost_after_the_last_step_does_not_cost_the_model(make_trainer):
+    class LastPushFails(StubSink):
+        def push(self, model, policy_version, in_flight="recompute"):
+            if policy_version == 3:
+                raise InferenceServerError("gone")
+            return super().push(model, policy_version, in_flight)
+
+    trainer = make_trainer(max_steps=3)
+    trainer.weight_sync = LastPushFails()
+    with pytest.raises(InferenceServerError, match="gone"):
+        trainer.train()
+    saved = load_file(Path(trainer.args.output_dir) / "model.safetensors")
+    assert torch.equal(saved["lm_head.weight"], trainer.model.lm_head.weight)
+
+
+def test_a_mismatch_of_the_first_step_is_told_whatever_is_logged_together(make_trainer, caplog):
+    class OfAnotherModel(StubSource):
+        def get(self):
+            batch = super().get()
+            for sample in batch.samples:
+                sample.inference_logprobs = [x - 1.0 for x in sample.inference_logprobs]
+            return batch
+
+    make_trainer(source=OfAnotherModel(), logging_steps=3).train()
+    assert caplog.text.count("in the first step") == 1
+
+
+def test_an_evaluation_alone_does_not_change_the_file_of_a_finished_run(make_trainer):
+    make_trainer().train()
+    before = metrics_file(make_trainer().args.output_dir).read_bytes()
+    make_trainer().evaluate()
+    assert metrics_file(make_trainer().args.output_dir).read_bytes() == before
 
 
 def test_a_used_folder_is_refused_unless_it_is_overwritten_or_resumed(make_trainer, capfd):

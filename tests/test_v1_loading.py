@@ -13,6 +13,7 @@ import verifiers.v1 as vf
 from tests.helpers import load_example
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.environments import InvalidEnvironmentError, make_runner
+from verifiers_rl.environments_v1 import IN_PROCESS
 from verifiers_rl.rollouts import ENDLESS, ExampleOrder, describe_sizes
 from verifiers_rl.v1_loading import load_v1_environment
 from verifiers_rl.v1_tasks import NUM_KEPT, TaskStream
@@ -244,6 +245,21 @@ def test_a_tasksets_own_harness_stays_its_default(tmp_path, monkeypatch):
         runner = runner_of(env, tmp_path)
         assert type(runner.env._harnesses["agent"]) is harness
         assert runner.env.config.agent.runtime.type == "subprocess"
+
+
+def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
+    class Own(vf.SingleAgentEnv):
+        def __init__(self, config, judge):
+            super().__init__(config)
+            self.judge, self.bonus = judge, 1
+
+    table = load_v1_environment({"taskset": {"id": "small_tasks"}})
+    env = Own(table.config, "a judge")
+    env.bonus = 5  # changed since it was made
+    played = runner_of(env, tmp_path).env
+    assert (type(played), played.judge, played.bonus) == (Own, "a judge", 5)
+    assert played.config.agent.harness.id == IN_PROCESS
+    assert env.config.agent.harness is None  # the script's own object is not changed
 
 
 def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):

@@ -102,7 +102,8 @@ def raise_if_gradient_not_finite(model: torch.nn.Module, world_size: int) -> Non
     largest = torch.nn.utils.get_total_norm(
         [grad for grad in grads.values() if grad.numel()], norm_type=math.inf
     )
-    is_bad = (~torch.isfinite(largest)).float()
+    # On the model's device, which the norm of no gradient at all is not.
+    is_bad = (~torch.isfinite(largest)).float().to(next(model.parameters()).device)
     if world_size > 1:
         distributed.all_reduce(is_bad, distributed.ReduceOp.MAX)
     if is_bad:

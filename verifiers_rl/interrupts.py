@@ -14,8 +14,9 @@ from transformers import TrainerCallback
 
 class Interrupts(TrainerCallback):
     """While the optimizer changes the weights, SIGINT and SIGTERM wait for the end of the step, so
-    that what is saved after them is the state of a whole step. At all other times they go to the
-    handlers that were there before, at once.
+    that what is saved after them is the state of a whole step, its line of logs included. A second
+    signal during that time ends the process at once. At all other times signals go to the handlers
+    that were there before, at once.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,13 @@ class Interrupts(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_stepping = False
+        if not control.should_log:
+            self._deliver()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._deliver()
+
+    def _deliver(self) -> None:
         waiting, self._waiting = self._waiting, []
         for handler, number, frame in waiting:
             handler(number, frame)
@@ -44,7 +52,10 @@ class Interrupts(TrainerCallback):
 
         def handle(number: int, frame: FrameType | None) -> None:
             handler = handled[signal.Signals(number)]
-            if self._is_stepping:
+            if self._is_stepping and self._waiting:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            elif self._is_stepping:
                 self._waiting.append((handler, number, frame))
             else:
                 handler(number, frame)

@@ -20,7 +20,14 @@ from transformers.trainer_callback import ProgressCallback
 
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.model_card import write_model_card
-from verifiers_rl.run_folder import CURVES, as_line, metrics_file, read_rows, write_rows
+from verifiers_rl.run_folder import (
+    CURVES,
+    as_line,
+    holds_a_run,
+    metrics_file,
+    read_rows,
+    write_rows,
+)
 from verifiers_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -268,6 +275,8 @@ class RunFilesCallback(TrainerCallback):
             row = {"step": state.global_step, **logs}
             if not self._has_begun:
                 self._rows_before.append(row)
+                if holds_a_run(args.output_dir):  # another's, which train() will refuse or continue
+                    return
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with metrics_file(args.output_dir).open("a") as file:
                 file.write(as_line(row) + "\n")
@@ -285,6 +294,9 @@ class RunFilesCallback(TrainerCallback):
 class EarlyWarnings(TrainerCallback):
     """Says, once each, that nothing can be learnt, and that the server does not sample from the
     model that is trained.
+
+    Args:
+        window: the steps since the last line of logs.
     """
 
     UNIFORM_STEPS = 10
@@ -292,7 +304,9 @@ class EarlyWarnings(TrainerCallback):
     # square of that: below 0.001, and ten times as much where it changes the choice of experts.
     FIRST_MISMATCH_KL = 0.02
 
-    def __init__(self) -> None:
+    def __init__(self, window: StepWindow) -> None:
+        self._window = window
+        self._is_first_step = True
         self._first_step = 0  # that of a checkpoint in a resumed run
         self._last_step: int | None = None  # with a line of logs
         self._num_uniform_steps = 0
@@ -300,13 +314,18 @@ class EarlyWarnings(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_step, self._num_uniform_steps = None, 0
-        self._first_step = state.global_step
+        self._first_step, self._is_first_step = state.global_step, True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before any step both sides have the same weights, if the batch is not older."""
+        if self._is_first_step and self._window.steps and state.is_world_process_zero:
+            self._look_at_mismatch(self._window.steps[-1])
+        self._is_first_step = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "mismatch_kl" not in logs:
             return
         if self._last_step is None:
-            self._look_at_mismatch(logs)
             self._last_step = self._first_step
         is_uniform = logs.get("uniform_group_share") == 1.0  # in each step since the last line
         num_steps = state.global_step - self._last_step
@@ -323,15 +342,15 @@ class EarlyWarnings(TrainerCallback):
                 logs.get("reward", math.nan),
             )
 
-    def _look_at_mismatch(self, logs: dict[str, float]) -> None:
-        """Before any step both sides have the same weights, if the batch is not older."""
-        if logs["mismatch_kl"] > self.FIRST_MISMATCH_KL and logs.get("staleness") == 0.0:
+    def _look_at_mismatch(self, metrics: dict[str, float]) -> None:
+        mismatch_kl = metrics.get("mismatch_kl", 0.0)
+        if mismatch_kl > self.FIRST_MISMATCH_KL and metrics.get("staleness") == 0.0:
             logger.warning(
                 "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
                 "explain (it stays below %g): the tokens were not sampled from the model that is "
                 "trained. Look at the server's model, at sampling options such as top_p, and at "
                 "what the environment or its harness puts into a request",
-                logs["mismatch_kl"],
+                mismatch_kl,
                 self.FIRST_MISMATCH_KL,
             )
 

@@ -19,6 +19,7 @@ from verifiers_rl.run_folder import (
     CARD_MARK,
     METRICS,
     closing_lines,
+    is_hub_name,
     is_our_card,
     serve_command,
     summary,
@@ -62,7 +63,6 @@ def write_model_card(folder: Path, model: Any, args: RLConfig, state: Any, env: 
 def model_card(model: Any, args: RLConfig, state: Any, env: Any = None) -> str:
     adapter = _adapter_of(model)
     base = str((adapter or {}).get("base_model_name_or_path") or model.name_or_path)
-    is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
     named = f"`{base}`" if base else "a model without a name"
     what = f"All weights of {named}, trained"
     if adapter is not None:
@@ -70,7 +70,7 @@ def model_card(model: Any, args: RLConfig, state: Any, env: Any = None) -> str:
     name = args.run_name or "rl"
     lines = [
         "---",
-        *([f"base_model: {base}"] if is_on_hub else []),
+        *([f"base_model: {base}"] if is_hub_name(base) else []),
         f"library_name: {'transformers' if adapter is None else 'peft'}",
         "pipeline_tag: text-generation",
         "tags:",

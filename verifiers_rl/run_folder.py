@@ -15,6 +15,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from verifiers_rl.adapters import not_plain, reason_against_serving
+
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 CARD = "README.md"
@@ -43,6 +45,15 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """The finished checkpoint of most steps, or None."""
     checkpoints = [path for path in _checkpoints(Path(output_dir)) if (path / _STATE).is_file()]
     return max(checkpoints, key=_step_in_name, default=None)
+
+
+def has_checkpoint(output_dir: str | Path, step: int) -> bool:
+    """Whether the folder has a finished checkpoint of this step."""
+    return (Path(output_dir) / f"checkpoint-{step}" / _STATE).is_file()
+
+
+def holds_a_run(output_dir: str | Path) -> bool:
+    return bool(_traces_of_a_run(Path(output_dir).expanduser()))
 
 
 def prepare_run_folder(
@@ -169,14 +180,28 @@ def serve_command(
     if adapter is None:
         return f"{program} {shlex.quote(path)}"
     base = adapter.get("base_model_name_or_path")
-    is_plain_lora = "LORA" in str(adapter.get("peft_type")) and not adapter.get("use_dora")
-    if not base or not is_plain_lora or adapter.get("modules_to_save"):
+    is_plain_lora = "LORA" in str(adapter.get("peft_type")) and not not_plain(adapter)
+    has_more = adapter.get("modules_to_save") or adapter.get("target_parameters")
+    if not base or not is_plain_lora or has_more or reason_against_serving(adapter):
         return None
-    ranks = [adapter["r"], *(adapter.get("rank_pattern") or {}).values()]
+    if _has_towers(base):
+        return None
     # The ranks that vLLM knows, from its default on.
-    rank = next((n for n in (16, 32, 64, 128, 256, 320, 512) if n >= max(ranks)), max(ranks))
+    rank = next((n for n in (16, 32, 64, 128, 256, 320, 512) if n >= adapter["r"]), adapter["r"])
     options = f"--enable-lora --max-lora-rank {rank} --lora-modules"
     return f"{program} {shlex.quote(base)} {options} {shlex.quote(f'{name}={path}')}"
+
+
+def _has_towers(base: str) -> bool:
+    """Whether a model is more than its text model, by whose names our adapters are saved: vLLM has
+    other names for it then, and would leave such an adapter out without a word.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    config = Path(base) / "config.json"
+    if not config.is_file():
+        config = Path(str(try_to_load_from_cache(base, "config.json") if is_hub_name(base) else ""))
+    return config.is_file() and "text_config" in json.loads(config.read_text())
 
 
 def _is_installed(distribution: str) -> bool:
@@ -187,6 +212,10 @@ def _is_installed(distribution: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def is_hub_name(model: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).exists()
 
 
 def is_our_card(path: Path) -> bool:

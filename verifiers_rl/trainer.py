@@ -68,7 +68,7 @@ from verifiers_rl.metrics import (
 from verifiers_rl.model_card import finish_run_folder, write_model_card
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
-from verifiers_rl.run_folder import enter_run_folder
+from verifiers_rl.run_folder import enter_run_folder, has_checkpoint
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 from verifiers_rl.weight_sync import gathering, is_split
 
@@ -132,13 +132,14 @@ class RLTrainer(Trainer):
         self._sync_metrics: dict[str, float] = {}
         self._waited_s = 0.0  # for this step's batch
         self._is_serving = False
-        self.orchestrator: BatchSource | None = None
-        self.weight_sync: WeightSink | None = None
+        is_first = args.process_index == 0
+        self.orchestrator = orchestrator if is_first else None
+        self.weight_sync = weight_sync if is_first else None
         # With the model and its name at the server, after the first push; None when it is done.
         self._check_agreement: Callable[[nn.Module, str], None] | None = None
 
         runner = None
-        if orchestrator is None and args.process_index == 0:
+        if orchestrator is None and is_first:
             from verifiers_rl.server_side import connect
 
             server_side = connect(policy, env, args, processing_class)
@@ -152,14 +153,13 @@ class RLTrainer(Trainer):
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
             atexit.register(let_gloo_threads_finish)
         self.loss_is_scaled_for_ga = True  # by training_step, once, over the whole batch
-        if orchestrator is not None and args.process_index == 0:
-            self.orchestrator, self.weight_sync = orchestrator, weight_sync
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.remove_callback(PrinterCallback)
             self.add_callback(RewardProgressCallback())
         self._interrupts, self._window = Interrupts(), StepWindow()
-        for callback in (RunFilesCallback(env), EarlyWarnings(), self._interrupts, self._window):
+        own = (RunFilesCallback(env), EarlyWarnings(self._window), self._interrupts, self._window)
+        for callback in own:
             self.add_callback(callback)
 
         self._why_full_logits: str | None = None
@@ -203,11 +203,11 @@ class RLTrainer(Trainer):
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
             if is_best and self.weight_sync is not None:
                 self.weight_sync.policy_version = None  # the server has the last weights
+            self.save_model()  # a server that is lost now does not cost the weights
+            if self.is_world_process_zero():
+                finish_run_folder(self.model, self.args, self.state, self._env)
             with self._gathering():
                 self._surviving(self._sync_weights)
-        self.save_model()
-        if self.is_world_process_zero():
-            finish_run_folder(self.model, self.args, self.state, self._env)
         return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -515,9 +515,12 @@ class RLTrainer(Trainer):
     def _save_unfinished(self) -> None:
         """A checkpoint of the steps done so far, where checkpoints are wanted at all."""
         step = self.state.global_step
-        if step > 0 and self.args.save_strategy != "no" and self.model is not None:
-            self._save_checkpoint(self.model, trial=None)
-            logger.warning("step %d is saved in %s", step, self.args.output_dir)
+        if step == 0 or self.args.save_strategy == "no":
+            return
+        if not has_checkpoint(self.args.output_dir or "", step):  # else it is whole already
+            self._save_checkpoint(cast(nn.Module, self.model), trial=None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        logger.warning("step %d is saved in %s", step, self.args.output_dir)
 
     def _submit(self, step: int) -> None:
         assert self.orchestrator is not None and self.weight_sync is not None
@@ -540,7 +543,7 @@ class RLTrainer(Trainer):
         is_idle = self.orchestrator is None or self.orchestrator.num_pending == 0
         in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
         self._sync_metrics = self.weight_sync.push(model, version, in_flight)
-        if self._check_agreement is not None and not is_split(model):  # a forward of all ranks
+        if self._check_agreement is not None and not is_split(model):  # it would take all ranks
             self._check_agreement(model, self.weight_sync.model_name)
         self._check_agreement = None
 

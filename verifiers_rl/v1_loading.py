@@ -8,6 +8,7 @@ describe              what is played where, in one line
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import itertools
@@ -324,10 +325,11 @@ def played_here(env: vf.Env) -> vf.Env:
             changed[role] = agent.model_copy(update=update)
     if not changed:
         return env
-    copy = type(env)(env.config.model_copy(update=changed))
-    own = {name: value for name, value in vars(env).items() if name not in vars(copy)}
-    vars(copy).update(own, taskset=env.taskset)
-    return copy
+    played = copy.copy(env)
+    # Not its class's own __init__, which may take more, or set again what was changed since.
+    vf.Env.__init__(played, env.config.model_copy(update=changed))
+    played.taskset = env.taskset
+    return played
 
 
 def _is_harmless(harness_id: str) -> bool:

@@ -37,14 +37,19 @@ def make_nodes_cheap() -> None:
 
 make_nodes_cheap()
 
-_SECRET = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)_?KEY)(_|$)"
+_SECRET_NAME = re.compile(
+    r"(TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$)"
+    r"|(^|_)(API|ACCESS|PRIVATE)?(KEYS?|PATS?|PASS|AUTH)(_|$)|._PWD$"
 )
+_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
-def is_secret(variable: str) -> bool:
-    """Whether an environment variable of this name holds what a program may not know."""
-    return _SECRET.search(variable.upper()) is not None
+def is_secret(variable: str, value: str = "") -> bool:
+    """Whether an environment variable, by its name or as a URL with a password, holds what a
+    program may not know.
+    """
+    by_name = _SECRET_NAME.search(variable.upper())
+    return by_name is not None or _PASSWORD_IN_URL.search(value) is not None
 
 
 class _OsWithoutSecrets:
@@ -52,7 +57,7 @@ class _OsWithoutSecrets:
 
     @property
     def environ(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if not is_secret(name)}
+        return {n: value for n, value in os.environ.items() if not is_secret(n, value)}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from verifiers_rl.adapters import not_plain, reason_against_serving
 from verifiers_rl.inference.client import (
     InferenceServerError,
     RequestRefusedError,
@@ -539,47 +540,23 @@ def source_of(tensor: Any) -> Source:
     )
 
 
-# Options of PEFT's LoraConfig that change what an adapter computes.
-_NOT_PLAIN = (
-    *("use_dora", "lora_bias", "kasa_config", "alora_invocation_tokens"),
-    *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config"),
-)
-# Values of its init_lora_weights; others, and those to come, may move a part of the base weights
-# into the adapter.
-_KEEPS_BASE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-
-
 def check_adapter(config: Any, lora_sync: str) -> None:
     """Raise ValueError for a PEFT config that the server could not reproduce."""
     from peft import LoraConfig
 
-    other = [name for name in _NOT_PLAIN if getattr(config, name, None)]
-    if not isinstance(config, LoraConfig) or other:
+    as_dict = config.to_dict()
+    if not isinstance(config, LoraConfig) or not_plain(as_dict):
         raise ValueError(
-            f"peft_config={' with '.join([type(config).__name__, *other])}: only plain LoRA can be "
-            "sent to vLLM (no DoRA, no lora_bias)"
+            f"peft_config={' with '.join([type(config).__name__, *not_plain(as_dict)])}: only "
+            "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
         )
-    if lora_sync == "adapter" and config.init_lora_weights not in _KEEPS_BASE_WEIGHTS:
-        raise ValueError(
-            f"peft_config.init_lora_weights={config.init_lora_weights!r} changes the base weights, "
-            "and an adapter of them does not fit the server's; set lora_sync='merged'"
-        )
+    if lora_sync == "adapter" and (reason := reason_against_serving(as_dict)):
+        raise ValueError(f"peft_config.{reason}; set lora_sync='merged'")
     if experts := getattr(config, "target_parameters", None):
         raise ValueError(
             f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into "
             "a mixture of experts, which cannot be sent; leave their layers out of "
             "lora_target_modules, as its default does"
-        )
-    for name in ("rank_pattern", "alpha_pattern"):
-        if getattr(config, name, None) and lora_sync == "adapter":
-            raise ValueError(
-                f"peft_config.{name}={getattr(config, name)!r}: vLLM has one rank and alpha for an "
-                "adapter; set lora_sync='merged'"
-            )
-    if config.bias != "none" and lora_sync == "adapter":
-        raise ValueError(
-            f"peft_config.bias={config.bias!r}: vLLM takes no biases in an adapter; "
-            "set lora_sync='merged'"
         )
 
 

@@ -452,8 +452,6 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
     except PortError as error:
         fail(str(error).replace("--port", "vllm_server_port in [trainer.args]"))
     os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this run; both children inherit it
-    if options.server_log is not None:
-        options.server_log.unlink(missing_ok=True)  # of a run before this one
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         raise Stopped(signal.Signals(number).name)
@@ -502,8 +500,8 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
         return 1
     except Stopped as stopped:
         print(
-            f"\nvf-rl: {stopped}: ending the trainer, which saves a checkpoint (up to "
-            f"{SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
+            f"\nvf-rl: {stopped}: ending the trainer, which as one process saves a checkpoint "
+            f"(up to {SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
             flush=True,
         )
         return 128 + signal.Signals[str(stopped)].value

@@ -67,11 +67,11 @@ def find_token(host: str, port: int) -> str:
 
 
 def generation_key(base_url: str) -> str:
-    """What requests for rollouts authenticate with: VLLM_API_KEY where it is set, else the run's
-    token, which `vf-vllm` takes as well; "none" for one on this machine, which asks for neither.
+    """What requests for rollouts authenticate with: the run's token, which control routes ask for
+    too; without one VLLM_API_KEY; "none" for a server on this machine, which asks for neither.
     """
     url = httpx.URL(base_url)
-    return os.environ.get("VLLM_API_KEY") or find_token(url.host, url.port or 80) or "none"
+    return find_token(url.host, url.port or 80) or os.environ.get("VLLM_API_KEY") or "none"
 
 
 class Hold:

@@ -342,7 +342,6 @@ class WeightSyncRoutes:
         return 200, {
             "policy_version": self.policy_version,
             "connection": self.connection,
-            "held_by": str(self.holder) if self.holder else None,
             "world_size": config.parallel_config.world_size_across_dp,
             "device": config.device_config.device_type,
             "gpus": self.gpus,
