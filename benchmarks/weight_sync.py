@@ -57,7 +57,7 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     find_token,
 )
-from verifiers_rl.weight_sync import (
+from verifiers_rl.sync.weight_sync import (
     Source,
     WeightSync,
     adapter_sources,

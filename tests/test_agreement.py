@@ -6,8 +6,8 @@ import torch
 from tests.helpers import load_example, make_tiny_model
 from tests.reference import reference_policy
 from verifiers_rl import RLConfig
-from verifiers_rl.agreement import NUM_TOKENS, PROMPT, check_agreement, prompt_of
 from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.sync.agreement import NUM_TOKENS, PROMPT, check_agreement, prompt_of
 
 
 class StubServer:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tests.helpers import serving
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.server_client import ServerClient, policy_versions
+from verifiers_rl.inference.rollout_client import ServerClient, policy_versions
 
 REPLY = {
     "id": "1",

@@ -20,10 +20,10 @@ from tests.conftest import running_server
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.environments import make_runner
-from verifiers_rl.environments_v1 import load_v1_environment
+from verifiers_rl.envs.base import make_runner
+from verifiers_rl.envs.v1 import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
-from verifiers_rl.server_client import ServerClient
+from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.types import Slots
 
 if HAS_CLASSIC:
@@ -403,7 +403,7 @@ def test_no_token_is_older_than_the_bound(
 
 @needs_classic
 def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, tokenizer, tmp_path):
-    from verifiers_rl.environments_classic import load_environment
+    from verifiers_rl.envs.classic import load_environment
 
     env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
     options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time

@@ -26,7 +26,6 @@ from tests.helpers import (
     make_tiny_moe,
     write_tiny_qwen3_5,
 )
-from verifiers_rl import weight_sync
 from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
@@ -35,7 +34,8 @@ from verifiers_rl.inference.client import (
     ServerLostError,
 )
 from verifiers_rl.models import load_policy
-from verifiers_rl.weight_sync import WeightSync
+from verifiers_rl.sync import weight_sync
+from verifiers_rl.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.e2e
 
@@ -503,7 +503,7 @@ KILLED_IN_A_PUSH = """
 import os, signal, sys
 from tests.test_e2e_sync import perturb, policy
 from verifiers_rl.inference.client import InferenceClient
-from verifiers_rl.weight_sync import WeightSync
+from verifiers_rl.sync.weight_sync import WeightSync
 
 model = policy(sys.argv[1], sys.argv[3])
 sync = WeightSync(InferenceClient("127.0.0.1", int(sys.argv[2])), bucket_bytes=50_000)
@@ -646,7 +646,7 @@ def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, 
     model, sync = get_peft_model(load(folder), lora), connect(server)
     with pytest.raises(ValueError, match="set lora_sync='merged'"):
         sync.push(model, 0)
-    monkeypatch.setattr("verifiers_rl.weight_sync.check_adapter", lambda *_: None)
+    monkeypatch.setattr("verifiers_rl.sync.weight_sync.check_adapter", lambda *_: None)
     start = time.monotonic()
     with pytest.raises(InferenceServerError, match="Adapter bias is not supported"):
         sync.push(model, 0)

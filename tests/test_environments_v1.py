@@ -13,11 +13,11 @@ from aiohttp import web
 
 from tests.helpers import load_example, make_env, serving
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.environments import InvalidEnvironmentError, make_runner
-from verifiers_rl.environments_v1 import V1Environment, load_v1_environment
+from verifiers_rl.data import GroupFilter
+from verifiers_rl.envs.base import InvalidEnvironmentError, make_runner
+from verifiers_rl.envs.v1 import V1Environment, load_v1_environment
+from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.orchestrator import Orchestrator
-from verifiers_rl.rollouts import GroupFilter
-from verifiers_rl.server_client import ServerClient
 from verifiers_rl.types import Rollout, Sample, Slots
 
 HERE = Path(__file__).parent / "v1"
@@ -336,13 +336,13 @@ def test_tool_servers_import_a_taskset_that_is_beside_a_script(tokenizer, tmp_pa
 
 
 def test_tool_servers_that_do_not_answer_are_named(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.chat_harness.CONNECT_S", 0.0)
+    monkeypatch.setattr("verifiers_rl.envs.chat_harness.CONNECT_S", 0.0)
     (rollout,), _ = play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes")
     assert "the tool servers [''] did not answer within 0 s" in str(rollout.error)
 
 
 def test_an_environment_that_does_not_start_in_time_is_one_error(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.environments_v1.LOAD_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.envs.v1.LOAD_S", 0.05)
     options = {"generation_timeout": 0.05}
     with pytest.raises(InvalidEnvironmentError, match="not ready within"):
         play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes", **options)
@@ -501,7 +501,7 @@ def test_other_harnesses_and_runtimes_stay_as_they_are(tokenizer, tmp_path):
 
 
 def test_branches_share_their_tokens_and_train_them_once():
-    from verifiers_rl.environments_v1 import samples_from_trace
+    from verifiers_rl.envs.v1 import samples_from_trace
 
     class Trace:
         def __init__(self, nodes):

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from tests.helpers import make_tiny_model
 from verifiers_rl.losses import LossInputs
-from verifiers_rl.metrics import (
+from verifiers_rl.report.metrics import (
     EarlyWarnings,
     StepWindow,
     TokenMeans,

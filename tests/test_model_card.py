@@ -9,8 +9,13 @@ from peft.peft_model import PeftModel
 import verifiers_rl
 from tests.helpers import make_tiny_model
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.model_card import changed_options, environment_names, model_card, write_model_card
-from verifiers_rl.run_folder import clear_run_folder, is_our_card
+from verifiers_rl.report.model_card import (
+    changed_options,
+    environment_names,
+    model_card,
+    write_model_card,
+)
+from verifiers_rl.report.run_folder import clear_run_folder, is_our_card
 
 STATE = SimpleNamespace(global_step=7, best_global_step=5)
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from verifiers_rl.run_folder import (
+from verifiers_rl.report.run_folder import (
     CARD_MARK,
     RunFolderError,
     clear_run_folder,

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.helpers import ROOT, make_tiny_model
-from verifiers_rl import weight_sync
 from verifiers_rl.config import ConfigError
 from verifiers_rl.distributed import prepare_sharding
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.sync import weight_sync
 
 # Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer, logprobs
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.weight_sync import announced, is_split, what_to_send
+from verifiers_rl.sync.weight_sync import announced, is_split, what_to_send
 
 folder, kind, *cases = sys.argv[1:]
 logprobs._CHUNK_ELEMENTS = 261 * 5  # chunks of 5 tokens, of which the ranks have different numbers

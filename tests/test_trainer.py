@@ -37,11 +37,11 @@ from tests.helpers import (
 from tests.reference import reference_loss, reference_means, reference_policy
 from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo
 from verifiers_rl.config import ConfigError
+from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs
-from verifiers_rl.metrics import RewardProgressCallback, model_flops
-from verifiers_rl.rollouts import example_index
-from verifiers_rl.run_folder import RunFolderError, is_our_card, metrics_file, read_rows
+from verifiers_rl.report.metrics import RewardProgressCallback, model_flops
+from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_rows
 from verifiers_rl.types import Batch
 
 
@@ -836,7 +836,7 @@ def test_seconds_of_a_step_are_without_evaluation_and_those_of_waiting_without_t
             clock.seconds += 3.0
             return super().push(*args)
 
-    for module in ("trainer", "metrics"):
+    for module in ("trainer", "report.metrics"):
         monkeypatch.setattr(f"verifiers_rl.{module}.time", clock)
     trainer = make_trainer(
         source=Slow(), max_steps=4, logging_steps=logging_steps, eval_strategy="steps", eval_steps=1

@@ -12,11 +12,11 @@ import verifiers.v1 as vf
 
 from tests.helpers import load_example
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.environments import InvalidEnvironmentError, make_runner
-from verifiers_rl.environments_v1 import IN_PROCESS
-from verifiers_rl.rollouts import ENDLESS, ExampleOrder, describe_sizes
-from verifiers_rl.v1_loading import load_v1_environment
-from verifiers_rl.v1_tasks import NUM_KEPT, TaskStream
+from verifiers_rl.data import ENDLESS, ExampleOrder, describe_sizes
+from verifiers_rl.envs.base import InvalidEnvironmentError, make_runner
+from verifiers_rl.envs.v1 import IN_PROCESS
+from verifiers_rl.envs.v1_loading import load_v1_environment
+from verifiers_rl.envs.v1_tasks import NUM_KEPT, TaskStream
 
 HERE = Path(__file__).parent / "v1"
 
@@ -45,7 +45,7 @@ SCRIPT = """
 import json
 import verifiers.v1 as vf
 from verifiers_rl import RLConfig
-from verifiers_rl.environments import make_runner
+from verifiers_rl.envs.base import make_runner
 
 
 class Config(vf.TasksetConfig):

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from tests.helpers import ROOT, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
-from verifiers_rl import weight_sync
 from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import (
     InferenceServerError,
@@ -35,7 +34,8 @@ from verifiers_rl.inference.client import (
 )
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.models import default_target_modules, load_policy
-from verifiers_rl.weight_sync import (
+from verifiers_rl.sync import weight_sync
+from verifiers_rl.sync.weight_sync import (
     Meeting,
     Source,
     TensorSpec,
@@ -275,7 +275,7 @@ def test_another_process_maps_an_exported_gpu_buffer():
     buffer = torch.arange(100, dtype=torch.uint8, device="cuda")
     handle = weight_sync.export_cuda_buffer(buffer)
     script = (
-        "import sys, torch; from verifiers_rl.weight_sync import open_cuda_buffer; "
+        "import sys, torch; from verifiers_rl.sync.weight_sync import open_cuda_buffer; "
         "b = open_cuda_buffer(sys.argv[1].encode(), torch.device('cuda', 0)); b.add_(1); "
         "torch.cuda.synchronize()"
     )
@@ -697,9 +697,9 @@ import os, sys, weakref, torch, torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.test_weight_sync import plan_of, with_trained_adapter
-from verifiers_rl import weight_sync
+from verifiers_rl.sync import weight_sync
 from verifiers_rl.distributed import let_gloo_threads_finish
-from verifiers_rl.weight_sync import announced, gathering, send_buckets, what_to_send
+from verifiers_rl.sync.weight_sync import announced, gathering, send_buckets, what_to_send
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verifiers_rl.chat_harness import ChatHarness
     from verifiers_rl.config import RLConfig
-    from verifiers_rl.dataset_env import env_from
-    from verifiers_rl.environments import WeightedEnv
+    from verifiers_rl.envs.base import WeightedEnv
+    from verifiers_rl.envs.chat_harness import ChatHarness
+    from verifiers_rl.envs.dataset import env_from
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
     from verifiers_rl.trainer import RLTrainer
@@ -29,15 +29,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "ChatHarness": "chat_harness",
+    "ChatHarness": "envs.chat_harness",
     "LossInputs": "losses",
     "LossOutputs": "losses",
     "Orchestrator": "orchestrator",
     "RLConfig": "config",
     "RLTrainer": "trainer",
-    "WeightedEnv": "environments",
+    "WeightedEnv": "envs.base",
     "cispo": "losses",
-    "env_from": "dataset_env",
+    "env_from": "envs.dataset",
 }
 
 

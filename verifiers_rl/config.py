@@ -21,9 +21,9 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from verifiers_rl.advantages import ADVANTAGES
+from verifiers_rl.data import GroupFilter
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import make_loss
-from verifiers_rl.rollouts import GroupFilter
 from verifiers_rl.types import LOAD_S
 
 # Not temperature: the trainer takes the logprobs of a batch at one.

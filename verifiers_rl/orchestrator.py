@@ -28,8 +28,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from verifiers_rl.advantages import ADVANTAGES
-from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.rollouts import (
+from verifiers_rl.data import (
     ExampleOrder,
     GroupFilter,
     batch_metrics,
@@ -37,6 +36,7 @@ from verifiers_rl.rollouts import (
     describe_error,
     evaluation_metrics,
 )
+from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.types import LOAD_S, Batch, Progress, Rollout, Slots
 from verifiers_rl.waiting import result_of
 

@@ -55,7 +55,9 @@ from verifiers_rl.logprobs import (
     token_logprobs_and_entropy,
 )
 from verifiers_rl.losses import LossFn, LossInputs, make_loss, reference_kl, weigh_samples
-from verifiers_rl.metrics import (
+from verifiers_rl.models import check_policy, load_policy
+from verifiers_rl.packing import Layout, collate, plan_microbatches
+from verifiers_rl.report.metrics import (
     EarlyWarnings,
     RewardProgressCallback,
     RunFilesCallback,
@@ -65,12 +67,10 @@ from verifiers_rl.metrics import (
     model_flops,
     print_rollouts,
 )
-from verifiers_rl.model_card import finish_run_folder, write_model_card
-from verifiers_rl.models import check_policy, load_policy
-from verifiers_rl.packing import Layout, collate, plan_microbatches
-from verifiers_rl.run_folder import enter_run_folder, has_checkpoint
+from verifiers_rl.report.model_card import finish_run_folder, write_model_card
+from verifiers_rl.report.run_folder import enter_run_folder, has_checkpoint
+from verifiers_rl.sync.weight_sync import gathering, is_split
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
-from verifiers_rl.weight_sync import gathering, is_split
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

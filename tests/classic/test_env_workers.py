@@ -13,8 +13,8 @@ from aiohttp import web
 from tests.helpers import serving
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
-from verifiers_rl.env_workers import EnvWorkerError
-from verifiers_rl.environments import InvalidEnvironmentError, WeightedEnv, make_runner
+from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv, make_runner
+from verifiers_rl.envs.workers import EnvWorkerError
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.types import Slots
 
@@ -223,7 +223,7 @@ def test_an_environment_without_an_id_is_told_apart(make_env, tmp_path):
 
 
 def test_a_worker_that_does_not_load_in_time_is_an_error(make_env, tmp_path, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.env_workers.LOAD_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.envs.workers.LOAD_S", 0.05)
     with pytest.raises(InvalidEnvironmentError, match="not loaded within"):
         roll_out(make_env(), tmp_path, None, env_workers=1, generation_timeout=0.05)
 

@@ -7,14 +7,14 @@ import verifiers as vf
 from datasets import Dataset
 
 from tests.helpers import EXAMPLE, load_example
-from verifiers_rl.clients import TokenClient, make_client
 from verifiers_rl.config import RLConfig
-from verifiers_rl.environments import InvalidEnvironmentError, WeightedEnv, make_runner
-from verifiers_rl.environments_classic import (
+from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv, make_runner
+from verifiers_rl.envs.classic import (
     ClassicEnvironment,
     load_environment,
     samples_from_trajectory,
 )
+from verifiers_rl.envs.classic_clients import TokenClient, make_client
 
 
 def turn(prompt, completion, logprobs=None):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.classic.test_environments import ScriptedClient, WordTokenizer
 from tests.helpers import ROOT, load_example
-from verifiers_rl.environments_classic import ClassicEnvironment
+from verifiers_rl.envs.classic import ClassicEnvironment
 
 NAMES = ["reverse_text", "alphabet_sort", "letter_hunt", "calculator"]
 

@@ -166,7 +166,7 @@ class Preflight:
         try:
             detail = check()
         except Exception as error:  # anything can be wrong; the other checks still run
-            from verifiers_rl.rollouts import describe_error
+            from verifiers_rl.data import describe_error
 
             # Our own errors say what to do; of others the kind and the cause matter.
             is_ours = type(error).__module__.startswith("verifiers_rl.")
@@ -273,8 +273,8 @@ class Preflight:
         return f"{len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, pads with {pad!r}"
 
     def check_environment(self) -> str:
-        from verifiers_rl.environments import make_runner
-        from verifiers_rl.rollouts import describe_sizes
+        from verifiers_rl.data import describe_sizes
+        from verifiers_rl.envs.base import make_runner
 
         args = self.args
         tokenizer = self.tokenizer if "tokenizer" in self.passed else None
@@ -435,7 +435,7 @@ class Preflight:
         return f"{result['sync_bytes'] / 1e6:.3g} MB in {result['sync_s']:.2f} s"
 
     def _make_sync(self) -> Any:
-        from verifiers_rl.weight_sync import WeightSync
+        from verifiers_rl.sync.weight_sync import WeightSync
 
         args = self.args
         return WeightSync(
@@ -445,7 +445,7 @@ class Preflight:
     def check_logprobs(self) -> str:
         import torch
 
-        from verifiers_rl.agreement import difference, dtypes_of, sample, trainer_logprobs
+        from verifiers_rl.sync.agreement import difference, dtypes_of, sample, trainer_logprobs
 
         args, prompt = self.args, self.prompt_ids
         token_ids, theirs = sample(self.client, self.sync.model_name, prompt, args)

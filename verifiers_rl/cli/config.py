@@ -62,13 +62,13 @@ class EnvTable:
 
     def load(self, search_path: Path) -> Any:
         if self.v1 is None:
-            from verifiers_rl.environments import check_classic
+            from verifiers_rl.envs.base import check_classic
 
             check_classic(f"[env] id={self.id!r} without [env.taskset]")
-            from verifiers_rl.environments_classic import load_environment
+            from verifiers_rl.envs.classic import load_environment
 
             return load_environment(self.id, self.args, search_path)
-        from verifiers_rl.environments_v1 import load_v1_environment
+        from verifiers_rl.envs.v1 import load_v1_environment
 
         return load_v1_environment(self.v1, search_path)
 
@@ -96,7 +96,7 @@ class RunConfig:
         Raises:
             InvalidEnvironmentError: one cannot be loaded.
         """
-        from verifiers_rl.environments import WeightedEnv
+        from verifiers_rl.envs.base import WeightedEnv
 
         loaded = [env.load(search_path=self.folder) for env in self.envs]
         if not self.is_mix:

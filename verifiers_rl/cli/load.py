@@ -19,7 +19,7 @@ def main() -> None:
 
         die_with_parent(int(parent))
     path, answer = map(Path, sys.argv[1:])
-    from verifiers_rl.environments import InvalidEnvironmentError
+    from verifiers_rl.envs.base import InvalidEnvironmentError
 
     problem = ""
     try:
@@ -29,7 +29,7 @@ def main() -> None:
     except Exception as error:  # of the environment's own code
         import traceback
 
-        from verifiers_rl.rollouts import describe_error
+        from verifiers_rl.data import describe_error
 
         traceback.print_exc()
         problem = f"the environment's own code fails: {describe_error(error)}"

@@ -42,7 +42,7 @@ from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error, tracker_error
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, port_error, reserve_port
-from verifiers_rl.run_folder import RunFolderError, closing_lines, prepare_run_folder
+from verifiers_rl.report.run_folder import RunFolderError, closing_lines, prepare_run_folder
 from verifiers_rl.waiting import WaitingLine
 
 USAGE = (

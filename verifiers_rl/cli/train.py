@@ -70,10 +70,10 @@ def train(interrupt: Interrupt) -> None:
         )
 
     from verifiers_rl.config import ConfigError, RLConfig
-    from verifiers_rl.environments import InvalidEnvironmentError
+    from verifiers_rl.envs.base import InvalidEnvironmentError
     from verifiers_rl.inference.client import InferenceServerError
     from verifiers_rl.orchestrator import RolloutError
-    from verifiers_rl.run_folder import RunFolderError, prepare_run_folder
+    from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
     from verifiers_rl.trainer import RLTrainer
 
     trainer = None
@@ -111,7 +111,7 @@ def train(interrupt: Interrupt) -> None:
 
 def what_is_left(trainer: Any) -> str:
     """What an interrupted run has saved, and how to go on with it."""
-    from verifiers_rl.run_folder import newest_checkpoint
+    from verifiers_rl.report.run_folder import newest_checkpoint
 
     step, folder = trainer.state.global_step, trainer.args.output_dir
     newest = newest_checkpoint(folder)

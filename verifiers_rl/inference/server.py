@@ -44,7 +44,7 @@ from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.limits import raise_open_files
-from verifiers_rl.weight_sync import ADAPTER_NAME, TransferPlan, needs_lora_flag
+from verifiers_rl.sync.weight_sync import ADAPTER_NAME, TransferPlan, needs_lora_flag
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
 

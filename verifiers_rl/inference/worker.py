@@ -23,7 +23,7 @@ from verifiers_rl.inference.vllm_versions import (
     layers_without_adapter,
     repack_for_cpu,
 )
-from verifiers_rl.weight_sync import (
+from verifiers_rl.sync.weight_sync import (
     Meeting,
     TransferPlan,
     Transport,

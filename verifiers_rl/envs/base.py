@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Literal
 
-from verifiers_rl.chat_template import reason_against_chat_template
+from verifiers_rl.envs.chat_template import reason_against_chat_template
 from verifiers_rl.limits import rollouts_at_once
 from verifiers_rl.types import Rollout
 
@@ -160,11 +160,11 @@ def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> No
 def _runner_class(env: Any, name: str) -> Any:
     homes = {base.__module__ for base in type(env).__mro__}
     if any(home.startswith("verifiers.v1.") for home in homes):
-        from verifiers_rl.environments_v1 import V1Environment
+        from verifiers_rl.envs.v1 import V1Environment
 
         return V1Environment
     if any(home.startswith("verifiers.") for home in homes):
-        from verifiers_rl.environments_classic import ClassicEnvironment
+        from verifiers_rl.envs.classic import ClassicEnvironment
 
         return ClassicEnvironment
     raise InvalidEnvironmentError(
@@ -227,7 +227,7 @@ def make_runner(
         }
         environment = one.env
         if isinstance(environment, str):
-            from verifiers_rl.v1_loading import load_v1_environment
+            from verifiers_rl.envs.v1_loading import load_v1_environment
 
             environment = load_v1_environment({"taskset": {"id": environment}})
         runner_class = _runner_class(environment, one.name)
@@ -237,7 +237,7 @@ def make_runner(
                     f"environment {one.name!r}: env_workers={args.env_workers}: environments of "
                     "verifiers.v1 run in the trainer's process only; leave env_workers out"
                 )
-            from verifiers_rl.env_workers import WorkerEnvironment
+            from verifiers_rl.envs.workers import WorkerEnvironment
 
             options |= {"num_workers": args.env_workers, "max_concurrent": args.max_concurrent}
             parts.append(WorkerEnvironment(environment, **options))

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
-from verifiers_rl.environments import InvalidEnvironmentError
+from verifiers_rl.envs.base import InvalidEnvironmentError
 
 IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
 GLOBAL_DEFAULT = "bash"  # verifiers' harness where neither agent nor taskset names one
@@ -305,7 +305,7 @@ def played_here(env: vf.Env) -> vf.Env:
     those for whom neither its author nor its user chose one: verifiers would put them into `bash`,
     in a sandbox of its makers. Other harnesses stay.
     """
-    from verifiers_rl.chat_harness import ChatHarnessConfig
+    from verifiers_rl.envs.chat_harness import ChatHarnessConfig
 
     taskset_has_one = loaders.default_harness_id(env.config.taskset.id) != GLOBAL_DEFAULT
     changed = {}

@@ -39,13 +39,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from verifiers_rl.adapters import not_plain, reason_against_serving
 from verifiers_rl.inference.client import (
     InferenceServerError,
     RequestRefusedError,
     ServerLostError,
 )
-from verifiers_rl.meeting import (
+from verifiers_rl.sync.adapters import not_plain, reason_against_serving
+from verifiers_rl.sync.meeting import (
     GuestStore,
     HostStore,
     close_all,

@@ -29,10 +29,10 @@ import threading
 import traceback
 from typing import Any
 
-from verifiers_rl.environments import InvalidEnvironmentError
-from verifiers_rl.environments_classic import ClassicEnvironment, load_environment
+from verifiers_rl.data import describe_error
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.classic import ClassicEnvironment, load_environment
 from verifiers_rl.inference.parent import die_with_parent
-from verifiers_rl.rollouts import describe_error
 from verifiers_rl.types import LOAD_S, Rollout, Slots
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ MAIN = """
 import json, sys
 descriptor, parent, path = sys.argv[1:]
 sys.path[:] = json.loads(path)
-from verifiers_rl.env_workers import main
+from verifiers_rl.envs.workers import main
 main(int(descriptor), int(parent))
 """
 

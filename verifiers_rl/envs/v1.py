@@ -34,17 +34,15 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 
-from verifiers_rl.chat_template import as_vllm_renders
-from verifiers_rl.environments import (
+from verifiers_rl.data import ENDLESS, describe_sizes
+from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     Split,
     text_of,
     versions_of_tokens,
 )
-from verifiers_rl.rollouts import ENDLESS, describe_sizes
-from verifiers_rl.server_client import ServerClient, policy_versions
-from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
-from verifiers_rl.v1_loading import (
+from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.v1_loading import (
     IN_PROCESS,
     check_login,
     check_tool_servers,
@@ -53,15 +51,17 @@ from verifiers_rl.v1_loading import (
     let_tool_servers_import_from,
     played_here,
 )
-from verifiers_rl.v1_loading import load_v1_environment as load_v1_environment
-from verifiers_rl.v1_tasks import MAX_OVERLONG, TaskStream, check_text_only, first_messages
-from verifiers_rl.v1_versions import (
+from verifiers_rl.envs.v1_loading import load_v1_environment as load_v1_environment
+from verifiers_rl.envs.v1_tasks import MAX_OVERLONG, TaskStream, check_text_only, first_messages
+from verifiers_rl.envs.v1_versions import (
     is_for_training,
     is_infinite,
     prompt_too_long,
     ran_out_of_time,
     tokens_so_far,
 )
+from verifiers_rl.inference.rollout_client import ServerClient, policy_versions
+from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
 
 logger = logging.getLogger(__name__)
 

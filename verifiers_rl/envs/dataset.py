@@ -12,7 +12,7 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
-from verifiers_rl.environments import InvalidEnvironmentError
+from verifiers_rl.envs.base import InvalidEnvironmentError
 
 REPLY = "completion"  # the parameter of a reward function that gets the model's reply
 

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 import verifiers_rl
 from verifiers_rl.config import RLConfig
-from verifiers_rl.run_folder import (
+from verifiers_rl.report.run_folder import (
     CARD,
     CARD_MARK,
     METRICS,

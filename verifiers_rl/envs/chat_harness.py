@@ -16,7 +16,7 @@ import aiohttp
 from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 
-from verifiers_rl.v1_versions import CAN_GATE_TOOLS, tools_http_client
+from verifiers_rl.envs.v1_versions import CAN_GATE_TOOLS, tools_http_client
 
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 

@@ -11,8 +11,8 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
-from verifiers_rl.chat_template import as_vllm_renders
-from verifiers_rl.environments import InvalidEnvironmentError
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.chat_template import as_vllm_renders
 
 logger = logging.getLogger(__name__)
 

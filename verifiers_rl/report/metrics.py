@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
-from verifiers_rl.model_card import write_model_card
-from verifiers_rl.run_folder import (
+from verifiers_rl.report.model_card import write_model_card
+from verifiers_rl.report.run_folder import (
     CURVES,
     as_line,
     holds_a_run,

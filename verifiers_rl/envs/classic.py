@@ -18,14 +18,14 @@ from typing import Any
 
 import verifiers as vf
 
-from verifiers_rl.chat_template import as_vllm_renders
-from verifiers_rl.clients import make_client
-from verifiers_rl.environments import (
+from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     Split,
     text_of,
     versions_of_tokens,
 )
+from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.classic_clients import make_client
 from verifiers_rl.types import Rollout, Sample, Slots
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Environments of `verifiers`, of both its generations. Nothing else imports verifiers."""
