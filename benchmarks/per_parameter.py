@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.worker import WeightSyncWorker
-from verifiers_rl.sync.weight_sync import torch_dtype
+from verifiers_rl.sync.plan import torch_dtype
 
 CALL_TIMEOUT_S = 300.0
 

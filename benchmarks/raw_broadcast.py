@@ -13,8 +13,8 @@ import sys
 import torch
 
 from verifiers_rl.inference.server import server_cores
-from verifiers_rl.sync.meeting import host_meeting, join_meeting, receive_into
-from verifiers_rl.sync.weight_sync import Sockets
+from verifiers_rl.sync.transports.meeting import host_meeting, join_meeting, receive_into
+from verifiers_rl.sync.transports.tcp import Sockets
 
 SECRET = "none is needed here"
 

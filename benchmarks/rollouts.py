@@ -138,7 +138,7 @@ async def send_raw(url: str, conversations: list[list[tuple[str, Any]]], concurr
 
 def measure(url: str, model: str, tokenizer: Any, options: Any) -> None:
     from verifiers_rl import Orchestrator, RLConfig
-    from verifiers_rl.envs.base import make_runner
+    from verifiers_rl.envs.make import make_runner
 
     print("| turns | client_type | concurrent | ours, rollouts/s | raw, rollouts/s | ours / raw |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -192,7 +192,7 @@ def measure_workers(url: str, model: str, tokenizer: Any, options: Any) -> None:
     from warm_start import make_model
 
     from verifiers_rl import Orchestrator, RLConfig
-    from verifiers_rl.envs.base import make_runner
+    from verifiers_rl.envs.make import make_runner
 
     torch.set_num_threads(1)
     trained = make_model(tokenizer)
@@ -245,7 +245,7 @@ def measure_workers(url: str, model: str, tokenizer: Any, options: Any) -> None:
 def measure_v1(url: str, model: str, tokenizer: Any, options: Any) -> None:
     from verifiers_rl import Orchestrator, RLConfig
     from verifiers_rl.envs import v1 as environments_v1
-    from verifiers_rl.envs.base import make_runner
+    from verifiers_rl.envs.make import make_runner
 
     print("| turns | environment | rollouts/s | over classic |")
     print("| --- | --- | --- | --- |")

@@ -23,7 +23,7 @@ from tests.helpers import (
     needs_classic,
     write_environment,
 )
-from verifiers_rl.cli import rl, train
+from verifiers_rl.cli import children, plan, rl, session, train
 from verifiers_rl.cli.config import (
     EnvTable,
     RunConfig,
@@ -212,14 +212,14 @@ def test_an_unknown_trainer_option_names_the_nearest_one():
 
 def test_trainer_options_are_checked_before_anything_starts():
     with pytest.raises(TomlError, match="batch_size=100 is not a multiple"):
-        rl.check_trainer_options(make_config(trainer_args={"batch_size": 100}))
+        plan.check_trainer_options(make_config(trainer_args={"batch_size": 100}))
 
 
 def test_splitting_the_trainer_over_one_gpu_is_refused():
     with pytest.raises(
         TomlError, match=r"trainer\.args\.fsdp .* trainer\.gpus=1 must be at least 2"
     ):
-        rl.check_trainer_options(make_config(trainer_args={"fsdp": True}))
+        plan.check_trainer_options(make_config(trainer_args={"fsdp": True}))
 
 
 def test_flags_follow_from_keys_and_values():
@@ -245,10 +245,10 @@ def test_the_file_comes_after_an_at_sign():
 
 def test_inference_gets_the_first_gpus_and_the_trainer_the_next(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert rl.assign_gpus(make_config(inference_gpus=1, trainer_gpus=2)) == ("4", "5,6")
-    assert rl.assign_gpus(make_config(inference_gpus=0, trainer_gpus=0)) == ("", "")
+    assert plan.assign_gpus(make_config(inference_gpus=1, trainer_gpus=2)) == ("4", "5,6")
+    assert plan.assign_gpus(make_config(inference_gpus=0, trainer_gpus=0)) == ("", "")
     with pytest.raises(TomlError, match="need 5 GPUs, 4 are visible"):
-        rl.assign_gpus(make_config(inference_gpus=3, trainer_gpus=2))
+        plan.assign_gpus(make_config(inference_gpus=3, trainer_gpus=2))
 
 
 @pytest.mark.parametrize(
@@ -261,14 +261,14 @@ def test_a_cpu_server_needs_the_cpu_build(monkeypatch, packages, is_refused):
             raise PackageNotFoundError(name)
         return packages[name]
 
-    monkeypatch.setattr(rl, "version", version)
+    monkeypatch.setattr(plan, "version", version)
     config = make_config(inference_gpus=0, trainer_gpus=0)
     with (
         pytest.raises(TomlError, match=r"inference\.gpus=0, and vllm 0\.31\.0 needs a GPU")
         if is_refused
         else nullcontext()
     ):
-        rl.assign_gpus(config)
+        plan.assign_gpus(config)
 
 
 def test_vf_train_does_not_leave_gpus_idle_in_silence(write_toml):
@@ -300,7 +300,7 @@ def test_vf_train_does_not_leave_gpus_idle_in_silence(write_toml):
 def test_gpus_that_cannot_be_shared_out_to_the_server_are_refused(monkeypatch, sizes, message):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     with pytest.raises(TomlError, match=message):
-        rl.assign_gpus(make_config(inference_gpus=4, inference_args=sizes))
+        plan.assign_gpus(make_config(inference_gpus=4, inference_args=sizes))
 
 
 @pytest.mark.parametrize(
@@ -316,8 +316,8 @@ def test_gpus_that_cannot_be_shared_out_to_the_server_are_refused(monkeypatch, s
 def test_the_server_uses_all_of_its_gpus(monkeypatch, sizes, tensor_parallel):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(9))))
     config = make_config(inference_gpus=8, inference_args=sizes)
-    assert rl.assign_gpus(config) == ("0,1,2,3,4,5,6,7", "8")
-    command = rl.server_command(config, "h", 7)
+    assert plan.assign_gpus(config) == ("0,1,2,3,4,5,6,7", "8")
+    command = plan.server_command(config, "h", 7)
     found = [command[i + 1] for i, word in enumerate(command) if word == "--tensor-parallel-size"]
     assert found == ([] if tensor_parallel is None else [str(tensor_parallel)])
 
@@ -327,7 +327,7 @@ def test_a_flag_with_dashes_is_the_flag_with_underscores(write_toml):
     config = load_run_config(
         write_toml(f'{toml}"max-model-len" = 64\n"pipeline-parallel-size" = 2\n')
     )
-    flags = rl.server_command(config, "h", 7)
+    flags = plan.server_command(config, "h", 7)
     # Ours, which follow from the trainer's options, would win as the last.
     assert flags.count("--max-model-len") == 1 and flags[flags.index("--max-model-len") + 1] == "64"
     assert "--tensor-parallel-size" not in flags
@@ -338,7 +338,7 @@ def test_a_flag_with_dashes_is_the_flag_with_underscores(write_toml):
 
 
 def test_the_server_is_told_what_follows_from_the_trainer():
-    command = rl.server_command(
+    command = plan.server_command(
         make_config(trainer_args={"max_seq_len": 99, "lora_rank": 9}, inference_gpus=2),
         "127.0.0.1",
         7,
@@ -349,7 +349,7 @@ def test_the_server_is_told_what_follows_from_the_trainer():
     for num_engines, tensor_parallel in ((2, "--tensor-parallel-size 2"), (4, "")):
         args = {"data_parallel_size": num_engines}
         config = make_config(inference_gpus=4, inference_args=args)
-        flags = " ".join(rl.server_command(config, "h", 7))
+        flags = " ".join(plan.server_command(config, "h", 7))
         assert f"--data-parallel-size {num_engines}" in flags
         assert ("--tensor-parallel-size" in flags) == bool(tensor_parallel)
         assert tensor_parallel in flags
@@ -358,7 +358,7 @@ def test_the_server_is_told_what_follows_from_the_trainer():
         {"lora_modules_to_save": ["lm_head"]},
         {"lora_sync": "merged"},
     ):
-        assert "--enable-lora" not in rl.server_command(make_config(trainer_args=options), "h", 7)
+        assert "--enable-lora" not in plan.server_command(make_config(trainer_args=options), "h", 7)
 
 
 SUPERVISE = """
@@ -417,7 +417,7 @@ print("broken", flush=True)
 @pytest.mark.parametrize("quiet", [False, True])
 def test_what_a_server_prints_when_it_is_ended_is_not_shown_but_why_it_ended_is(capsys, quiet):
     def shown(lifetime_s, wait_for):
-        child = rl.Child(
+        child = children.Child(
             "inference", [sys.executable, "-c", LAST_WORDS, lifetime_s], {}, None, False
         )
         said, deadline = "", time.monotonic() + 20
@@ -506,9 +506,9 @@ def make_options(**options):
 
 
 def test_a_tmux_that_does_not_start_is_one_clear_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rl.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(session.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     with pytest.raises(SystemExit):
-        rl.run_in_tmux(make_config(), make_options(), tmp_path)
+        session.run_in_tmux(make_config(), make_options(), tmp_path)
     assert "tmux started no session; start with --no-tmux" in capsys.readouterr().err
     assert not list(tmp_path.glob(".environment-*"))
 
@@ -529,8 +529,8 @@ def test_tmux_is_shown_nothing_of_the_environment(tmp_path, monkeypatch):
             status_file.write_text("3")
         return SimpleNamespace(returncode=int(command[1] == "has-session"))
 
-    monkeypatch.setattr(rl.subprocess, "run", run)
-    assert rl.run_in_tmux(make_config(), make_options(), tmp_path) == 3
+    monkeypatch.setattr(session.subprocess, "run", run)
+    assert session.run_in_tmux(make_config(), make_options(), tmp_path) == 3
     assert environments[0]["HF_TOKEN"] == "hf_secret" and "TMUX" not in environments[0]
     assert not any("hf_secret" in word for command in calls for word in command)
 
@@ -540,13 +540,13 @@ def test_tmux_is_shown_nothing_of_the_environment(tmp_path, monkeypatch):
     [("my-run_2", "my-run_2"), ("qwen3-0.6b", "qwen3-0_6b"), ("a:b", "a_b"), ("=$é x", "____x")],
 )
 def test_a_session_has_a_name_that_tmux_keeps(wanted, name):
-    assert rl.session_name(wanted) == name
+    assert session.session_name(wanted) == name
 
 
 @pytest.mark.parametrize("wanted", ["", ".", "-x"])
 def test_a_session_needs_a_name(wanted):
     with pytest.raises(SystemExit):
-        rl.session_name(wanted)
+        session.session_name(wanted)
 
 
 @pytest.fixture
@@ -568,13 +568,13 @@ def tmux(tmp_path, monkeypatch):
 def of_session(monkeypatch, code, *words):
     """The tmux session runs this code in place of vf-rl."""
     command = [sys.executable, "-c", code, *map(str, words)]
-    monkeypatch.setattr(rl, "command_in_session", lambda *_: command)
+    monkeypatch.setattr(session, "command_in_session", lambda *_: command)
 
 
 def test_a_session_that_tmux_would_rename_runs(tmux, tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text("{}")  # a model
     of_session(monkeypatch, "import time; time.sleep(1)")
-    status = rl.run_in_tmux(make_config(), make_options(session="qwen3-0.6b"), tmp_path)
+    status = session.run_in_tmux(make_config(), make_options(session="qwen3-0.6b"), tmp_path)
     assert status == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "vf-rl: the tmux session is named 'qwen3-0_6b'"
@@ -586,7 +586,7 @@ def test_a_terminal_too_small_for_two_panes_shows_one(tmux, tmp_path, monkeypatc
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("LINES", "2")
     of_session(monkeypatch, "import time; time.sleep(1)")
-    assert rl.run_in_tmux(make_config(), make_options(), tmp_path) == 0
+    assert session.run_in_tmux(make_config(), make_options(), tmp_path) == 0
 
 
 def test_ctrl_c_in_the_session_ends_the_run_in_good_order(tmux, tmp_path, monkeypatch, capsys):
@@ -612,16 +612,16 @@ time.sleep(60)
         subprocess.run(["tmux", "send-keys", "-t", "=s:.1", "C-c"])
 
     threading.Thread(target=press_ctrl_c).start()
-    assert rl.run_in_tmux(make_config(), make_options(), tmp_path) == 130
+    assert session.run_in_tmux(make_config(), make_options(), tmp_path) == 130
     assert (tmp_path / "saved").exists()
     assert capsys.readouterr().out.splitlines()[-1] == f"its files: {tmp_path}"
 
 
 def test_several_trainer_gpus_are_launched_through_accelerate():
-    command = rl.trainer_command(make_config(trainer_gpus=4), make_options())
+    command = plan.trainer_command(make_config(trainer_gpus=4), make_options())
     assert command[1:3] == ["-m", "accelerate.commands.launch"]
     assert command[command.index("--num_processes") + 1] == "4"
-    one = rl.trainer_command(make_config(trainer_gpus=1), make_options())
+    one = plan.trainer_command(make_config(trainer_gpus=1), make_options())
     assert "accelerate.commands.launch" not in one
 
 
@@ -636,9 +636,9 @@ def test_several_trainer_gpus_are_launched_through_accelerate():
 )
 def test_what_is_done_with_a_used_folder_reaches_the_trainer(tmp_path, options, words):
     options = make_options(**options)
-    command = rl.trainer_command(make_config(), options)
+    command = plan.trainer_command(make_config(), options)
     assert command[command.index("@") + 2 :] == words
-    in_session = rl.command_in_session(make_config(), options, tmp_path / "log")
+    in_session = session.command_in_session(make_config(), options, tmp_path / "log")
     assert in_session[in_session.index(str(tmp_path / "log")) + 1 :] == words
 
 
@@ -656,7 +656,7 @@ def test_on_the_cpu_the_server_leaves_half_of_the_cores_to_the_trainer():
 def test_every_shipped_toml_is_valid(path, monkeypatch):
     # The model is made or downloaded later.
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
-    rl.check_trainer_options(load_run_config(path))
+    plan.check_trainer_options(load_run_config(path))
 
 
 def test_the_training_script_describes_a_valid_run(monkeypatch):
@@ -793,15 +793,15 @@ def test_a_used_folder_is_one_clear_error_before_anything_starts(
 def test_the_environment_is_loaded_in_a_process_that_ends(
     write_run, tmp_path, monkeypatch, capsys, code, deadline_s, said
 ):
-    monkeypatch.setattr(rl, "STOP_GRACE_S", 1.0)
-    monkeypatch.setattr(rl, "ENV_DEADLINE_S", deadline_s)
+    monkeypatch.setattr(plan, "STOP_GRACE_S", 1.0)
+    monkeypatch.setattr(plan, "ENV_DEADLINE_S", deadline_s)
     monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
     toml = write_run(["a"], "")
     path = tmp_path / "tiny_env.py"
     path.write_text(f"{code}\n{path.read_text()}")
     with (
         pytest.raises(TomlError, match=said) if said else nullcontext(),
-        rl.LoadedEnvironments(load_run_config(toml)) as loading,
+        plan.LoadedEnvironments(load_run_config(toml)) as loading,
     ):
         loading.check()
     assert processes_of(tmp_path) == {}

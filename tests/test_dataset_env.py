@@ -11,7 +11,8 @@ import verifiers.v1 as vf
 from datasets import Dataset, DatasetDict
 
 from verifiers_rl import RLConfig, env_from
-from verifiers_rl.envs.base import InvalidEnvironmentError, make_runner
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.make import make_runner
 
 ROWS = [{"prompt": "2 + 3", "answer": "5"}, {"prompt": "1 + 1", "answer": "2"}]
 

@@ -20,7 +20,7 @@ from tests.conftest import running_server
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.envs.base import make_runner
+from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.rollout_client import ServerClient

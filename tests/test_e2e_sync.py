@@ -646,7 +646,7 @@ def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, 
     model, sync = get_peft_model(load(folder), lora), connect(server)
     with pytest.raises(ValueError, match="set lora_sync='merged'"):
         sync.push(model, 0)
-    monkeypatch.setattr("verifiers_rl.sync.weight_sync.check_adapter", lambda *_: None)
+    monkeypatch.setattr("verifiers_rl.sync.sources.check_adapter", lambda *_: None)
     start = time.monotonic()
     with pytest.raises(InferenceServerError, match="Adapter bias is not supported"):
         sync.push(model, 0)

@@ -242,14 +242,15 @@ LAUNCH = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import rl
+from verifiers_rl.cli import plan
+from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import RunConfig
 
 rank, folder = sys.argv[1:]
 config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_gpus=2)
-command = rl.trainer_command(config, SimpleNamespace(resume=None, overwrite=False))
+command = plan.trainer_command(config, SimpleNamespace(resume=None, overwrite=False))
 launcher = command[: command.index("verifiers_rl.cli.train") - 1]
-child = rl.Child("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"}, None, False)
+child = Child("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"}, None, False)
 Path(folder, "launcher").write_text(str(child.process.pid))
 time.sleep(300)
 """

@@ -9,14 +9,19 @@ import pytest
 from tests.helpers import HAS_CLASSIC, load_example, make_samples
 from verifiers_rl import RLConfig
 from verifiers_rl.cli.config import EnvTable
-from verifiers_rl.data import batch_metrics, evaluation_metrics
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
-    make_runner,
     versions_of_tokens,
-    warn_of_replies_beyond_use,
 )
 from verifiers_rl.envs.chat_template import reason_against_chat_template
+from verifiers_rl.envs.make import (
+    make_runner,
+    warn_of_replies_beyond_use,
+)
+from verifiers_rl.report.means import (
+    batch_metrics,
+    evaluation_metrics,
+)
 from verifiers_rl.types import Rollout
 
 

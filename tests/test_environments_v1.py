@@ -14,7 +14,8 @@ from aiohttp import web
 from tests.helpers import load_example, make_env, serving
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.envs.base import InvalidEnvironmentError, make_runner
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import V1Environment, load_v1_environment
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.orchestrator import Orchestrator

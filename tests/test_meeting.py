@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verifiers_rl.sync.meeting import (
+from verifiers_rl.sync.transports.meeting import (
     GuestStore,
     HostStore,
     MeetingError,

@@ -8,9 +8,14 @@ import torch
 
 from tests.helpers import make_samples
 from verifiers_rl.advantages import ADVANTAGES
-from verifiers_rl.data import ExampleOrder, GroupFilter, evaluation_metrics, example_index
+from verifiers_rl.data import (
+    ExampleOrder,
+    GroupFilter,
+    example_index,
+)
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import Orchestrator, RolloutError
+from verifiers_rl.report.means import evaluation_metrics
 from verifiers_rl.types import Rollout
 
 IN_TURN = ExampleOrder([10_000], shuffle=False)

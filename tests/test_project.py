@@ -61,7 +61,7 @@ def test_parts_import_only_what_they_may():
 
 
 def test_every_logged_metric_is_documented():
-    from verifiers_rl.data import batch_metrics
+    from verifiers_rl.report.means import batch_metrics
     from verifiers_rl.types import Rollout
 
     documented = set(

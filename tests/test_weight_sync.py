@@ -35,23 +35,31 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.models import default_target_modules, load_policy
 from verifiers_rl.sync import weight_sync
-from verifiers_rl.sync.weight_sync import (
-    Meeting,
-    Source,
-    TensorSpec,
-    TransferPlan,
-    WeightSync,
-    adapter_sources,
-    bucket_num_bytes,
-    bucket_views,
-    check_adapter,
-    choose_backend,
-    full_sources,
-    make_transport,
-    merged_sources,
+from verifiers_rl.sync.buckets import (
     receive_buckets,
     send_buckets,
+)
+from verifiers_rl.sync.plan import (
+    TensorSpec,
+    TransferPlan,
+    bucket_num_bytes,
+    bucket_views,
+)
+from verifiers_rl.sync.sources import (
+    Source,
+    adapter_sources,
+    check_adapter,
+    full_sources,
+    merged_sources,
     source_of,
+)
+from verifiers_rl.sync.transports import (
+    Meeting,
+    make_transport,
+)
+from verifiers_rl.sync.weight_sync import (
+    WeightSync,
+    choose_backend,
 )
 
 CPU = torch.device("cpu")
@@ -275,7 +283,7 @@ def test_another_process_maps_an_exported_gpu_buffer():
     buffer = torch.arange(100, dtype=torch.uint8, device="cuda")
     handle = weight_sync.export_cuda_buffer(buffer)
     script = (
-        "import sys, torch; from verifiers_rl.sync.weight_sync import open_cuda_buffer; "
+        "import sys, torch; from verifiers_rl.sync.transports.ipc import open_cuda_buffer; "
         "b = open_cuda_buffer(sys.argv[1].encode(), torch.device('cuda', 0)); b.add_(1); "
         "torch.cuda.synchronize()"
     )

@@ -31,12 +31,14 @@ from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.data import (
     ExampleOrder,
     GroupFilter,
-    batch_metrics,
     by_role,
     describe_error,
-    evaluation_metrics,
 )
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.report.means import (
+    batch_metrics,
+    evaluation_metrics,
+)
 from verifiers_rl.types import LOAD_S, Batch, Progress, Rollout, Slots
 from verifiers_rl.waiting import result_of
 

@@ -69,7 +69,10 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.model_card import finish_run_folder, write_model_card
 from verifiers_rl.report.run_folder import enter_run_folder, has_checkpoint
-from verifiers_rl.sync.weight_sync import gathering, is_split
+from verifiers_rl.sync.gather import (
+    gathering,
+    is_split,
+)
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 
 logger = logging.getLogger(__name__)

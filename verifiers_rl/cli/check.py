@@ -27,15 +27,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from verifiers_rl.cli.children import (
+    Child,
+    ended_within,
+    flag_problem,
+)
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.errors import tracker_error
-from verifiers_rl.cli.rl import (
-    Child,
+from verifiers_rl.cli.plan import (
     assign_gpus,
     check_folder,
     check_trainer_options,
-    ended_within,
-    flag_problem,
     server_command,
 )
 from verifiers_rl.inference.client import (
@@ -274,7 +276,7 @@ class Preflight:
 
     def check_environment(self) -> str:
         from verifiers_rl.data import describe_sizes
-        from verifiers_rl.envs.base import make_runner
+        from verifiers_rl.envs.make import make_runner
 
         args = self.args
         tokenizer = self.tokenizer if "tokenizer" in self.passed else None

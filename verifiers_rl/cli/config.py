@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.cli.errors import model_error
+from verifiers_rl.inference.checkpoint import model_error
 
 
 class TomlError(ValueError):

@@ -34,7 +34,10 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 
-from verifiers_rl.data import ENDLESS, describe_sizes
+from verifiers_rl.data import (
+    ENDLESS,
+    describe_sizes,
+)
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     Split,

@@ -1,9 +1,10 @@
-"""Flags of vLLM that follow from the checkpoint where the command line names none."""
+"""The checkpoint that is served: whether it is there, and the flags of vLLM that follow from it."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 # By which configs of transformers have experts.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -42,4 +43,36 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
                 f"--dtype {args.dtype}: on a CPU, vLLM has kernels for the linear attention of "
                 f"{text.get('model_type')!r} in bfloat16 only; set --dtype bfloat16"
             )
+    return None
+
+
+def model_error(name: str) -> str | None:
+    """Why `name` is not a model that can be loaded, or None:
+    a folder with a config.json, or a name on the hub.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        has_config = (path / "config.json").is_file()
+        return None if has_config else f"model {name!r}: the folder has no config.json"
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        return f"model {name!r}: no such folder"
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        hf_hub_download(name, "config.json", etag_timeout=10)
+    except LocalEntryNotFoundError:
+        return (
+            f"model {name!r}: neither a folder here nor in the local cache, "
+            "and the hub could not be reached"
+        )
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        return (
+            f"model {name!r}: neither a folder here nor a model on the hub ({type(error).__name__})"
+        )
     return None

@@ -44,7 +44,11 @@ from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.limits import raise_open_files
-from verifiers_rl.sync.weight_sync import ADAPTER_NAME, TransferPlan, needs_lora_flag
+from verifiers_rl.sync.plan import (
+    ADAPTER_NAME,
+    TransferPlan,
+    needs_lora_flag,
+)
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
 
@@ -698,7 +702,7 @@ def main() -> None:
             f"--logprobs-mode {args.logprobs_mode}: training needs processed_logprobs, "
             "the ones tokens were sampled with"
         )
-    from verifiers_rl.cli.errors import model_error
+    from verifiers_rl.inference.checkpoint import model_error
 
     try:
         reservation = reserve_port(args.host, args.port)  # first: the hub may be slow

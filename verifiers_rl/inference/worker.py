@@ -23,14 +23,16 @@ from verifiers_rl.inference.vllm_versions import (
     layers_without_adapter,
     repack_for_cpu,
 )
-from verifiers_rl.sync.weight_sync import (
-    Meeting,
+from verifiers_rl.sync.buckets import receive_buckets
+from verifiers_rl.sync.plan import (
     TransferPlan,
-    Transport,
     bucket_num_bytes,
+)
+from verifiers_rl.sync.transports import (
+    Meeting,
+    Transport,
     gpu_uuid,
     make_transport,
-    receive_buckets,
 )
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,154 @@
+"""The processes that `vf-rl` starts: their output, their deadlines, what is said of their end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+from verifiers_rl.cli.config import (
+    RunConfig,
+)
+from verifiers_rl.inference.client import InferenceClient, InferenceServerError
+
+STOP_GRACE_S = 20.0
+
+
+class Child:
+    """A child process with its own process group;
+    its output goes to our output with a prefix, to a file, or as it is.
+
+    Attributes:
+        last_lines: what it printed last with a prefix.
+        last_printed: name of the child that printed last.
+    """
+
+    last_printed = ""
+
+    def __init__(
+        self, name: str, command: list[str], env: dict[str, str], log: Path | None, inherit: bool
+    ) -> None:
+        self.name = name
+        self.last_lines: deque[str] = deque(maxlen=30)
+        self._is_muted = False
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        self._log: IO[bytes] | None = log.open("ab") if log else None
+        output = None if inherit else self._log or subprocess.PIPE
+        # A group of its own, so that it can be ended whole.
+        self.process = subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                **env,
+                "VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()),
+                "PYTHONUNBUFFERED": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if inherit else subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._printer: threading.Thread | None = None
+        if self.process.stdout is not None:
+            self._printer = threading.Thread(
+                target=self._print, args=(self.process.stdout,), daemon=True
+            )
+            self._printer.start()
+
+    def _print(self, output: IO[bytes]) -> None:
+        # A progress bar redraws its line with a carriage return and no newline: split at both.
+        for line in iter(output.readline, b""):
+            for part in line.replace(b"\r", b"\n").split(b"\n"):
+                if part.strip() and not self._is_muted:
+                    text = part.decode(errors="replace").rstrip()
+                    self.last_lines.append(text)
+                    Child.last_printed = self.name
+                    try:
+                        print(f"[{self.name}] {text}", flush=True)
+                    except OSError:  # our terminal is gone; a full pipe would stop the child
+                        self.mute()
+
+    def mute(self) -> None:
+        """Print nothing more of its output."""
+        self._is_muted = True
+
+    def wait_for_output(self) -> None:
+        """Once it has ended: until all that it wrote is printed."""
+        if self._printer is not None:
+            self._printer.join(5.0)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """SIGTERM to the whole group, SIGKILL after a grace period; returns when it is gone."""
+        if self.process.poll() is None:
+            self._signal(signal.SIGTERM)
+            try:
+                self.process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                pass  # the SIGKILL below
+        self.kill()
+        self.process.wait()
+        self.wait_for_output()
+        if self._printer is not None and not self._printer.is_alive() and self.process.stdout:
+            self.process.stdout.close()
+        if self._log is not None:
+            self._log.close()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, also to what a dead leader left behind."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass  # the whole group is gone: what we want
+
+
+def ended_within(child: Child, seconds: float) -> bool:
+    try:
+        child.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def answers(client: InferenceClient) -> bool:
+    try:
+        client.status()
+    except InferenceServerError:
+        return False
+    return True
+
+
+def ended_early(server: Child, log: Path | None, config: RunConfig) -> InferenceServerError:
+    """What to raise when the server's first start failed; shows the end of its log, unless the
+    reason is one flag.
+    """
+    server.wait_for_output()
+    lines = log.read_text(errors="replace").splitlines() if log else list(server.last_lines)
+    if problem := flag_problem(lines, config):
+        return InferenceServerError(problem)
+    if log is not None:
+        print("\n".join(lines[-30:]), file=sys.stderr)
+    return InferenceServerError(
+        f"the server ended with status {server.process.returncode} before it was ready; "
+        "see its output above"
+    )
+
+
+def flag_problem(lines: list[str], config: RunConfig) -> str | None:
+    """What the server's parser says of a flag, by the name that it has in the TOML."""
+    said = [line.partition("error: ")[2] for line in lines if "error: " in line]
+    for text in reversed(said):
+        flags = (word.replace("-", "_") for word in re.findall(r"--(?:no-)?([\w-]+)", text))
+        for flag in flags:
+            if flag in config.inference_args:
+                return f"{config.path}: [inference.args] {flag}: {text}"
+    return None

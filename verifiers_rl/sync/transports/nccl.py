@@ -1,0 +1,85 @@
+"""NCCL: between GPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifiers_rl.sync.transports.meeting import (
+    GuestStore,
+    HostStore,
+)
+
+
+class Communicator:
+    """NCCL: a process group between the trainer (rank 0) and the server's workers, apart from the
+    default one; each rank has its own GPU.
+
+    Args:
+        store: of the meeting.
+        rank, world_size: this process (0: the trainer), and all of them.
+        device: this process's GPU.
+        timeout_s: deadline of every message.
+    """
+
+    def __init__(
+        self,
+        store: HostStore | GuestStore,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        import torch.distributed as dist
+
+        self.device = device
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        self._store: HostStore | GuestStore | None = store
+        self._lock = threading.Lock()  # two threads may leave at once
+        # Meet now, not at the first push.
+        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))()
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def send(self, buffer: Tensor) -> None:
+        self._broadcast(buffer)()
+
+    def receive(self, num_bytes: int) -> Callable[[], Tensor]:
+        return self._broadcast(self.buffer(num_bytes))
+
+    def _broadcast(self, buffer: Tensor) -> Callable[[], Tensor]:
+        """Begun when this returns; the call that is returned waits for its end."""
+        import torch.distributed as dist
+
+        group = self._group
+        if group is None:
+            raise RuntimeError("the connection for weights was closed")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        work = group.broadcast([buffer], options)
+
+        def wait_for_it() -> Tensor:
+            work.wait()
+            torch.cuda.current_stream(buffer.device).synchronize()
+            return buffer
+
+        return wait_for_it
+
+    def abandon(self) -> None:
+        self.close()  # or it would keep the trainer's stream until the deadline
+
+    def close(self) -> None:
+        with self._lock:
+            (group, self._group), (store, self._store) = (self._group, None), (self._store, None)
+        if group is not None:
+            group.abort()
+        if store is not None:
+            store.close()
