@@ -50,12 +50,7 @@ from raw_broadcast import RawReceiver
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verifiers_rl.cli.children import (
-    Child,
-    answers,
-    ended_early,
-    ended_within,
-)
+from verifiers_rl.cli.children import Child, answers, ended_early, ended_within
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -63,11 +58,7 @@ from verifiers_rl.inference.client import (
     find_token,
 )
 from verifiers_rl.sync.plan import bucket_num_bytes
-from verifiers_rl.sync.sources import (
-    Source,
-    adapter_sources,
-    full_sources,
-)
+from verifiers_rl.sync.sources import Source, adapter_sources, full_sources
 from verifiers_rl.sync.weight_sync import WeightSync
 
 ROOT = Path(__file__).parent.parent

@@ -9,19 +9,10 @@ import pytest
 from tests.helpers import HAS_CLASSIC, load_example, make_samples
 from verifiers_rl import RLConfig
 from verifiers_rl.cli.config import EnvTable
-from verifiers_rl.envs.base import (
-    InvalidEnvironmentError,
-    versions_of_tokens,
-)
+from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
 from verifiers_rl.envs.chat_template import reason_against_chat_template
-from verifiers_rl.envs.make import (
-    make_runner,
-    warn_of_replies_beyond_use,
-)
-from verifiers_rl.report.means import (
-    batch_metrics,
-    evaluation_metrics,
-)
+from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
+from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Rollout
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from verifiers_rl import limits
+from verifiers_rl.process import limits
 
 FILES = resource.RLIMIT_NOFILE
 
@@ -31,7 +31,7 @@ def test_the_soft_limit_is_raised_as_far_as_is_wanted(few_files, capsys):
 def test_a_low_hard_limit_bounds_the_rollouts_in_flight():
     # In a process of its own: a hard limit cannot be raised again.
     script = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (300, 512))\n"
-    script += "from verifiers_rl.limits import rollouts_at_once\n"
+    script += "from verifiers_rl.process.limits import rollouts_at_once\n"
     script += "print(rollouts_at_once(512, 3), r.getrlimit(r.RLIMIT_NOFILE)[0])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     line, found = done.stdout.splitlines()

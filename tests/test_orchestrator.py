@@ -8,11 +8,7 @@ import torch
 
 from tests.helpers import make_samples
 from verifiers_rl.advantages import ADVANTAGES
-from verifiers_rl.data import (
-    ExampleOrder,
-    GroupFilter,
-    example_index,
-)
+from verifiers_rl.data import ExampleOrder, GroupFilter, example_index
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import Orchestrator, RolloutError
 from verifiers_rl.report.means import evaluation_metrics
@@ -481,14 +477,14 @@ def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator,
 
 
 def test_waiting_says_how_many_rollouts_are_done(make_orchestrator, monkeypatch, capfd):
-    monkeypatch.setattr("verifiers_rl.waiting.QUIET_S", 0.5)
+    monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 0.5)
     runner = StubRunner(delay_s=1.2)
     orchestrator = make_orchestrator(runner, max_concurrent=4)
     one_step(orchestrator)
     assert "waiting for rollouts: 0 of 8 after 1 s" in capfd.readouterr().err
     orchestrator.evaluate(2, 4, "policy", 0)
     assert "waiting for rollouts: 4 of 8 after 2 s" in capfd.readouterr().err
-    monkeypatch.setattr("verifiers_rl.waiting.QUIET_S", 5.0)
+    monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 5.0)
     runner.delay_s = 0.0
     one_step(orchestrator, step=1)
     assert capfd.readouterr().err == ""

@@ -1,9 +1,12 @@
 """Promises of the project as a whole."""
 
+import ast
 import re
 import subprocess
 import sys
 import time
+from importlib import import_module
+from pathlib import Path
 
 import verifiers_rl
 from tests.helpers import ROOT
@@ -38,26 +41,124 @@ def test_all_public_names_exist():
     assert set(verifiers_rl.__all__) <= set(dir(verifiers_rl))
 
 
-def test_parts_import_only_what_they_may():
-    def imported(path):
-        return set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
+# --- Who imports whom -----------------------------------------------------------------------------
 
-    classic = ("environments_classic.py", "clients.py")
-    v1 = ("environments_v1.py", "chat_harness.py", "dataset_env.py")
-    v1 += ("v1_loading.py", "v1_tasks.py", "v1_versions.py")
+PURE = ("advantages", "data", "logprobs", "losses", "packing", "types")
+ROOMS = ("envs", "inference", "report", "sync")
+
+
+def modules() -> dict[str, Path]:
+    """The package's modules by their names without `verifiers_rl.`; a folder by its own."""
+    found = {}
     for path in PACKAGE.rglob("*.py"):
-        names = imported(path)
-        if path.parent.name != "inference":
-            assert "vllm" not in names, path
-        if path.name not in (*classic, *v1):
-            assert "verifiers" not in names, path
-        if path.name not in classic:  # which the current verifiers does not have
-            assert not re.search(r"(from|import) verifiers\.legacy", path.read_text()), path
-    for name in ("advantages.py", "losses.py", "logprobs.py", "packing.py", "rollouts.py"):
-        assert imported(PACKAGE / name) <= {
-            "torch", "verifiers_rl", "__future__", "collections", "contextlib", "dataclasses",
-            "functools", "inspect", "math", "typing", "numpy",
-        }, name  # fmt: skip
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """What a module imports at any time, each as module or module.name; not for types alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, path  # absolute, so that a copied file runs
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def offers(room: str) -> dict[str, str]:
+    """The names that a room loads on first use, and their modules in it."""
+    return getattr(import_module(f"verifiers_rl.{room}".rstrip(".")), "HOME", {})
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The package's modules, and those of them that each imports."""
+    known, graph = modules(), {}
+    for module, path in known.items():
+        graph[module] = set()
+        for name in imports(path):
+            if not name.startswith("verifiers_rl."):
+                continue
+            name = name.removeprefix("verifiers_rl.")
+            if name not in known:  # a function or a class: of its module, or of a room
+                name, _, thing = name.rpartition(".")
+                home = offers(name) if known[name].name == "__init__.py" else {}
+                if thing in home:
+                    graph[module].add(name)
+                    name = f"{name}.{home[thing]}".lstrip(".")
+            graph[module].add(name)
+    return graph
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    found, new = set(), {start}
+    while new:
+        found |= new
+        new = {after for before in new for after in graph[before]} - found
+    return found
+
+
+def test_no_module_imports_itself_through_others():
+    graph = import_graph()
+    assert len(graph) > 60 and "sync.transports" in graph["inference.worker"]
+    circles = [m for m, after in graph.items() if any(m in reached(graph, one) for one in after)]
+    assert not circles
+
+
+def test_arrows_point_down():
+    graph = import_graph()
+    for module, imported in graph.items():
+        room = module.split(".")[0]
+        rooms = {one.split(".")[0] for one in imported}
+        if room not in ("cli", "", "server_side"):
+            assert "cli" not in rooms, module
+        if room in (*ROOMS, *PURE, "process", "config"):
+            assert not rooms & {"trainer", "orchestrator", "server_side"}, module
+        if room in PURE:
+            assert rooms <= {*PURE}, module
+            assert {name.split(".")[0] for name in imports(modules()[module])} <= {
+                "torch", "verifiers_rl", "__future__", "collections", "contextlib", "dataclasses",
+                "functools", "inspect", "math", "typing", "numpy", "asyncio",
+            }, module  # fmt: skip
+
+
+def test_rooms_know_of_each_other_what_their_init_offers():
+    # But what runs inside vLLM's processes, which must not load the rest of a room.
+    for_workers = ("sync.plan", "sync.buckets", "sync.transports")
+    for module, path in modules().items():
+        room = module.split(".")[0]
+        for name in imports(path):
+            to = name.removeprefix("verifiers_rl.").split(".")
+            is_other = name.startswith("verifiers_rl.") and to[0] in ROOMS and to[0] != room
+            if room in ROOMS and is_other and not ".".join(to).startswith(for_workers):
+                assert to[1] in offers(to[0]), (module, name)
+
+
+def test_only_one_room_knows_vllm_and_one_verifiers():
+    for module, path in modules().items():
+        room, names = module.split(".")[0], imports(path)
+        roots = {name.split(".")[0] for name in names}
+        assert "vllm" not in roots or room == "inference", module
+        assert "verifiers" not in roots or room == "envs", module
+        if module not in ("envs.classic", "envs.classic_clients"):
+            # Which the current verifiers does not have.
+            assert not any(name.startswith("verifiers.legacy") for name in names), module
+
+
+def test_a_worker_of_vllm_loads_only_what_receives_weights():
+    graph, known = import_graph(), modules()
+    inside = reached(graph, "inference.worker") | reached(graph, "inference.vllm_versions")
+    assert {module.split(".")[0] for module in inside} <= {"inference", "sync", "process"}
+    for module in inside:
+        roots = {name.split(".")[0] for name in imports(known[module])}
+        assert not roots & {"transformers", "verifiers", "peft", "accelerate", "httpx"}, module
+        assert not any("fsdp" in name for name in imports(known[module])), module
 
 
 def test_every_logged_metric_is_documented():

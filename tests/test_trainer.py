@@ -919,7 +919,7 @@ def test_a_second_signal_inside_the_optimizers_step_ends_the_process_at_once(tmp
     script = tmp_path / "stuck.py"
     script.write_text(
         "import os, signal\n"
-        "from verifiers_rl.interrupts import Interrupts\n"
+        "from verifiers_rl.process.interrupts import Interrupts\n"
         "interrupts = Interrupts()\n"
         "with interrupts.deferred():\n"
         "    interrupts.on_pre_optimizer_step(None, None, None)\n"

@@ -12,11 +12,7 @@ import verifiers.v1 as vf
 
 from tests.helpers import load_example
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.data import (
-    ENDLESS,
-    ExampleOrder,
-    describe_sizes,
-)
+from verifiers_rl.data import ENDLESS, ExampleOrder, describe_sizes
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import IN_PROCESS

@@ -27,24 +27,12 @@ from transformers import (
 
 from tests.helpers import ROOT, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
 from verifiers_rl.config import RLConfig
-from verifiers_rl.inference.client import (
-    InferenceServerError,
-    RequestRefusedError,
-    ServerLostError,
-)
+from verifiers_rl.inference.client import InferenceServerError, RequestRefusedError, ServerLostError
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.models import default_target_modules, load_policy
 from verifiers_rl.sync import weight_sync
-from verifiers_rl.sync.buckets import (
-    receive_buckets,
-    send_buckets,
-)
-from verifiers_rl.sync.plan import (
-    TensorSpec,
-    TransferPlan,
-    bucket_num_bytes,
-    bucket_views,
-)
+from verifiers_rl.sync.buckets import receive_buckets, send_buckets
+from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_num_bytes, bucket_views
 from verifiers_rl.sync.sources import (
     Source,
     adapter_sources,
@@ -53,14 +41,8 @@ from verifiers_rl.sync.sources import (
     merged_sources,
     source_of,
 )
-from verifiers_rl.sync.transports import (
-    Meeting,
-    make_transport,
-)
-from verifiers_rl.sync.weight_sync import (
-    WeightSync,
-    choose_backend,
-)
+from verifiers_rl.sync.transports import Meeting, make_transport
+from verifiers_rl.sync.weight_sync import WeightSync, choose_backend
 
 CPU = torch.device("cpu")
 

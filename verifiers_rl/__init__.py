@@ -3,8 +3,9 @@
 The heavy names load on first use, so that `import verifiers_rl` stays fast.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
     from verifiers_rl.config import RLConfig
@@ -28,7 +29,7 @@ __all__ = [
     "env_from",
 ]
 
-_HOME = {
+HOME = {
     "ChatHarness": "envs.chat_harness",
     "LossInputs": "losses",
     "LossOutputs": "losses",
@@ -41,11 +42,4 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'verifiers_rl' has no attribute {name!r}")
-    return getattr(import_module(f"verifiers_rl.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = load_on_first_use(__name__, HOME)

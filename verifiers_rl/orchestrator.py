@@ -28,19 +28,11 @@ from typing import Any, Literal, Protocol
 import torch
 
 from verifiers_rl.advantages import ADVANTAGES
-from verifiers_rl.data import (
-    ExampleOrder,
-    GroupFilter,
-    by_role,
-    describe_error,
-)
+from verifiers_rl.data import ExampleOrder, GroupFilter, by_role, describe_error
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.report.means import (
-    batch_metrics,
-    evaluation_metrics,
-)
+from verifiers_rl.process.waiting import result_of
+from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import LOAD_S, Batch, Progress, Rollout, Slots
-from verifiers_rl.waiting import result_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verifiers_rl.data import ExampleOrder
-from verifiers_rl.envs.make import (
-    make_runner,
-    warn_of_replies_beyond_use,
-)
+from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.sync.agreement import check_agreement

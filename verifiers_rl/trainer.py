@@ -45,7 +45,6 @@ from verifiers_rl.distributed import (
     raise_if_not_finite,
 )
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.interrupts import Interrupts
 from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
@@ -57,6 +56,7 @@ from verifiers_rl.logprobs import (
 from verifiers_rl.losses import LossFn, LossInputs, make_loss, reference_kl, weigh_samples
 from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
+from verifiers_rl.process.interrupts import Interrupts
 from verifiers_rl.report.metrics import (
     EarlyWarnings,
     RewardProgressCallback,
@@ -69,10 +69,7 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.model_card import finish_run_folder, write_model_card
 from verifiers_rl.report.run_folder import enter_run_folder, has_checkpoint
-from verifiers_rl.sync.gather import (
-    gathering,
-    is_split,
-)
+from verifiers_rl.sync.gather import gathering, is_split
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,7 @@ from aiohttp import web
 from tests.helpers import serving
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
-from verifiers_rl.envs.base import (
-    InvalidEnvironmentError,
-    WeightedEnv,
-)
+from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.workers import EnvWorkerError
 from verifiers_rl.orchestrator import Orchestrator

@@ -8,15 +8,8 @@ from datasets import Dataset
 
 from tests.helpers import EXAMPLE, load_example
 from verifiers_rl.config import RLConfig
-from verifiers_rl.envs.base import (
-    InvalidEnvironmentError,
-    WeightedEnv,
-)
-from verifiers_rl.envs.classic import (
-    ClassicEnvironment,
-    load_environment,
-    samples_from_trajectory,
-)
+from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
+from verifiers_rl.envs.classic import ClassicEnvironment, load_environment, samples_from_trajectory
 from verifiers_rl.envs.classic_clients import TokenClient, make_client
 from verifiers_rl.envs.make import make_runner
 

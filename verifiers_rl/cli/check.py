@@ -27,26 +27,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verifiers_rl.cli.children import (
-    Child,
-    ended_within,
-    flag_problem,
-)
+from verifiers_rl.cli.children import Child, ended_within, flag_problem
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.errors import tracker_error
-from verifiers_rl.cli.plan import (
-    assign_gpus,
-    check_folder,
-    check_trainer_options,
-    server_command,
-)
+from verifiers_rl.cli.plan import assign_gpus, check_folder, check_trainer_options, server_command
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
     generation_key,
 )
-from verifiers_rl.waiting import WaitingLine
+from verifiers_rl.process.waiting import WaitingLine
 
 
 class Fix(Exception):

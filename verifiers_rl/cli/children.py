@@ -12,9 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from verifiers_rl.cli.config import (
-    RunConfig,
-)
+from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 
 STOP_GRACE_S = 20.0

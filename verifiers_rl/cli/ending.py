@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from types import FrameType
 
-from verifiers_rl.inference.parent import die_with_parent
+from verifiers_rl.process.parent import die_with_parent
 
 SAVE_GRACE_S = 120.0  # from the request to end until SIGKILL: a checkpoint is saved meanwhile
 

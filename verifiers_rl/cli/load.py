@@ -15,7 +15,7 @@ from verifiers_rl.cli.config import load_run_config
 
 def main() -> None:
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
-        from verifiers_rl.inference.parent import die_with_parent
+        from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
     path, answer = map(Path, sys.argv[1:])

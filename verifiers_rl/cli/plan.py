@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_rl.cli.children import STOP_GRACE_S, Child, ended_within
-from verifiers_rl.cli.config import (
-    RunConfig,
-    TomlError,
-    folder_words,
-    server_flags,
-)
+from verifiers_rl.cli.config import RunConfig, TomlError, folder_words, server_flags
 from verifiers_rl.cli.errors import folder_error
+from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
-from verifiers_rl.waiting import WaitingLine
 
 ENV_DEADLINE_S = 120.0  # for loading the environments before the run
 

@@ -14,10 +14,7 @@ import time
 from pathlib import Path
 
 from verifiers_rl.cli import pane
-from verifiers_rl.cli.config import (
-    RunConfig,
-    folder_words,
-)
+from verifiers_rl.cli.config import RunConfig, folder_words
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.report.run_folder import closing_lines
 

@@ -18,12 +18,7 @@ from typing import Any
 
 import verifiers as vf
 
-from verifiers_rl.envs.base import (
-    InvalidEnvironmentError,
-    Split,
-    text_of,
-    versions_of_tokens,
-)
+from verifiers_rl.envs.base import InvalidEnvironmentError, Split, text_of, versions_of_tokens
 from verifiers_rl.envs.chat_template import as_vllm_renders
 from verifiers_rl.envs.classic_clients import make_client
 from verifiers_rl.types import Rollout, Sample, Slots

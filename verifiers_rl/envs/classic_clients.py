@@ -22,7 +22,7 @@ from verifiers.legacy.clients.openai_chat_completions_token_client import (
 from verifiers.legacy.errors import EmptyModelResponseError
 
 from verifiers_rl.envs.chat_template import as_vllm_renders
-from verifiers_rl.inference.rollout_client import ServerClient, policy_versions
+from verifiers_rl.inference import ServerClient, policy_versions
 
 
 class _Exact:

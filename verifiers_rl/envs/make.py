@@ -9,7 +9,7 @@ from typing import Any
 from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 from verifiers_rl.envs.chat_template import reason_against_chat_template
 from verifiers_rl.envs.mixed import MixedEnvironment
-from verifiers_rl.limits import rollouts_at_once
+from verifiers_rl.process.limits import rollouts_at_once
 
 logger = logging.getLogger(__name__)
 

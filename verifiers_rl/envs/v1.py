@@ -34,16 +34,8 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 
-from verifiers_rl.data import (
-    ENDLESS,
-    describe_sizes,
-)
-from verifiers_rl.envs.base import (
-    InvalidEnvironmentError,
-    Split,
-    text_of,
-    versions_of_tokens,
-)
+from verifiers_rl.data import ENDLESS, describe_sizes
+from verifiers_rl.envs.base import InvalidEnvironmentError, Split, text_of, versions_of_tokens
 from verifiers_rl.envs.chat_template import as_vllm_renders
 from verifiers_rl.envs.v1_loading import (
     IN_PROCESS,
@@ -63,7 +55,7 @@ from verifiers_rl.envs.v1_versions import (
     ran_out_of_time,
     tokens_so_far,
 )
-from verifiers_rl.inference.rollout_client import ServerClient, policy_versions
+from verifiers_rl.inference import ServerClient, policy_versions
 from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
 
 logger = logging.getLogger(__name__)

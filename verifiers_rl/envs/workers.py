@@ -32,7 +32,7 @@ from typing import Any
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.classic import ClassicEnvironment, load_environment
-from verifiers_rl.inference.parent import die_with_parent
+from verifiers_rl.process.parent import die_with_parent
 from verifiers_rl.types import LOAD_S, Rollout, Slots
 
 logger = logging.getLogger(__name__)

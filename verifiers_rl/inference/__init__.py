@@ -1,4 +1,35 @@
-"""The inference server `vf-vllm` and the client of its control routes.
+"""The inference server `vf-vllm`, and all HTTP to it. Nothing else imports vLLM."""
 
-Nothing else imports vLLM.
-"""
+from typing import TYPE_CHECKING
+
+from verifiers_rl.lazy import load_on_first_use
+
+if TYPE_CHECKING:
+    from verifiers_rl.inference.client import TOKEN_VARIABLE as TOKEN_VARIABLE
+    from verifiers_rl.inference.client import Hold as Hold
+    from verifiers_rl.inference.client import InferenceClient as InferenceClient
+    from verifiers_rl.inference.client import InferenceServerError as InferenceServerError
+    from verifiers_rl.inference.client import RequestRefusedError as RequestRefusedError
+    from verifiers_rl.inference.client import ServerLostError as ServerLostError
+    from verifiers_rl.inference.client import find_token as find_token
+    from verifiers_rl.inference.client import generation_key as generation_key
+    from verifiers_rl.inference.client import save_token as save_token
+    from verifiers_rl.inference.client import token_file as token_file
+    from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
+    from verifiers_rl.inference.rollout_client import policy_versions as policy_versions
+
+HOME = {
+    "Hold": "client",
+    "InferenceClient": "client",
+    "InferenceServerError": "client",
+    "RequestRefusedError": "client",
+    "ServerClient": "rollout_client",
+    "ServerLostError": "client",
+    "TOKEN_VARIABLE": "client",
+    "find_token": "client",
+    "generation_key": "client",
+    "policy_versions": "rollout_client",
+    "save_token": "client",
+    "token_file": "client",
+}
+__getattr__, __dir__ = load_on_first_use(__name__, HOME)

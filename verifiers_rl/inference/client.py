@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from verifiers_rl.waiting import WaitingLine
+from verifiers_rl.process.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
 

@@ -14,11 +14,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from verifiers_rl.sync import full_sources, in_checkpoint_form
 from verifiers_rl.sync.plan import TransferPlan
-from verifiers_rl.sync.sources import (
-    full_sources,
-    in_checkpoint_form,
-)
 
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")

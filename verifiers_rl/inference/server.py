@@ -43,12 +43,8 @@ from verifiers_rl.inference.expected import as_served, check_plan, expected_shap
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.vllm_versions import call_engines
-from verifiers_rl.limits import raise_open_files
-from verifiers_rl.sync.plan import (
-    ADAPTER_NAME,
-    TransferPlan,
-    needs_lora_flag,
-)
+from verifiers_rl.process.limits import raise_open_files
+from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan, needs_lora_flag
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
 
@@ -666,7 +662,7 @@ def end_without_noise() -> NoReturn:
 
 def main() -> None:
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
-        from verifiers_rl.inference.parent import die_with_parent
+        from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
     raise_open_files(NUM_CONNECTIONS)  # vLLM's own way asks for a fixed number or gives up

@@ -24,16 +24,8 @@ from verifiers_rl.inference.vllm_versions import (
     repack_for_cpu,
 )
 from verifiers_rl.sync.buckets import receive_buckets
-from verifiers_rl.sync.plan import (
-    TransferPlan,
-    bucket_num_bytes,
-)
-from verifiers_rl.sync.transports import (
-    Meeting,
-    Transport,
-    gpu_uuid,
-    make_transport,
-)
+from verifiers_rl.sync.plan import TransferPlan, bucket_num_bytes
+from verifiers_rl.sync.transports import Meeting, Transport, gpu_uuid, make_transport
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-import verifiers_rl
 from verifiers_rl.config import RLConfig
 from verifiers_rl.report.run_folder import (
     CARD,
@@ -80,7 +79,7 @@ def model_card(model: Any, args: RLConfig, state: Any, env: Any = None) -> str:
         CARD_MARK,
         f"# {name}",
         "",
-        f"{what} by reinforcement learning with verifiers_rl {verifiers_rl.__version__}"
+        f"{what} by reinforcement learning with verifiers_rl {version('verifiers_rl')}"
         f"{_with_version('verifiers')}.",
         "",
         f"- Environment: {', '.join(environment_names(env)) or 'not known'}",

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from verifiers_rl.sync.adapters import not_plain, reason_against_serving
+from verifiers_rl.sync import not_plain, reason_against_serving
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"

@@ -1,1 +1,27 @@
 """Weights from the trainer to inference servers."""
+
+from typing import TYPE_CHECKING
+
+from verifiers_rl.lazy import load_on_first_use
+
+if TYPE_CHECKING:
+    from verifiers_rl.sync.adapters import not_plain as not_plain
+    from verifiers_rl.sync.adapters import reason_against_serving as reason_against_serving
+    from verifiers_rl.sync.agreement import check_agreement as check_agreement
+    from verifiers_rl.sync.gather import gathering as gathering
+    from verifiers_rl.sync.gather import is_split as is_split
+    from verifiers_rl.sync.sources import full_sources as full_sources
+    from verifiers_rl.sync.sources import in_checkpoint_form as in_checkpoint_form
+    from verifiers_rl.sync.weight_sync import WeightSync as WeightSync
+
+HOME = {
+    "full_sources": "sources",
+    "in_checkpoint_form": "sources",
+    "WeightSync": "weight_sync",
+    "check_agreement": "agreement",
+    "gathering": "gather",
+    "is_split": "gather",
+    "not_plain": "adapters",
+    "reason_against_serving": "adapters",
+}
+__getattr__, __dir__ = load_on_first_use(__name__, HOME)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verifiers_rl.inference.client import InferenceClient, InferenceServerError
+from verifiers_rl.inference import InferenceClient, InferenceServerError
 from verifiers_rl.logprobs import token_logprobs_and_entropy
 
 logger = logging.getLogger(__name__)

@@ -27,17 +27,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from verifiers_rl.inference.client import (
-    InferenceServerError,
-    RequestRefusedError,
-    ServerLostError,
-)
-from verifiers_rl.sync.transports.meeting import (
-    new_secret,
-)
+from verifiers_rl.inference import InferenceServerError, RequestRefusedError, ServerLostError
+from verifiers_rl.sync.transports.meeting import new_secret
 
 if TYPE_CHECKING:
-    from verifiers_rl.inference.client import Hold, InferenceClient
+    from verifiers_rl.inference import Hold, InferenceClient
 from verifiers_rl.sync.buckets import WorkersLeftError, send_buckets
 from verifiers_rl.sync.gather import announced
 from verifiers_rl.sync.plan import (

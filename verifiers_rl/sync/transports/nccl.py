@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers_rl.sync.transports.meeting import (
-    GuestStore,
-    HostStore,
-)
+from verifiers_rl.sync.transports.meeting import GuestStore, HostStore
 
 
 class Communicator:

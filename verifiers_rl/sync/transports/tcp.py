@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers_rl.sync.transports.meeting import (
-    close_all,
-    receive_into,
-)
+from verifiers_rl.sync.transports.meeting import close_all, receive_into
 
 
 class Sockets:

@@ -1,0 +1,29 @@
+"""Names of a package that load on first use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def load_on_first_use(
+    package: str, home: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__` (PEP 562).
+
+    Args:
+        package: its name.
+        home: each public name, and the module inside the package that has it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{home[name]}"), name)
+
+    def names() -> list[str]:
+        return sorted([*vars(sys.modules[package]), *home])
+
+    return get, names

@@ -1,0 +1,1 @@
+"""What one process needs of its system: deadlines, signals, open files, the end of its parent."""
