@@ -1,4 +1,4 @@
-"""What is computed from groups of rollouts: order of examples, filters, metrics. Pure functions."""
+"""Which examples a step gets, and which groups of rollouts are worth training on. Pure functions."""
 
 from __future__ import annotations
 

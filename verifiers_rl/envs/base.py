@@ -1,7 +1,8 @@
 """Environments of both generations of `verifiers` as one: what the orchestrator runs.
 
-    environments_classic.py  `verifiers.Environment`, up to verifiers 0.3
-    environments_v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
+    classic.py  `verifiers.Environment`, up to verifiers 0.3
+    v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
+    make.py     chooses between them, for what a user passes as `env`
 
 Each imports its own part of `verifiers`, and only where there is an environment of its kind.
 """

@@ -126,7 +126,7 @@ class ClassicEnvironment:
         max_prompt_len: examples whose first prompt has more tokens are left out, None for no limit.
         mask_env_responses: see `samples_from_trajectory`.
         timeout_s: deadline of one rollout.
-        client_type: see `clients.py`.
+        client_type: see `classic_clients.py`.
         name: prefix of its metrics.
         sampling_args: of every request, in place of those that `run_group` is given.
 

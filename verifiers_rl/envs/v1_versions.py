@@ -1,6 +1,6 @@
 """What differs between `verifiers.v1` of verifiers 0.3 and of 0.4, and what is changed inside it.
 
-`environments_v1.py` and `chat_harness.py` use what both have.
+`v1.py` and `chat_harness.py` use what both have.
 """
 
 from __future__ import annotations

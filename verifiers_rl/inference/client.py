@@ -1,6 +1,6 @@
 """All HTTP from the trainer to the inference server's control routes.
 
-Rollouts go through `environments.py`.
+Rollouts go through `rollout_client.py`.
 """
 
 from __future__ import annotations
