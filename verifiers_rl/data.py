@@ -1,4 +1,4 @@
-"""Which examples a step gets, and which groups of rollouts are worth training on. Pure functions."""
+"""Which examples a step gets, and which groups of rollouts teach anything. Pure functions."""
 
 from __future__ import annotations
 
