@@ -14,7 +14,7 @@ import torch
 
 from verifiers_rl.inference.server import server_cores
 from verifiers_rl.sync.transports.meeting import host_meeting, join_meeting, receive_into
-from verifiers_rl.sync.transports.tcp import Sockets
+from verifiers_rl.sync.transports.tcp import SocketTransport
 
 SECRET = "none is needed here"
 
@@ -31,7 +31,7 @@ class RawReceiver:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.sockets = Sockets(host_meeting(listener, 1, SECRET, timeout_s), rank=0)
+        self.sockets = SocketTransport(host_meeting(listener, 1, SECRET, timeout_s), rank=0)
         self.buffer = torch.ones(0, dtype=torch.uint8)
 
     def push(self, sizes: list[int]) -> None:

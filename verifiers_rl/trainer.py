@@ -70,7 +70,7 @@ from verifiers_rl.report.metrics import (
 from verifiers_rl.report.model_card import finish_run_folder, write_model_card
 from verifiers_rl.report.run_folder import enter_run_folder, has_checkpoint
 from verifiers_rl.sync.gather import gathering, is_split
-from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
+from verifiers_rl.types import Batch, BatchSource, Microbatch, Targets, WeightSink
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -207,7 +207,7 @@ class RLTrainer(Trainer):
             if self.is_world_process_zero():
                 finish_run_folder(self.model, self.args, self.state, self._env)
             with self._gathering():
-                self._surviving(self._sync_weights)
+                self._retry_when_server_lost(self._sync_weights)
         return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +262,7 @@ class RLTrainer(Trainer):
             self._layout = self._choose_layout(model)
         model.train()
         self._sync_metrics, self._waited_s = {}, 0.0
-        self.batch = batch = self._saving(self._next_batch)
+        self.batch = batch = self._checkpoint_on_error(self._next_batch)
         start = time.monotonic()
         args, tokenizer = self.args, cast(Any, self.processing_class)
         lengths = [len(sample.token_ids) for sample in batch.samples]
@@ -287,7 +287,7 @@ class RLTrainer(Trainer):
             if self.orchestrator is not None and args.world_size == 1:
                 # Early, for what the thread has to say. Other ranks would wait for this one's
                 # gradients: with several, _next_batch raises it on all.
-                self._saving(self.orchestrator.raise_if_failed)
+                self._checkpoint_on_error(self.orchestrator.raise_if_failed)
             microbatch = collate(batch.samples, rows, weights, tokenizer.pad_token_id or 0)
             num_positions += microbatch.input_ids.numel()
             is_last = number == len(plan) - 1
@@ -299,11 +299,13 @@ class RLTrainer(Trainer):
                     loss = loss * args.world_size / denominator
                 batch_loss += loss.detach()
                 if is_last:  # DeepSpeed's engine takes its step inside this backward
-                    self._saving(partial(raise_if_not_finite, batch_loss, args.world_size))
+                    self._checkpoint_on_error(
+                        partial(raise_if_not_finite, batch_loss, args.world_size)
+                    )
                 self.accelerator.backward(loss)
         check_gradient = partial(raise_if_gradient_not_finite, model, args.world_size)
         # What DeepSpeed's optimizer has made of such a gradient is not saved.
-        check_gradient() if self.is_deepspeed_enabled else self._saving(check_gradient)
+        check_gradient() if self.is_deepspeed_enabled else self._checkpoint_on_error(check_gradient)
         own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
         token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
         train_s = time.monotonic() - start
@@ -357,8 +359,8 @@ class RLTrainer(Trainer):
         def of_targets(values: Tensor) -> Tensor:
             return values[rows, columns + 1].to(device)
 
-        where = (rows.to(device), columns.to(device), of_targets(microbatch.input_ids))
-        logprobs, entropy = self.token_logprobs(model, microbatch, *where)
+        targets = Targets(rows.to(device), columns.to(device), of_targets(microbatch.input_ids))
+        logprobs, entropy = self.token_logprobs(model, microbatch, targets)
         inference_logprobs = of_targets(microbatch.inference_logprobs)
         advantages, weights = (
             of_targets(values) for values in (microbatch.advantages, microbatch.loss_weights)
@@ -376,7 +378,7 @@ class RLTrainer(Trainer):
         outputs = self.loss_fn(inputs)
         loss, extra = outputs.loss, {"entropy": entropy, "advantage_abs": advantages.abs()}
         if self.args.kl_beta > 0:
-            kl = reference_kl(logprobs, self.reference_logprobs(microbatch, *where))
+            kl = reference_kl(logprobs, self.reference_logprobs(microbatch, targets))
             kl_loss = torch.where(inputs.loss_mask, weights * kl, 0.0).sum()
             loss, extra["reference_kl"] = loss + self.args.kl_beta * kl_loss, kl
         means.add(inputs, {**extra, **outputs.metrics})
@@ -386,14 +388,10 @@ class RLTrainer(Trainer):
         self,
         model: nn.Module,
         microbatch: Microbatch,
-        rows: Tensor,
-        columns: Tensor,
-        targets: Tensor,
+        targets: Targets,
         with_entropy: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The model's logprobs of `targets`, each predicted at (row, column),
-        and the entropy there. (N,) each.
-        """
+        """The model's logprobs of the targets, and the entropy where each is predicted. (N,) each."""
         temperature = self.args.temperature
         model_inputs = {"input_ids": microbatch.input_ids.to(self.args.device), "use_cache": False}
         if self._layout == "padded":
@@ -406,34 +404,36 @@ class RLTrainer(Trainer):
         # accelerate gives it to forward; the head runs outside, and the reference is not prepared.
         with self.accelerator.autocast():
             if self._why_full_logits:
-                logits = model(**model_inputs).logits[rows, columns]  # (N, vocabulary)
+                logits = model(**model_inputs).logits[
+                    targets.rows, targets.columns
+                ]  # (N, vocabulary)
                 return token_logprobs_and_entropy(
-                    logits, targets, temperature, with_entropy, overwrite=True
+                    logits, targets.token_ids, temperature, with_entropy, overwrite=True
                 )
             with hidden_states_in_place_of_logits(base) as to_logits:
-                hidden = model(**model_inputs).logits[rows, columns]  # (N, hidden_size)
+                hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
             head = list(base.get_output_embeddings().parameters())
-            is_trained, min_chunks = any(p.requires_grad for p in head), 1
+            min_chunks = 1
             if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: all ranks gather it for each chunk
-                min_chunks = max_over_ranks(-(-len(targets) // chunk_size), self.args.device)
-            where = (targets, temperature, chunk_size, with_entropy, is_trained, min_chunks)
-            return chunked_logprobs_and_entropy(hidden, to_logits, *where)
+                num_chunks = -(-len(targets.token_ids) // chunk_size)
+                min_chunks = max_over_ranks(num_chunks, self.args.device)
+            return chunked_logprobs_and_entropy(
+                hidden, to_logits, targets.token_ids, temperature, chunk_size, with_entropy,
+                head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
+            )  # fmt: skip
 
     @torch.no_grad()
-    def reference_logprobs(
-        self, microbatch: Microbatch, rows: Tensor, columns: Tensor, targets: Tensor
-    ) -> Tensor:
+    def reference_logprobs(self, microbatch: Microbatch, targets: Targets) -> Tensor:
         """Logprobs under the model without its adapter, or the frozen copy of what training started
         from. (N,)
         """
-        where = (microbatch, rows, columns, targets, False)
         if self._reference is not None:
-            return self.token_logprobs(self._reference, *where)[0]
+            return self.token_logprobs(self._reference, microbatch, targets, with_entropy=False)[0]
         model: Any = self.accelerator.unwrap_model(self.model)
         model.eval()
         try:
             with model.disable_adapter():
-                return self.token_logprobs(model, *where)[0]
+                return self.token_logprobs(model, microbatch, targets, with_entropy=False)[0]
         finally:
             model.train()
 
@@ -453,9 +453,11 @@ class RLTrainer(Trainer):
         try:
             with self._gathering():
                 if self.orchestrator is not None:
-                    batch = self._surviving(partial(self._take_batch, self.orchestrator))
+                    batch = self._retry_when_server_lost(
+                        partial(self._take_batch, self.orchestrator)
+                    )
                     if self.args.max_off_policy_steps > 0:
-                        self._surviving(partial(self._submit_ahead, self.orchestrator))
+                        self._retry_when_server_lost(partial(self._submit_ahead, self.orchestrator))
         except BaseException:
             batch = None
             raise
@@ -484,7 +486,7 @@ class RLTrainer(Trainer):
             self._sync_weights()
             self._submit(ahead)
 
-    def _surviving(self, work: Callable[[], _T]) -> _T:
+    def _retry_when_server_lost(self, work: Callable[[], _T]) -> _T:
         """Run `work`; when the server is lost on the way, wait for it to come back and run it again
         with the weights sent anew.
 
@@ -504,7 +506,7 @@ class RLTrainer(Trainer):
                 logger.warning("the inference server is back; its weights are sent again")
         raise AssertionError("unreachable")
 
-    def _saving(self, work: Callable[[], _T]) -> _T:
+    def _checkpoint_on_error(self, work: Callable[[], _T]) -> _T:
         """Run `work`; when it fails, save what has been trained so far before the error goes on."""
         try:
             return work()
@@ -563,7 +565,7 @@ class RLTrainer(Trainer):
         themselves.
         """
         start = time.monotonic()
-        if results := self._saving(self._evaluation):
+        if results := self._checkpoint_on_error(self._evaluation):
             results["runtime"] = time.monotonic() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
         self.log(metrics)
@@ -578,7 +580,7 @@ class RLTrainer(Trainer):
         try:
             with self._serving(), self._gathering():
                 is_here = self.orchestrator is not None and self.weight_sync is not None
-                found = self._surviving(self._evaluate_on_server) if is_here else {}
+                found = self._retry_when_server_lost(self._evaluate_on_server) if is_here else {}
             results = found
         finally:
             if self.args.world_size > 1:  # an error too: the other ranks are waiting

@@ -229,6 +229,20 @@ class Microbatch:
     loss_weights: Tensor
 
 
+@dataclass(frozen=True)
+class Targets:
+    """The tokens of a microbatch that carry loss, and where the model predicts each of them.
+
+    Attributes:
+        rows, columns: (N,) position of the logits that predict the token.
+        token_ids: (N,) the token itself, which lies at column + 1.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    token_ids: Tensor
+
+
 class BatchSource(Protocol):
     """What the trainer needs of an orchestrator;
     a stub with these methods makes it run without a server.

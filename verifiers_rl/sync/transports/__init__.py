@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from verifiers_rl.sync.plan import Backend
-from verifiers_rl.sync.transports.ipc import SharedBuffer
+from verifiers_rl.sync.transports.ipc import SharedBufferTransport
 from verifiers_rl.sync.transports.meeting import GuestStore, HostStore, host_meeting, join_meeting
-from verifiers_rl.sync.transports.nccl import Communicator
-from verifiers_rl.sync.transports.tcp import Sockets
+from verifiers_rl.sync.transports.nccl import ProcessGroupTransport
+from verifiers_rl.sync.transports.tcp import SocketTransport
 
 
 class Transport(Protocol):
@@ -77,13 +77,13 @@ def make_transport(
             join_meeting(meeting.host, meeting.port, meeting.rank, meeting.secret, timeout_s)
         ]
     if backend == "tcp":
-        return Sockets(connections, meeting.rank)
+        return SocketTransport(connections, meeting.rank)
     store: HostStore | GuestStore = (
         HostStore(connections, timeout_s) if listener else GuestStore(connections[0], timeout_s)
     )
     if backend == "ipc":
-        return SharedBuffer(store, meeting.rank, world_size, device, bucket_bytes)
-    return Communicator(store, meeting.rank, world_size, device, timeout_s)
+        return SharedBufferTransport(store, meeting.rank, world_size, device, bucket_bytes)
+    return ProcessGroupTransport(store, meeting.rank, world_size, device, timeout_s)
 
 
 def gpu_uuid(device: torch.device) -> str | None:

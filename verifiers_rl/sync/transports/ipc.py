@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class SharedBuffer:
+class SharedBufferTransport:
     """CUDA IPC: one buffer in the memory of the GPU that trainer and workers share.
 
     NCCL refuses two ranks on one GPU. Here rank 0 allocates one buffer of the largest bucket, the

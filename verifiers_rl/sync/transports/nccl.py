@@ -13,7 +13,7 @@ from torch import Tensor
 from verifiers_rl.sync.transports.meeting import GuestStore, HostStore
 
 
-class Communicator:
+class ProcessGroupTransport:
     """NCCL: a process group between the trainer (rank 0) and the server's workers, apart from the
     default one; each rank has its own GPU.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from verifiers_rl.sync.transports.meeting import close_all, receive_into
 
 
-class Sockets:
+class SocketTransport:
     """TCP: the trainer sends each buffer to each worker over its connection of the meeting.
 
     Args:
