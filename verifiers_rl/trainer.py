@@ -391,7 +391,7 @@ class RLTrainer(Trainer):
         targets: Targets,
         with_entropy: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The model's logprobs of the targets, and the entropy where each is predicted. (N,) each."""
+        """Logprobs of the targets, and the entropy where each is predicted. (N,) each."""
         temperature = self.args.temperature
         model_inputs = {"input_ids": microbatch.input_ids.to(self.args.device), "use_cache": False}
         if self._layout == "padded":
