@@ -50,7 +50,8 @@ def test_the_card_of_an_adapter_says_what_is_known(tmp_path):
         "- reward: 0.250 (step 1) -> 0.500 (step 7)\n",
         "- License: not known here",
         "```\nlearning_rate = 0.0003\n```",
-        "vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 32 --lora-modules words=.\n",
+        "vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 32 "
+        f"--lora-modules {tmp_path.name}=.\n",
     ):
         assert part in card, part
     assert "secret" not in card and "best evaluation" not in card

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import shutil
 
 import pytest
@@ -173,6 +174,10 @@ def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
     assert model == f"adapter: {tmp_path}"
     options = f"--enable-lora --max-lora-rank 32 --lora-modules {tmp_path.name}={tmp_path}"
     assert command.endswith(f" Qwen/Qwen3-0.6B {options}")
+    renamed = tmp_path.rename(tmp_path.with_name("lr=1e-5, a"))  # vLLM splits at both
+    served = json.dumps({"name": renamed.name, "path": str(renamed)})
+    assert shlex.split(closing_lines(renamed)[-1])[-1] == served
+    renamed.rename(tmp_path)
     last = "to serve it, merge it into its base model"
     tower = tmp_path / "tower"  # of another name in vLLM than in the adapter
     tower.mkdir()

@@ -46,7 +46,7 @@ SCRIPT = """
 import json
 import verifiers.v1 as vf
 from verifiers_rl import RLConfig
-from verifiers_rl.envs.base import make_runner
+from verifiers_rl.envs import make_runner
 
 
 class Config(vf.TasksetConfig):
@@ -126,7 +126,9 @@ def test_a_taskset_in_the_script_that_runs_is_played(run_script):
         ["mine 0", *alone, [3], ["verifiers_rl"]],  # this very one, not another of its class
         ["own 0", *alone, [2], ["verifiers_rl"]],
     ]
-    assert lines[2].startswith("env env: agent agent plays in verifiers_rl's chat, in this process")
+    assert lines[2].startswith(
+        "environment: the agent plays in verifiers_rl's chat, in this process"
+    )
 
 
 def test_an_environment_in_the_script_plays_its_tasksets(run_script):
@@ -263,6 +265,20 @@ def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
     assert env.config.agent.harness is None  # the script's own object is not changed
 
 
+def test_a_reward_that_is_no_coroutine_draws_a_warning_with_its_name(tmp_path, caplog):
+    class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+        @vf.reward
+        def length(self, trace: vf.Trace) -> float:
+            return 1.0
+
+    class Own(vf.Taskset[Task, vf.TasksetConfig]):
+        def load(self):
+            return [Task(vf.TaskData(idx=0, prompt="hello"), self.config.task)]
+
+    runner_of(Own(vf.TasksetConfig()), tmp_path)
+    assert "Task.length is no `async def`" in caplog.text
+
+
 def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
     from code_golf_like import GolfTaskset
 
@@ -276,11 +292,13 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
     runner_of(mix, tmp_path, eval_examples=5)
     chat = "in verifiers_rl's chat, in this process"
     assert capsys.readouterr().out.splitlines() == [
-        f"env fix: FixItEnv, agent fixer plays {chat}; 2 tasks, also for evaluations",
-        "env b: agent agent plays in the harness 'bash', in docker; 4 tasks, also for evaluations",
-        f"env golf: GolfEnv, agent golfer plays {chat}; its tasks' programs run on this machine; "
-        "2 tasks, also for evaluations",
-        f"env s: agent agent plays {chat}; a stream of tasks, in its order, 5 for evaluations",
+        f"environment 'fix': FixItEnv, the agent fixer plays {chat}; 2 tasks, also for evaluations",
+        "environment 'b': the agent plays in the harness 'bash', in docker; 4 tasks, "
+        "also for evaluations",
+        f"environment 'golf': GolfEnv, the agent golfer plays {chat}; "
+        "its tasks' programs run on this machine; 2 tasks, also for evaluations",
+        f"environment 's': the agent plays {chat}; a stream of tasks, in its order, "
+        "5 for evaluations",
     ]
 
 

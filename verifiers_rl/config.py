@@ -17,13 +17,14 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from verifiers_rl.advantages import ADVANTAGES
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.foreign_names import HINTS
-from verifiers_rl.losses import make_loss
+from verifiers_rl.losses import LossFn, make_loss
 from verifiers_rl.types import LOAD_S
 
 # Not temperature: the trainer takes the logprobs of a batch at one.
@@ -315,8 +316,10 @@ class RLConfig(TrainingArguments):
     loss: str = _option(
         "cispo", "cispo, ppo, truncated_is, icepop, dppo, gspo or reinforce; see losses.py."
     )
-    loss_args: dict[str, float] = _option(
-        {}, "Arguments of the loss, such as {eps_high = 4.0} for cispo; see losses.py."
+    loss_args: dict[str, float] | str | None = _option(
+        {},
+        "Arguments of the loss, such as {eps_high = 4.0} for cispo, on a command line as JSON; see "
+        "losses.py.",
     )
     loss_normalization: Literal["token", "sequence", "constant"] = _option(
         "token",
@@ -362,6 +365,9 @@ class RLConfig(TrainingArguments):
         import torch
 
         self._check_unused_base_options()
+        if isinstance(self.loss_args, str):
+            self.loss_args = _from_json("loss_args", self.loss_args)
+        self.loss_args = {} if self.loss_args is None else self.loss_args
         self._check_types()
         self._check_ranges()
         if self.deepspeed and not importlib.util.find_spec("deepspeed"):
@@ -427,15 +433,19 @@ class RLConfig(TrainingArguments):
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
                 setattr(self, f.name, value)
+            if isinstance(value, np.integer | np.floating):
+                value = value.item()
+                setattr(self, f.name, value)
             if f.name in _FREE_TYPE or (value is None and f.default is None):
                 continue
             if not _fits(value, kind):
                 raise ConfigError(f"{f.name}={value!r}: {_type_rule(value, kind)}")
             if f.name.endswith("_kwargs") and isinstance(value, str) and value.startswith("{"):
-                try:
-                    json.loads(value)
-                except ValueError as error:
-                    raise ConfigError(f"{f.name}={value!r}: not valid JSON: {error}") from error
+                _from_json(f.name, value)
+
+    def make_loss(self) -> LossFn:
+        """The loss that `loss` and `loss_args` name. Raises ValueError: there is no such."""
+        return make_loss(self.loss, cast(dict[str, float], self.loss_args))
 
     def _check_ranges(self) -> None:
         def check(name: str, holds: bool, rule: str) -> None:
@@ -552,7 +562,7 @@ class RLConfig(TrainingArguments):
                 is_it = value.startswith(part) or value.endswith(part)
                 check(name, not is_it, f"cannot be used here: {reason}")
         try:
-            make_loss(self.loss, self.loss_args)
+            self.make_loss()
         except ValueError as error:
             raise ConfigError(str(error)) from error
         check(
@@ -663,6 +673,13 @@ def _choices(kind: Any) -> list[Any]:
     if _is_enum(kind):
         return [member.value for member in kind]
     return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
+
+
+def _from_json(name: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r}: not valid JSON: {error}") from error
 
 
 def _fits(value: Any, kind: Any) -> bool:

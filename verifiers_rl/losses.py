@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,32 @@ class LossOutputs:
 
 
 LossFn = Callable[[LossInputs], LossOutputs]
+
+
+def check_outputs(outputs: Any, inputs: LossInputs) -> None:
+    """Raise TypeError or ValueError where a loss function does not keep its contract."""
+    if not isinstance(outputs, LossOutputs):
+        raise TypeError(f"loss_fn returned {type(outputs).__name__}; expected LossOutputs(loss)")
+
+    def kind(value: Any) -> str:
+        return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+    if not isinstance(outputs.loss, Tensor) or outputs.loss.dim() > 0:
+        raise ValueError(
+            f"loss_fn returned a loss of {kind(outputs.loss)}; expected a scalar tensor, the sum "
+            "over the loss tokens"
+        )
+    if inputs.trainer_logprobs.requires_grad and not outputs.loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss without gradient: it must be computed from "
+            "inputs.trainer_logprobs, and not be detached"
+        )
+    for name, values in outputs.metrics.items():
+        if not isinstance(values, Tensor) or values.shape != inputs.loss_mask.shape:
+            raise ValueError(
+                f"loss_fn returned the metric {name!r} of {kind(values)}; expected one number a "
+                f"token, {kind(inputs.loss_mask)}"
+            )
 
 
 def log_importance_ratio(inputs: LossInputs) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from typing import Any
 
@@ -14,6 +15,16 @@ from verifiers_rl.config import ConfigError, RLConfig
 logger = logging.getLogger(__name__)
 
 
+def absolute_path(model: Any) -> Any:
+    """A folder as an absolute path, so that what is saved finds its base model from anywhere;
+    anything else as it is.
+    """
+    if not isinstance(model, str):
+        return model
+    folder = os.path.abspath(os.path.expanduser(model))
+    return folder if os.path.isdir(folder) else model
+
+
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
     """The policy to train.
 
@@ -22,13 +33,18 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
 
     Args:
         model: a folder, a name on the hub, or a model that is there already; one that has an
-            adapter is returned as it is.
+            adapter is trained on under that adapter, a folder of one too.
         args: `use_lora`, `bf16` and the options of LoRA.
         peft_config: any PEFT config in place of the LoRA that `args` describes.
     """
     if isinstance(model, str):
         dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        if os.path.isfile(os.path.join(model, "adapter_config.json")):
+            from peft import AutoPeftModelForCausalLM
+
+            model = AutoPeftModelForCausalLM.from_pretrained(model, dtype=dtype, is_trainable=True)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     if hasattr(model, "peft_config"):
         return model
     switch_off_dropout(model)

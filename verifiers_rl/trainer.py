@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from verifiers_rl.arguments import check_arguments
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import (
     broadcast_batch,
@@ -53,8 +54,8 @@ from verifiers_rl.logprobs import (
     reason_against_sharing_rows,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.losses import LossFn, LossInputs, make_loss, reference_kl, weigh_samples
-from verifiers_rl.models import check_policy, load_policy
+from verifiers_rl.losses import LossFn, LossInputs, check_outputs, reference_kl, weigh_samples
+from verifiers_rl.models import absolute_path, check_policy, load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
 from verifiers_rl.process.interrupts import Interrupts
 from verifiers_rl.report.metrics import (
@@ -114,11 +115,8 @@ class RLTrainer(Trainer):
         weight_sync: WeightSink | None = None,
         **trainer_kwargs: Any,
     ) -> None:
-        if loss_fn is not None and (args.loss, args.loss_args) != ("cispo", {}):
-            raise ConfigError(
-                f"loss={args.loss!r}, loss_args={args.loss_args!r}: without effect beside loss_fn; "
-                "remove them, or loss_fn"
-            )
+        check_arguments(model, args, processing_class, loss_fn, trainer_kwargs)
+        model = absolute_path(model)
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(
                 model if isinstance(model, str) else model.name_or_path
@@ -126,7 +124,7 @@ class RLTrainer(Trainer):
         set_seed(args.seed)  # a new adapter's weights follow from it too
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
-        self.loss_fn = loss_fn or make_loss(args.loss, args.loss_args)
+        self.loss_fn = loss_fn or args.make_loss()
         self.batch: Batch | None = None  # the one being trained on
         self._env = env
         self._sync_metrics: dict[str, float] = {}
@@ -144,12 +142,9 @@ class RLTrainer(Trainer):
 
             server_side = connect(policy, env, args, processing_class)
             runner, self.orchestrator, self.weight_sync, self._check_agreement = server_side
-        # Trainer insists on an eval dataset for eval_strategy;
-        # what is evaluated is the environment's own.
-        trainer_kwargs.setdefault("eval_dataset", runner.eval_dataset if runner else [])
-        super().__init__(
-            model=policy, args=args, processing_class=processing_class, **trainer_kwargs
-        )
+        # Trainer insists on one for eval_strategy; what is evaluated is the environment's own.
+        trainer_kwargs["eval_dataset"] = runner.eval_dataset if runner else []
+        super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
             atexit.register(let_gloo_threads_finish)
         self.loss_is_scaled_for_ga = True  # by training_step, once, over the whole batch
@@ -190,9 +185,8 @@ class RLTrainer(Trainer):
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError("with DeepSpeed a trainer trains once; make another, or resume")
-        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
-        if not self.state.global_step:  # this trainer's own run may go on in its folder
-            resume = enter_run_folder(self.args, resume)
+        wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
+        resume = enter_run_folder(self.args, wanted)
         with self._serving(), self._interrupts.deferred():
             try:
                 result = super().train(resume, *args, **kwargs)
@@ -376,6 +370,7 @@ class RLTrainer(Trainer):
             sequence_ids=of_targets(microbatch.sequence_ids).clamp(min=0),
         )
         outputs = self.loss_fn(inputs)
+        check_outputs(outputs, inputs)
         loss, extra = outputs.loss, {"entropy": entropy, "advantage_abs": advantages.abs()}
         if self.args.kl_beta > 0:
             kl = reference_kl(logprobs, self.reference_logprobs(microbatch, targets))
@@ -517,7 +512,10 @@ class RLTrainer(Trainer):
     def _save_unfinished(self) -> None:
         """A checkpoint of the steps done so far, where checkpoints are wanted at all."""
         step = self.state.global_step
-        if step == 0 or self.args.save_strategy == "no":
+        if step == 0:
+            return
+        if self.args.save_strategy == "no":
+            logger.warning("nothing of %d steps is saved: save_strategy = 'no'", step)
             return
         if not has_checkpoint(self.args.output_dir or "", step):  # else it is whole already
             self._save_checkpoint(cast(nn.Module, self.model), trial=None)
@@ -564,6 +562,8 @@ class RLTrainer(Trainer):
         options of training. Pending batches are waited for first, so that they have the server to
         themselves.
         """
+        if eval_dataset is not None:
+            raise ConfigError("evaluate() takes no dataset: env has its own")
         start = time.monotonic()
         if results := self._checkpoint_on_error(self._evaluation):
             results["runtime"] = time.monotonic() - start

@@ -29,7 +29,6 @@ from typing import Any
 
 from verifiers_rl.cli.children import Child, ended_within, flag_problem
 from verifiers_rl.cli.config import RunConfig
-from verifiers_rl.cli.errors import tracker_error
 from verifiers_rl.cli.plan import assign_gpus, check_folder, check_trainer_options, server_command
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
@@ -38,6 +37,7 @@ from verifiers_rl.inference.client import (
     generation_key,
 )
 from verifiers_rl.process.waiting import WaitingLine
+from verifiers_rl.report.trackers import tracker_error
 
 
 class Fix(Exception):

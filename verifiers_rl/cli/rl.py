@@ -27,7 +27,7 @@ from verifiers_rl.cli.config import (
     toml_argument,
 )
 from verifiers_rl.cli.ending import SAVE_GRACE_S
-from verifiers_rl.cli.errors import fail, tracker_error
+from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.plan import (
     LoadedEnvironments,
     assign_gpus,
@@ -40,6 +40,7 @@ from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, port_error, reserve_port
 from verifiers_rl.report.run_folder import RunFolderError, closing_lines
+from verifiers_rl.report.trackers import tracker_error
 
 USAGE = (
     "vf-rl @ config.toml [-s SESSION] [--no-tmux] [--server-log FILE]\n"

@@ -146,6 +146,11 @@ def _parameters_from(
 ) -> tuple[str, ...]:
     """What the reward function is called with, by name."""
     columns = [name for name in rows[0] if all(name in row for row in rows)]
+    if any(REPLY in row for row in rows):
+        raise InvalidEnvironmentError(
+            f"{what} has a column {REPLY!r}, which is what the reward function calls the reply; "
+            "give the column another name, such as 'answer'"
+        )
     known = list(dict.fromkeys([REPLY, *columns]))
     wanted = []
     for name, parameter in inspect.signature(reward_fn).parameters.items():

@@ -26,6 +26,13 @@ def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> No
         )
 
 
+def _what(env: Any) -> str:
+    """What was passed, for an error."""
+    if isinstance(env, type):
+        return f"the class {env.__name__}; make an object of it, {env.__name__}(config)"
+    return type(env).__name__
+
+
 def _runner_class(env: Any, name: str) -> Any:
     homes = {base.__module__ for base in type(env).__mro__}
     if any(home.startswith("verifiers.v1.") for home in homes):
@@ -38,7 +45,8 @@ def _runner_class(env: Any, name: str) -> Any:
         return ClassicEnvironment
     raise InvalidEnvironmentError(
         f"environment {name!r}: expected an Env or a Taskset of verifiers.v1, or a classic "
-        f"verifiers.Environment, got {type(env).__name__}"
+        f"verifiers.Environment, got {_what(env)}. Prompts and a reward function become one by "
+        "env_from(prompts, reward)"
     )
 
 
@@ -67,7 +75,8 @@ def make_runner(
     mixed = list(env) if isinstance(env, list | tuple) else [WeightedEnv(env, "env")]
     if not mixed or not all(isinstance(one, WeightedEnv) for one in mixed):
         raise InvalidEnvironmentError(
-            "env: a list of environments must hold WeightedEnv(env, name) only, and at least one"
+            "env: a list of environments must hold WeightedEnv(env, name) only, and at least one; "
+            "prompts become an environment by env_from(prompts, reward)"
         )
     sampling = []
     for one in mixed:

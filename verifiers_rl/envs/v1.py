@@ -45,6 +45,7 @@ from verifiers_rl.envs.v1_loading import (
     environment_of,
     let_tool_servers_import_from,
     played_here,
+    warn_of_plain_functions,
 )
 from verifiers_rl.envs.v1_loading import load_v1_environment as load_v1_environment
 from verifiers_rl.envs.v1_tasks import MAX_OVERLONG, TaskStream, check_text_only, first_messages
@@ -147,6 +148,7 @@ class V1Environment:
             self.env = played_here(env)
             check_tool_servers(self.env)
             check_login(self.env)
+            warn_of_plain_functions(self.env)
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
         self.base_url = base_url
@@ -262,7 +264,8 @@ class V1Environment:
             of_evaluation = ", also for evaluations"
         tasks = describe_sizes(self.sizes("train"))
         tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
-        return f"env {self.name}: {describe(self.env)}; {tasks}{of_evaluation}"
+        which = "environment" if self.name == "env" else f"environment {self.name!r}"
+        return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
 
     def render(self, messages: list[Any], is_prompt: bool = True, **template: Any) -> list[int]:
         """Token ids of messages, with the beginning of a reply if `is_prompt`; `template` goes to

@@ -12,6 +12,7 @@ import copy
 import difflib
 import inspect
 import itertools
+import logging
 import os
 import pkgutil
 import sys
@@ -26,6 +27,8 @@ from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.envs.base import InvalidEnvironmentError
+
+logger = logging.getLogger(__name__)
 
 IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
 GLOBAL_DEFAULT = "bash"  # verifiers' harness where neither agent nor taskset names one
@@ -368,13 +371,27 @@ def describe(env: vf.Env) -> str:
             home += f"; its tasks' programs run {place}"
         homes.setdefault(home, []).append(role)
     agents = [
-        f"{'agents' if len(roles) > 1 else 'agent'} {', '.join(roles)} "
-        f"{'play' if len(roles) > 1 else 'plays'} {home}"
+        f"the agents {', '.join(roles)} play {home}"
+        if len(roles) > 1
+        else f"the agent {'' if roles == ['agent'] else f'{roles[0]} '}plays {home}"
         for home, roles in homes.items()
     ]
     return (
         f"{type(env).__name__}, " if not isinstance(env, vf.SingleAgentEnv) else ""
     ) + "; ".join(agents)
+
+
+def warn_of_plain_functions(env: vf.Env) -> None:
+    """verifiers awaits what a reward or a metric returns."""
+    for name, function in inspect.getmembers(type(env.taskset).task_type(), inspect.isfunction):
+        is_score = hasattr(function, "reward") or hasattr(function, "metric")
+        if is_score and not inspect.iscoroutinefunction(inspect.unwrap(function)):
+            logger.warning(
+                "%s.%s is no `async def`, but verifiers awaits it: unless it returns an awaitable, "
+                "each rollout ends in a TypeError",
+                type(env.taskset).task_type().__name__,
+                name,
+            )
 
 
 def _scores_by_programs(env: vf.Env) -> bool:

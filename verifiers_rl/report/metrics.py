@@ -240,7 +240,8 @@ class RewardProgressCallback(ProgressCallback):
         line = "  ".join(
             f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, int | float)
         )
-        self.training_bar.write(f"step {state.global_step}  {line}")
+        if line:
+            self.training_bar.write(f"step {state.global_step}  {line}")
 
 
 class RunFilesCallback(TrainerCallback):

@@ -99,7 +99,8 @@ def model_card(model: Any, args: RLConfig, state: Any, env: Any = None) -> str:
             "",
             *("```", *(f"{option} = {value!r}" for option, value in options.items()), "```", ""),
         ]
-    if command := serve_command("vllm serve", ".", name, adapter):
+    folder_name = Path(args.output_dir or "").resolve().name  # as the run's last line has it
+    if command := serve_command("vllm serve", ".", folder_name, adapter):
         lines += ["To serve it, in this folder:", "", "```", command, "```", ""]
     return "\n".join(lines)
 

@@ -157,7 +157,8 @@ def closing_lines(output_dir: str | Path) -> list[str]:
     lines.append(f"{'model' if adapter is None else 'adapter'}: {folder}")
     # vLLM's packages without a GPU have another name, under which `vllm serve` does not start.
     has_cpu_build = importlib.util.find_spec("vllm") and not _is_installed("vllm")
-    program = "python -m vllm.entrypoints.openai.api_server --model"
+    # It would reserve nine tenths of the memory for its cache; 1 GB is what vf-vllm gives it.
+    program = "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model"
     command = serve_command(
         program if has_cpu_build else "vllm serve", str(folder), folder.resolve().name, adapter
     )
@@ -189,7 +190,10 @@ def serve_command(
     # The ranks that vLLM knows, from its default on.
     rank = next((n for n in (16, 32, 64, 128, 256, 320, 512) if n >= adapter["r"]), adapter["r"])
     options = f"--enable-lora --max-lora-rank {rank} --lora-modules"
-    return f"{program} {shlex.quote(base)} {options} {shlex.quote(f'{name}={path}')}"
+    served = f"{name}={path}"
+    if "=" in name or "," in served:  # vLLM would split it there
+        served = json.dumps({"name": name, "path": path})
+    return f"{program} {shlex.quote(base)} {options} {shlex.quote(served)}"
 
 
 def _has_towers(base: str) -> bool:
@@ -259,13 +263,13 @@ def summary(source: Path) -> str:
     from a metrics.jsonl.
     """
     rows = read_rows(source)
-    counts = ("eval_runtime", "eval_num_rollouts", "eval_num_turns")
-    names = dict.fromkeys(
-        n
-        for row in rows
-        for n in row
-        if n == "reward" or (n.startswith("eval_") and n not in counts)
-    )
+    counts = ("runtime", "num_rollouts", "num_turns")
+
+    def is_score(name: str) -> bool:  # of one of several environments: eval_NAME/reward
+        last = name.removeprefix("eval_").rpartition("/")[2]
+        return name == "reward" or (name.startswith("eval_") and last not in counts)
+
+    names = dict.fromkeys(name for row in rows for name in row if is_score(name))
     lines = []
     for name in names:
         values = [
@@ -274,7 +278,10 @@ def summary(source: Path) -> str:
         if not values:  # all NaN
             continue
         (first_step, first), (last_step, last) = values[0], values[-1]
-        lines.append(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+        line = f"{name}: {first:.3f} (step {first_step})"
+        if len(values) > 1:
+            line += f" -> {last:.3f} (step {last_step})"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -314,6 +321,8 @@ def _checkpoint_to_resume(folder: Path, resume: Literal[True] | str) -> Path:
             )
         return checkpoint
     checkpoint = Path(resume).expanduser()
+    if not checkpoint.exists() and (folder / checkpoint / _STATE).is_file():
+        return folder / checkpoint
     if not (checkpoint / _STATE).is_file():
         newest = newest_checkpoint(folder)
         hint = f"; the newest is {newest}" if newest else f"; output_dir={str(folder)!r} has none"
