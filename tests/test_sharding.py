@@ -15,7 +15,8 @@ from tests.helpers import ROOT, make_tiny_model
 from verifiers_rl.config import ConfigError
 from verifiers_rl.distributed import prepare_sharding
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.sync import weight_sync
+from verifiers_rl.sync import gather
+from verifiers_rl.sync.sources import source_of
 
 # Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
@@ -31,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer, logprobs
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.sync.weight_sync import announced, is_split, what_to_send
+from verifiers_rl.sync.gather import announced, is_split
+from verifiers_rl.sync.sources import what_to_send
 
 folder, kind, *cases = sys.argv[1:]
 logprobs._CHUNK_ELEMENTS = 261 * 5  # chunks of 5 tokens, of which the ranks have different numbers
@@ -272,10 +274,10 @@ def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):
 
 def test_a_push_that_was_given_up_gathers_nothing_more(monkeypatch):
     told = []
-    monkeypatch.setattr(weight_sync, "is_split", lambda model: True)
-    monkeypatch.setattr(weight_sync, "_announce", lambda index, model: told.append(index))
-    sources = {name: weight_sync.source_of(torch.ones(2)) for name in ("a", "b")}
-    with pytest.raises(ServerLostError), weight_sync.announced(sources, None) as left_behind:
+    monkeypatch.setattr(gather, "is_split", lambda model: True)
+    monkeypatch.setattr(gather, "_announce", lambda index, model: told.append(index))
+    sources = {name: source_of(torch.ones(2)) for name in ("a", "b")}
+    with pytest.raises(ServerLostError), gather.announced(sources, None) as left_behind:
         assert left_behind["a"].make().shape == (2,)
         raise ServerLostError("injected")
     with pytest.raises(RuntimeError, match="given up"):

@@ -1025,7 +1025,7 @@ def test_training_ends_with_the_final_model_saved_and_how_to_serve_it(
 
 def test_report_to_reaches_transformers(make_trainer):
     assert make_trainer().args.report_to == []
-    with pytest.raises(ValueError, match="no_such_tracker is not supported"):
+    with pytest.raises(ConfigError, match="report_to='no_such_tracker': no such tracker"):
         make_trainer(report_to="no_such_tracker")
 
 

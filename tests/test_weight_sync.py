@@ -41,7 +41,7 @@ from verifiers_rl.sync.sources import (
     merged_sources,
     source_of,
 )
-from verifiers_rl.sync.transports import Meeting, make_transport
+from verifiers_rl.sync.transports import Meeting, ipc, make_transport
 from verifiers_rl.sync.weight_sync import WeightSync, choose_backend
 
 CPU = torch.device("cpu")
@@ -146,8 +146,8 @@ def ipc_on_the_cpu(monkeypatch):
         shared["x"] = buffer
         return "x"
 
-    monkeypatch.setattr(weight_sync, "export_cuda_buffer", export)
-    monkeypatch.setattr(weight_sync, "open_cuda_buffer", lambda handle, _: shared[handle.decode()])
+    monkeypatch.setattr(ipc, "export_cuda_buffer", export)
+    monkeypatch.setattr(ipc, "open_cuda_buffer", lambda handle, _: shared[handle.decode()])
 
 
 @pytest.mark.parametrize("backend", ["tcp", "ipc"])
@@ -263,7 +263,7 @@ def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, ipc_on_the_cpu)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs an NVIDIA GPU")
 def test_another_process_maps_an_exported_gpu_buffer():
     buffer = torch.arange(100, dtype=torch.uint8, device="cuda")
-    handle = weight_sync.export_cuda_buffer(buffer)
+    handle = ipc.export_cuda_buffer(buffer)
     script = (
         "import sys, torch; from verifiers_rl.sync.transports.ipc import open_cuda_buffer; "
         "b = open_cuda_buffer(sys.argv[1].encode(), torch.device('cuda', 0)); b.add_(1); "
@@ -687,9 +687,12 @@ import os, sys, weakref, torch, torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.test_weight_sync import plan_of, with_trained_adapter
-from verifiers_rl.sync import weight_sync
+from verifiers_rl.sync import sources as sources_of
 from verifiers_rl.distributed import let_gloo_threads_finish
-from verifiers_rl.sync.weight_sync import announced, gathering, send_buckets, what_to_send
+from verifiers_rl.sync.buckets import send_buckets
+from verifiers_rl.sync.gather import announced, gathering
+from verifiers_rl.sync.plan import bucket_views
+from verifiers_rl.sync.sources import what_to_send
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -701,7 +704,7 @@ sources, _ = what_to_send(model, "merged")
 expected = {name: source.make().clone() for name, source in sources.items()}
 largest = max(parameter.numel() * 4 for parameter in model.parameters())
 live, peak = 0, 0
-original = weight_sync.whole
+original = sources_of.gather_full
 
 def counted(tensor):
     global live, peak
@@ -717,7 +720,7 @@ def freed(size):
     global live
     live -= size
 
-weight_sync.whole = counted
+sources_of.gather_full = counted
 if kind == "fsdp2":
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -738,7 +741,7 @@ class Recorder:
         return torch.empty(num_bytes, dtype=torch.uint8)
     def send(self, buffer):
         bucket = next(buckets)
-        self.got |= {n: v.clone() for n, v in weight_sync.bucket_views(bucket, buffer)}
+        self.got |= {n: v.clone() for n, v in bucket_views(bucket, buffer)}
 
 with gathering(model, "merged"):
     if rank == 0:

@@ -266,7 +266,8 @@ class RunFilesCallback(TrainerCallback):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         rows, target = self._rows_before, metrics_file(args.output_dir)
         if state.global_step > 0 and target.is_file():
-            rows = [row for row in read_rows(target) if row["step"] <= state.global_step]
+            done = [row for row in read_rows(target) if row["step"] <= state.global_step]
+            rows = [row for row in rows if row not in done] + done
             rows.sort(key=lambda row: row["step"])
         write_rows(target, rows)
         self._rows_before, self._has_begun = [], True

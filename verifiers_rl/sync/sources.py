@@ -58,14 +58,14 @@ def check_adapter(config: Any, lora_sync: str) -> None:
             f"peft_config={' with '.join([type(config).__name__, *not_plain(as_dict)])}: only "
             "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
         )
-    if lora_sync == "adapter" and (reason := reason_against_serving(as_dict)):
-        raise ValueError(f"peft_config.{reason}; set lora_sync='merged'")
     if experts := getattr(config, "target_parameters", None):
         raise ValueError(
             f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into "
             "a mixture of experts, which cannot be sent; leave their layers out of "
             "lora_target_modules, as its default does"
         )
+    if lora_sync == "adapter" and (reason := reason_against_serving(as_dict)):
+        raise ValueError(f"peft_config.{reason}; set lora_sync='merged'")
 
 
 def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
