@@ -6,19 +6,19 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-# By which configs of transformers have experts.
+# Names under which transformers' configs give their number of experts.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | None:
-    """Set what the served checkpoint asks for. Returns what is wrong with a flag, or None.
+    """Set the flags that the served checkpoint needs. Return what is wrong with a flag, or None.
 
-    The vision tower of a checkpoint is left out: only text is trained, and its memory is better
-    used for the cache. `--no-language-model-only` or `--limit-mm-per-prompt` keeps it.
+    The vision tower of a checkpoint is left out: only text is trained, and the memory of the tower
+    is better used for the KV cache. `--no-language-model-only` or `--limit-mm-per-prompt` keeps it.
 
     Args:
         args: vLLM's parsed flags, which are changed.
-        argv: the command line; what it names stays as it is.
+        argv: the command line; a flag that it names is not changed.
     """
     import torch
     from transformers import PretrainedConfig
@@ -47,8 +47,8 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
 
 
 def model_error(name: str) -> str | None:
-    """Why `name` is not a model that can be loaded, or None:
-    a folder with a config.json, or a name on the hub.
+    """Return why `name` is not a model that can be loaded, or None if it is one: a folder with a
+    config.json, or a name on the hub.
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -31,7 +31,7 @@ class ServerLostError(InferenceServerError):
     """The server does not answer, or is a new process that lost the weights; it may come back."""
 
 
-# 409: it knows of no connection; 503: its engine is dead.
+# 409: the server does not know this trainer's hold or connection; 503: its engine is dead.
 ERROR_KINDS = {400: RequestRefusedError, 409: ServerLostError, 503: ServerLostError}
 
 
@@ -55,8 +55,8 @@ def save_token(port: int, token: str) -> Path:
 
 
 def find_token(host: str, port: int) -> str:
-    """The token from the environment, else, for a server on this machine, from the file that a
-    `vf-vllm` left; "" without either.
+    """Return the token from the environment. Without one, and for a server on this machine, return
+    the token from the file that `vf-vllm` left. Without either, return "".
     """
     if TOKEN_VARIABLE in os.environ:
         return os.environ[TOKEN_VARIABLE]
@@ -67,16 +67,17 @@ def find_token(host: str, port: int) -> str:
 
 
 def generation_key(base_url: str) -> str:
-    """What requests for rollouts authenticate with: the run's token, which control routes ask for
-    too; without one VLLM_API_KEY; "none" for a server on this machine, which asks for neither.
+    """Return the key that requests for rollouts authenticate with: the run's token, which control
+    routes need too, or else VLLM_API_KEY. Without either it is "none", because a server on this
+    machine may need no key.
     """
     url = httpx.URL(base_url)
     return find_token(url.host, url.port or 80) or os.environ.get("VLLM_API_KEY") or "none"
 
 
 class Hold:
-    """While it is open, the server belongs to one trainer: a request whose reply does not end. It
-    ends with this process, however that does.
+    """A request whose reply does not end. While it is open, the server belongs to one trainer. The
+    request ends with this process, however the process ends.
     """
 
     def __init__(self, reply: httpx.Response) -> None:
@@ -91,7 +92,7 @@ _sockets_held: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A process forked from the trainer may outlive it, and must not hold its server then."""
+    """Close the hold in a forked process, which may outlive the trainer and must not hold then."""
     for held in _sockets_held:
         held.close()
 
@@ -104,7 +105,7 @@ class InferenceClient:
 
     Args:
         host, port: of the server.
-        timeout_s: how long `wait_until_ready` waits for it.
+        timeout_s: how long `wait_until_ready` waits for the server.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float = 300.0) -> None:
@@ -115,7 +116,7 @@ class InferenceClient:
         self.base_url = f"http://{bracketed}:{port}"
         self._served_model_name: str | None = None
         # trust_env=False: a proxy set for the internet must not swallow requests to our own server.
-        # No connection is kept: calls are seconds apart, and none is left open at the end.
+        # No connection is kept alive: calls are seconds apart, and none stays open at the end.
         self._http = httpx.Client(
             base_url=self.base_url,
             trust_env=False,
@@ -130,11 +131,11 @@ class InferenceClient:
         return self._served_model_name
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """Wait until the server answers; returns its status.
+        """Wait until the server answers; return its status.
 
         Raises:
-            InferenceServerError: it did not within `timeout_s` seconds, or it is not `vf-vllm`, or
-                the token is wrong.
+            InferenceServerError: the server did not answer within `timeout_s` seconds, or it is not
+                `vf-vllm`, or the token is wrong.
         """
         deadline = time.monotonic() + self.timeout_s
         with WaitingLine(
@@ -183,10 +184,10 @@ class InferenceClient:
         """POST /weight_sync/hold: from now on the server refuses other trainers.
 
         Args:
-            trainer: an id; the one that holds the server may connect anew.
+            trainer: an id. The trainer that holds the server may hold it again under the same id.
 
         Raises:
-            InferenceServerError: another trainer has it; names that one.
+            InferenceServerError: another trainer has the server; the message names that trainer.
         """
         name = f"process {os.getpid()} on {socket.gethostname()}"
         body = {"trainer": trainer, "name": name}
@@ -194,7 +195,7 @@ class InferenceClient:
 
     def connect_weight_sync(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /weight_sync/connect; the workers meet the trainer meanwhile."""
-        # Later than the server's own deadlines, whose errors say more than ours.
+        # The deadline is later than the server's own ones, because the server's errors say more.
         return self._call("POST", "/weight_sync/connect", request, 2 * timeout_s + 60.0)
 
     def receive_weights(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class InferenceClient:
         return self._call("POST", "/weight_sync/receive", body, 3 * timeout_s + 60.0)
 
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST /v1/completions, as vLLM has it."""
+        """POST /v1/completions, a route of vLLM itself."""
         return self._call("POST", "/v1/completions", body, timeout_s)
 
     def close(self) -> None:
@@ -221,7 +222,7 @@ class InferenceClient:
         timeout_s: float = 30.0,
         stream: bool = False,
     ) -> httpx.Response:
-        """The reply, if its status is 200; with `stream` as soon as it begins."""
+        """Send a request; return its reply if the status is 200, with `stream` once it begins."""
         token = find_token(self.host, self.port)
         request = self._http.build_request(
             method,

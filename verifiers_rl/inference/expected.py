@@ -1,5 +1,5 @@
-"""What a push may carry: names, shapes and dtypes of the served model, known before any memory is
-allocated for it.
+"""What a push may carry: names, shapes and dtypes of the served model's tensors. They are known
+before any memory is allocated for the push.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weigh
 
 
 def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all parameters of what a trainer loads from this Hugging Face config's
-    checkpoint, a tied LM head once: for "full" weights as a checkpoint of it has them, for an
-    "adapter" as the model itself.
+    """Return names and shapes of all parameters of the model that a trainer loads from a checkpoint
+    with this Hugging Face config. For "full" weights they are those of the checkpoint, for an
+    "adapter" those of the model itself. A tied LM head comes once.
 
-    Of a checkpoint with a vision tower that is the text model, where transformers has one: the rest
-    is not trained, and the server keeps what it has of it.
+    If the checkpoint has a vision tower, this model is the text model, where transformers has one:
+    the rest is not trained, and the server keeps its own weights for the rest.
 
-    The architecture is built on torch's meta device: no weights, no memory.
+    The architecture is built on torch's meta device, so it needs no weights and no memory.
 
     Raises:
         ValueError: transformers does not know the architecture.
@@ -42,8 +42,9 @@ def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, 
 
 
 def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
-    """The plan with its tensors under the names that the served class loads. Those of a text model
-    whose checkpoint has a vision tower beside it carry a prefix there, which transformers knows.
+    """Return the plan with its tensors under the names that the served class loads. If the
+    checkpoint has a vision tower beside the text model, the text model's tensors carry a prefix in
+    the checkpoint. transformers knows this prefix.
     """
     model = _trained_model(config)
     prefixes = [
@@ -65,14 +66,14 @@ def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
 
 
 def _trained_model(config: Any) -> Any:
-    """What `AutoModelForCausalLM` loads from a checkpoint of this config, without weights."""
+    """Build what `AutoModelForCausalLM` loads from a checkpoint of this config, without weights."""
     name = (config.architectures or ["none"])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise ValueError(
             f"transformers has no architecture {name!r}: its weights cannot be checked"
         )
-    # vLLM has config classes of its own, which lack what transformers' models read.
+    # vLLM has config classes of its own, which lack fields that transformers' models read.
     own = getattr(transformers, CONFIG_MAPPING_NAMES.get(config.model_type, ""), type(config))
     if not isinstance(config, own):
         config = own.from_dict(config.to_dict())
@@ -89,7 +90,7 @@ def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: st
     """Raise ValueError, which names the tensor, unless the plan is what this model takes.
 
     Args:
-        shapes: of `expected_shapes`, those of the plan's kind.
+        shapes: from `expected_shapes`, for the plan's kind.
         dtype: of the server's weights, or of its adapters.
     """
     names = [spec.name for spec in plan.tensors]
@@ -114,7 +115,7 @@ def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: st
 def _adapter_shapes(
     plan: TransferPlan, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Both matrices of every module that the plan names one of."""
+    """Return the shapes of both matrices for each module of which the plan has at least one."""
     rank = plan.adapter["r"]
     expected: dict[str, tuple[int, ...]] = {}
     for spec in plan.tensors:

@@ -3,9 +3,9 @@
     request comes in ──► vLLM's output processor knows it ──► it is finished ──► its reply begins
       0 tokens so far      counts its tokens                    all tokens are there
 
-At a swap of weights the engines are paused, so only the middle part can be cut in two. Where a
-request is follows from calls of the output processor, which are watched here: nothing is waited for
-but the tokens that the engines have sampled and the output processor has not yet counted.
+At a swap of weights the engines are paused, so a swap can cut a request in two only in the middle
+part. This module watches the calls of the output processor, because they tell where a request is. A
+swap waits only for tokens that the engines have sampled and the output processor has not counted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Request:
     """A request for one completion.
 
     Attributes:
-        spans: (first token, policy version) of each policy that has sampled for it.
-        state: what vLLM's output processor keeps of it; None before it knows the request.
+        spans: (first token, policy version) of each policy that has sampled tokens of the request.
+        state: what vLLM's output processor keeps about the request; None before it knows of it.
     """
 
     def __init__(self, policy_version: int) -> None:
@@ -38,13 +38,13 @@ class InFlight:
 
     def __init__(self) -> None:
         self.requests: set[Request] = set()
-        self._states: dict[str, Any] = {}  # vLLM's, of the requests it has not finished
+        self._states: dict[str, Any] = {}  # vLLM's states of its unfinished requests
         self._outputs: asyncio.Queue[Any] | None = None  # from the engines, not yet processed
         self._is_processing = False
         self._waiting: list[asyncio.Future[None]] = []
 
     def watch(self, engine: Any) -> None:
-        """Watch the output processor of this `AsyncLLM`, from before the first request on."""
+        """Watch the output processor of this `AsyncLLM`; call this before its first request."""
         if self._outputs is not None:
             return
         self._outputs = engine.engine_core.outputs_queue
@@ -55,16 +55,16 @@ class InFlight:
 
         def add_request(added: Any, *args: Any, **kwargs: Any) -> None:
             add(added, *args, **kwargs)
-            request = _request.get()  # in the task of the request, or in one that it has started
+            request = _request.get()  # set in the request's task and in those it starts
             if request is not None:
                 request.state = self._states[added.request_id]
 
         def process_outputs(*args: Any, **kwargs: Any) -> Any:
-            self._is_processing = True  # a part of what was taken from the queue
+            self._is_processing = True  # one chunk of what was taken from the queue
             return process(*args, **kwargs)
 
         def update_scheduler_stats(*args: Any, **kwargs: Any) -> None:
-            end(*args, **kwargs)  # vLLM calls it once all of that is processed
+            end(*args, **kwargs)  # vLLM calls it after the last chunk
             self._is_processing = False
             if self._is_idle():
                 for waiting in self._waiting:
@@ -78,7 +78,7 @@ class InFlight:
 
     @contextmanager
     def passing_on(self, request: Request | None) -> Iterator[None]:
-        """What vLLM is asked for inside belongs to this request."""
+        """Inside, what vLLM is asked for belongs to this request."""
         if request is not None:
             self.requests.add(request)
         context = _request.set(request)
@@ -90,8 +90,8 @@ class InFlight:
                 self.requests.discard(request)
 
     def begin_reply(self, request: Request) -> str:
-        """The value of the header that says who sampled which tokens; later swaps change nothing
-        of it.
+        """Return the value of the header that says which policy sampled which tokens. Later swaps
+        do not change it.
         """
         self.requests.discard(request)
         return format_spans(request.spans)
@@ -101,11 +101,11 @@ class InFlight:
 
     async def all_counted(self, timeout_s: float) -> None:
         """Wait until the output processor has counted every token that the engines sampled before
-        they were paused. An engine says that it is paused after it has sent its last tokens, which
-        may not be processed by then.
+        they were paused. An engine reports the pause after it has sent its last tokens, but these
+        tokens may not be processed yet.
 
         Raises:
-            TimeoutError: it did not within `timeout_s`.
+            TimeoutError: the output processor did not count them within `timeout_s`.
         """
         if self._is_idle():
             return
@@ -120,8 +120,8 @@ class InFlight:
             ) from error
 
     def swap(self, policy_version: int) -> None:
-        """From here on another policy samples. Called while the engines are paused and all tokens
-        are counted.
+        """Record that another policy samples from here on. Called while the engines are paused and
+        all tokens are counted.
         """
         for request in self.requests:
             if request.state is None:
@@ -131,7 +131,7 @@ class InFlight:
             else:
                 continue  # finished: only its reply has not begun
             if request.spans[-1][0] == start:
-                request.spans.pop()  # it has sampled nothing under that version
+                request.spans.pop()  # no token was sampled under that version
             request.spans.append((start, policy_version))
 
 

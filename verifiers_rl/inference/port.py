@@ -1,9 +1,10 @@
-"""The port of a server, reserved from the start of its run on.
+"""Reserve a server's port from the start of its run.
 
-vLLM listens after it has loaded the model, most of a minute later, and a bound socket that does not
-listen yet keeps nobody out who sets SO_REUSEADDR, as servers do. So what is reserved is a name
-beside the port: an abstract socket of Linux. It reaches as far as the port does (one network
-namespace), ends with the process that holds it, however that dies, and leaves no file behind.
+vLLM listens only after it has loaded the model, most of a minute later. Until then a bound socket
+does not help: it does not keep out a process that sets SO_REUSEADDR, and servers set it. So a name
+that stands for the port is reserved: an abstract socket of Linux. The name reaches as far as the
+port (one network namespace). It ends with the process that holds it, however the process dies, and
+leaves no file behind.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import struct
 import sys
 
-# Set by `vf-rl` for its server: it holds the reservation itself, over restarts of the server too.
+# Set by `vf-rl` for its server: `vf-rl` holds the reservation, also while its server restarts.
 RESERVED_VARIABLE = "VERIFIERS_RL_RESERVED_PORT"
 
 
@@ -22,11 +23,12 @@ class PortError(RuntimeError):
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """Nobody else gets a reservation of this port, on whatever address, until the result is closed
-    or this process ends. Only Linux has such names: elsewhere nothing is reserved.
+    """Reserve this port, for all addresses, until the result is closed or this process ends. Only
+    Linux has abstract sockets: elsewhere nothing is reserved.
 
     Raises:
-        PortError: somebody listens there or has reserved it, or it is no address of this machine.
+        PortError: a process listens there or has reserved the port, or `host` is no address of this
+            machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -44,12 +46,12 @@ def reserve_port(host: str, port: int) -> socket.socket:
             reservation.close()
             reason = f"process {_holder_of(name)}, a vf-rl or vf-vllm, has reserved the port"
             raise _error(host, port, reason) from error
-        reservation.listen()  # for those who ask whose it is; nothing is accepted
+        reservation.listen()  # lets others ask who holds it; no connection is accepted
     return reservation
 
 
 def port_error(host: str, port: int) -> str | None:
-    """Why this address cannot be listened on, or None."""
+    """Return why this address cannot be listened on, or None if it can."""
     try:
         reserve_port(host, port).close()
     except PortError as error:
@@ -70,5 +72,5 @@ def _holder_of(name: str) -> str:
             asking.connect(name)
             credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         except OSError:
-            return "(unknown)"  # it has just ended, or too many ask
+            return "(unknown)"  # the holder has just ended, or too many processes ask
     return str(struct.unpack("3i", credentials)[0])

@@ -20,11 +20,11 @@ policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
 
 
 class ServerClient(AsyncOpenAI):
-    """AsyncOpenAI with one short way for `post(..., cast_to=httpx.Response)`, which is how all
-    clients here send their requests: aiohttp, without the layers of openai and httpx. With hundreds
-    of small requests at once these take longer than all the rest of a rollout
-    (benchmarks/rollouts.py). What it raises is openai's; a lost connection and a status of 500
-    and more it tries once again.
+    """AsyncOpenAI with a short path for `post(..., cast_to=httpx.Response)`, by which all clients
+    here send their requests. The path uses aiohttp and skips the layers of openai and httpx. With
+    hundreds of small requests at once, these layers take longer than all the rest of a rollout
+    (benchmarks/rollouts.py). The path raises openai's errors. After a lost connection or a status
+    of 500 or more it tries once again.
 
     Args:
         base_url: of the API, with /v1.
@@ -37,7 +37,8 @@ class ServerClient(AsyncOpenAI):
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
         super().__init__(base_url=base_url, api_key=key, http_client=http, max_retries=1)
         self._session = aiohttp.ClientSession(
-            # The server closes connections that idle for 5 s; requests must not run into that.
+            # The server closes connections that are idle for 5 s. Ours close earlier, so that no
+            # request is sent on one that the server is closing.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
@@ -50,7 +51,7 @@ class ServerClient(AsyncOpenAI):
         headers = (kwargs.get("options") or {}).get("headers")
         data = json.dumps(kwargs["body"]).encode()
 
-        def request() -> httpx.Request:  # for errors only: it takes longer than the rest here
+        def request() -> httpx.Request:  # for errors only, because it is slow
             return httpx.Request("POST", url)
 
         for retries_left in (1, 0):
@@ -59,7 +60,7 @@ class ServerClient(AsyncOpenAI):
                     content = await reply.read()
                 if reply.status < 500:
                     break
-            except TimeoutError as error:  # aiohttp's own are both this and a ClientError
+            except TimeoutError as error:  # aiohttp's are also ClientErrors
                 raise APITimeoutError(request()) from error
             except aiohttp.ClientError as error:
                 if not retries_left:
@@ -77,7 +78,7 @@ class ServerClient(AsyncOpenAI):
 
 
 def _remember_policy_versions(header: str | None) -> None:
-    """The X-Policy-Versions header of a reply, "0:3,17:4" as [(0, 3), (17, 4)]."""
+    """Set `policy_versions` from a reply's header: "0:3,17:4" becomes [(0, 3), (17, 4)]."""
     if header:
         spans = [span.split(":") for span in header.split(",")]
         policy_versions.set([(int(start), int(version)) for start, version in spans])

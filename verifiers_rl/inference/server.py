@@ -1,21 +1,21 @@
 """`vf-vllm`: vLLM's own OpenAI server with weight sync switched on.
 
-All of vLLM's flags pass through. Added: logprobs as sampled (`processed_logprobs`), a worker
-extension that receives weights, and four control routes that need the run's token. It listens on
-127.0.0.1 unless told otherwise.
+All of vLLM's flags pass through. vf-vllm adds logprobs as sampled (`processed_logprobs`), a worker
+extension that receives weights, four control routes that need the run's token, and one route for
+chats. It listens on 127.0.0.1 unless told otherwise.
 
-    POST /weight_sync/hold      the server is this trainer's until its connection ends
+    POST /weight_sync/hold      the server belongs to this trainer until the connection ends
     POST /weight_sync/connect   meet the trainer's transport
     POST /weight_sync/receive   take one push, then drop cached prefixes
-                                and count the policy version
+                                and set the policy version
     GET  /weight_sync/status    policy version, world size, dtype, model
 
-    POST /v1/chat/completions/tokens  as /v1/chat/completions, but the model is prompted with the
-                                      token ids in "tokens", not with what the messages tokenise to
+    POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
+                                      "tokens", not the tokenised messages
 
 Every reply to a generation request for one completion says which policy sampled its tokens, in a
 header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
-18th. A streamed reply knows the versions up to its first token only.
+18th. The header of a streamed reply has the versions up to its first token only.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ ROUTES = "verifiers_rl.inference.server.WeightSyncRoutes"
 CHAT_PATH = "/v1/chat/completions"
 TOKENS_PATH = "/v1/chat/completions/tokens"
 GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
-# Nothing else of vLLM's is served: it has control routes without a token, and further ways to
-# generate, which no update would wait for.
+# vLLM's other routes are not served: some of them control vLLM without a token, and others generate
+# tokens that no weight update would wait for.
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", "/health", "/version", "/metrics")
 PUBLIC_PATHS = ("/health", "/version", "/metrics")
 VERSIONS_HEADER = "x-policy-versions"
-NUM_CONNECTIONS = 8192  # at a time, as far as the system lets: one for each rollout in flight
+NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 COUNT_DEADLINE_S = 10.0
 RESUME_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 30.0
 CACHE_DEADLINE_S = 60.0
-# How long a trainer waits for the one before it to leave: when a process dies, its connection ends
-# at once, but this server may hear of the new trainer first.
+# How long a new trainer waits for the previous one to leave. When a process dies, its connection
+# ends at once, but this server may hear of the new trainer first.
 HOLDER_GRACE_S = 2.0
-# A machine that is lost says nothing: after KEEPALIVE_IDLE_S without a sign of life it is asked
-# KEEPALIVE_PROBES times, KEEPALIVE_INTERVAL_S apart.
+# A machine that is lost does not close its connections. So after KEEPALIVE_IDLE_S of silence, TCP
+# probes it KEEPALIVE_PROBES times, KEEPALIVE_INTERVAL_S apart.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
 
 
@@ -75,10 +75,10 @@ _prompt_token_ids: ContextVar[list[int] | None] = ContextVar("prompt_token_ids",
 
 
 def take_prompts_from_tokens(chat: Any) -> None:
-    """Make vLLM's chat handler prompt the model with `_prompt_token_ids` where that is set.
+    """Make vLLM's chat handler prompt the model with `_prompt_token_ids` where it is set.
 
-    Its messages are rendered as ever: what they say of tools stays checked. But not how long they
-    are: a template may add much to them that the tokens do not have.
+    The handler still renders the messages, so their tools are checked as usual. The length of the
+    messages is not checked, because a template may add much that the tokens do not have.
     """
     render = chat.render_chat_request
 
@@ -91,7 +91,7 @@ def take_prompts_from_tokens(chat: Any) -> None:
             rendered = await render(request)
         finally:
             request.truncate_prompt_tokens = asked
-        if not isinstance(rendered, tuple):  # or vLLM's error
+        if not isinstance(rendered, tuple):  # then it is vLLM's error
             return rendered
         conversation, (prompt,) = rendered
         if prompt.get("type", "token") != "token":
@@ -108,7 +108,7 @@ class Holder:
     Attributes:
         trainer: its id, the same when it connects anew.
         name: of its process and machine, for people.
-        left: its connection has ended, or a newer one has taken its place.
+        left: set when its connection has ended, or a newer one has taken its place.
     """
 
     def __init__(self, trainer: str, name: str) -> None:
@@ -136,7 +136,7 @@ class WeightSyncRoutes:
         self.holder: Holder | None = None
         self.connection: str | None = None
         self.gpus: list[str | None] | None = None
-        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by the kind of plan
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by kind of plan
         self.in_flight = InFlight()
         self.num_running = 0  # generation requests that vLLM has not answered
         self.is_salted = False
@@ -174,16 +174,17 @@ class WeightSyncRoutes:
             await JSONResponse(reply, 404)(scope, receive, send)
 
     def refusal(self, scope: Any) -> tuple[int, str] | None:
-        """Status and reason where this request may not be served: one of a web page that was not
-        invited (a browser says which, and reaches 127.0.0.1 too), or one without a key.
+        """Return status and reason if this request may not be served, else None. Refused are
+        requests without a key, and requests of a web page that is not allowed: a browser names the
+        page, and it reaches 127.0.0.1 too.
         """
         args, headers = scope["app"].state.args, dict(scope["headers"])
         origin = headers.get(b"origin", b"").decode(errors="replace")
         if origin and not {"*", origin} & set(args.allowed_origins):
             return 403, f"web pages of {origin} may not use this server (--allowed-origins)"
         path = scope["path"].rstrip("/")
-        is_public = path in PUBLIC_PATHS or scope["method"] == "OPTIONS"  # which carries no key
-        # Control routes take the run's token only, in `answer`.
+        is_public = path in PUBLIC_PATHS or scope["method"] == "OPTIONS"  # OPTIONS carries no key
+        # Control routes take the run's token only, which `answer` checks.
         if not args.generation_keys or is_public or path.startswith("/weight_sync/"):
             return None
         given = headers.get(b"authorization", b"")
@@ -203,7 +204,7 @@ class WeightSyncRoutes:
             token_ids = self.take_tokens(fields, scope["app"].state)
             scope = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}
         await self.open.wait()
-        # Nothing else is awaited before the request is counted, so no update can miss it.
+        # From here until the request is counted nothing is awaited, so no update can miss it.
         self.in_flight.watch(scope["app"].state.engine_client)
         headers = dict(scope["headers"])
         needs_salt = self.is_salted and bool(fields) and fields.get("cache_salt") is None
@@ -233,10 +234,10 @@ class WeightSyncRoutes:
             self.num_running -= 1
 
     def take_tokens(self, fields: dict[str, Any], state: Any) -> list[int]:
-        """Takes `tokens` out of the fields of a request to TOKENS_PATH.
+        """Take `tokens` out of the fields of a request to TOKENS_PATH, and return them.
 
         Raises:
-            BadRequest: it is no list of token ids of the model, or too long a one.
+            BadRequest: `tokens` is not a list of the model's token ids, or the list is too long.
         """
         tokens = fields.pop("tokens", None)
         config = state.engine_client.vllm_config.model_config
@@ -246,7 +247,7 @@ class WeightSyncRoutes:
         for token in tokens:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise BadRequest(f"tokens: {token!r} is no token id below {vocab_size}")
-        if len(tokens) >= longest:  # by these words verifiers knows a prompt that is too long
+        if len(tokens) >= longest:  # verifiers recognizes an overlong prompt by these words
             raise BadRequest(
                 f"tokens: a prompt of {len(tokens)} is longer than the model's context length "
                 f"less one for the reply (--max-model-len {longest})"
@@ -283,7 +284,7 @@ class WeightSyncRoutes:
             return 500, {"error": str(error)}
         except Exception as error:  # the trainer must see what went wrong in here, whatever it was
             logger.exception("%s %s failed", *route)
-            # 503: the server is lost, as when its process had ended. Else it goes on.
+            # 503: the server is lost, as if its process had ended. After a 500 it keeps serving.
             status = 503 if await is_dying(engine) else 500
             return status, {"error": f"{type(error).__name__}: {error}"}
         return 404, {"error": f"no such route: {route[0]} {route[1]}"}
@@ -296,7 +297,7 @@ class WeightSyncRoutes:
                 await asyncio.wait_for(self.holder.left.wait(), HOLDER_GRACE_S)
             except TimeoutError:
                 pass  # refused below
-        before = self.holder  # perhaps one that waited as we did
+        before = self.holder  # perhaps another trainer that waited too
         if before is not None and before.trainer != body["trainer"]:
             return 423, {
                 "error": f"another trainer has this server: {before}. Give this run a server of "
@@ -308,8 +309,8 @@ class WeightSyncRoutes:
         return 200, self.holder
 
     async def keep(self, holder: Holder, scope: Any, receive: Any, send: Any) -> None:
-        """The reply to the trainer that holds the server. It goes on until the trainer closes the
-        connection, its process dies, or the server ends.
+        """Reply to the trainer that holds the server. The reply does not end until the trainer
+        closes the connection, its process dies, or the server ends.
         """
         server = getattr(scope["app"].state, "server", None)  # uvicorn's
         ends = {
@@ -320,7 +321,7 @@ class WeightSyncRoutes:
             keep_alive(server, scope.get("client"))
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"", "more_body": True})
-            # uvicorn ends only after all replies, and has no event for that it is about to.
+            # uvicorn ends only after all replies have ended, and has no event to announce its end.
             while not any(end.done() for end in ends) and not getattr(server, "should_exit", False):
                 await asyncio.wait(ends, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -395,7 +396,7 @@ class WeightSyncRoutes:
             raise BadRequest(error) from error
         plan = await asyncio.to_thread(as_served, plan, config.model_config.hf_config)
         body = {**body, "plan": asdict(plan)}
-        self.connection = self.policy_version = None  # of a trainer before this one
+        self.connection = self.policy_version = None  # of a previous trainer
         async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():
             await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
         self.connection = secrets.token_hex(8)
@@ -415,7 +416,7 @@ class WeightSyncRoutes:
             raise BadRequest("another trainer has connected; give each run a server of its own")
         if body["in_flight"] not in ("recompute", "keep"):
             raise BadRequest(f"in_flight={body['in_flight']!r}: must be recompute or keep")
-        # Requests may be running. They are frozen over the swap and go on under the new weights.
+        # Requests may be running. They are frozen during the swap and continue on the new weights.
         running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
         freezes = running or steps_together(engine)
         timeout_s = body["timeout_s"]
@@ -423,7 +424,7 @@ class WeightSyncRoutes:
         try:
             async with paused(engine, timeout_s) if freezes else nullcontext():
                 await self.in_flight.all_counted(COUNT_DEADLINE_S)
-                self.policy_version = None  # half of them, until the load is done
+                self.policy_version = None  # two versions are mixed until the load is done
                 await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s)
                 await self.drop_caches(engine, running, body["in_flight"] == "recompute")
                 self.policy_version = body["policy_version"]
@@ -433,9 +434,10 @@ class WeightSyncRoutes:
         return 200, {"policy_version": self.policy_version}
 
     async def drop_caches(self, engine: Any, running: bool, recompute: bool) -> None:
-        """Cached keys and values are those of the old weights. `recompute` drops all, those of the
-        running requests too. Without it they cannot be dropped while a request holds some: from
-        then on each request gets a cache salt of its version, so that it finds no older one's.
+        """Drop cached keys and values, because they are those of the old weights. `recompute` drops
+        all of them, also those of running requests. Without `recompute` they cannot be dropped
+        while a request holds some. From then on each request gets a cache salt of its version, so
+        that it finds no entry of an older version.
         """
         dropped = all(
             await call_engines(
@@ -466,7 +468,7 @@ def require(body: Any, **kinds: type) -> None:
 
 
 async def json_of(request: Any) -> Any:
-    """The body of a control request, read before the lock that keeps others out is taken."""
+    """Read the body of a control request. Called before the lock that keeps others out is taken."""
     try:
         return await asyncio.wait_for(request.json(), BODY_DEADLINE_S)
     except ValueError as error:  # no JSON, or not even text
@@ -481,8 +483,8 @@ async def disconnected(receive: Any) -> None:
 
 
 def keep_alive(server: Any, client: Any) -> None:
-    """Have the system find out when the machine at the other end of this client's connection is
-    lost. The standard for HTTP applications has no way to its socket: it is taken from uvicorn.
+    """Let the system find out when the machine at the other end of this client's connection is
+    lost. ASGI gives no access to the connection's socket, so the socket is taken from uvicorn.
     """
     for connection in server.server_state.connections if server is not None else ():
         if client is not None and tuple(connection.client or ()) == tuple(client):
@@ -499,14 +501,14 @@ async def read_body(receive: Any) -> bytes:
     while more:
         message = await receive()
         if message["type"] != "http.request":
-            break  # the client went away; vLLM sees that below
+            break  # the client went away; vLLM notices that later
         body += message.get("body", b"")
         more = message.get("more_body", False)
     return body
 
 
 def replay(body: bytes, receive: Any) -> Any:
-    """An ASGI `receive` that gives this body, and then what `receive` gives."""
+    """Return an ASGI `receive` that gives this body, and then what `receive` gives."""
     sent = False
 
     async def receive_again() -> Any:
@@ -520,7 +522,7 @@ def replay(body: bytes, receive: Any) -> Any:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The body's fields; {} where it is no JSON object, of which vLLM says what is wrong."""
+    """Return the body's fields, or {} if it is no JSON object; vLLM then says what is wrong."""
     try:
         fields = json.loads(body)
     except ValueError:
@@ -529,7 +531,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def is_one_completion(fields: dict[str, Any]) -> bool:
-    """Whether the reply has one sequence of tokens, which one list of versions describes."""
+    """Return whether the reply has one sequence of tokens, so that one list of versions fits it."""
     sampling = fields.get("sampling_params")
     wanted = {**fields, **sampling} if isinstance(sampling, dict) else fields
     prompts = fields.get("prompt")
@@ -538,13 +540,13 @@ def is_one_completion(fields: dict[str, Any]) -> bool:
 
 
 class WorkerError(RuntimeError):
-    """What went wrong in a worker, which has logged where."""
+    """What went wrong in a worker; its log says where."""
 
 
 def steps_together(engine: Any) -> bool:
-    """Whether the engines run their steps in lockstep, requests or not: those of a mixture of
-    experts with data parallelism. One that takes an update early would leave the others waiting in
-    a step.
+    """Return whether the engines run their steps in lockstep, with or without requests. Engines of
+    a mixture of experts with data parallelism do. An engine that takes an update early would leave
+    the others waiting in a step.
     """
     config = engine.vllm_config
     return config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
@@ -552,7 +554,7 @@ def steps_together(engine: Any) -> bool:
 
 @asynccontextmanager
 async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
-    """No engine takes a step inside; requests keep what they have."""
+    """Inside, no engine takes a step; requests keep the tokens that they have."""
     pausing = asyncio.ensure_future(engine.pause_generation(mode="keep", clear_cache=False))
     try:
         await asyncio.wait_for(asyncio.shield(pausing), timeout_s)
@@ -565,7 +567,9 @@ async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
 
 
 async def is_dying(engine: Any) -> bool:
-    """vLLM tells that a call has failed shortly before it tells that the engine is dead."""
+    """Return whether the engine is dead. Wait up to 2 s for that, because vLLM reports a failed
+    call shortly before it reports that the engine is dead.
+    """
     for _ in range(20):
         if engine.errored:
             return True
@@ -574,7 +578,7 @@ async def is_dying(engine: Any) -> bool:
 
 
 async def ask_workers(engine: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
-    """Results of a method of `WeightSyncWorker`, of all workers of all engines."""
+    """Call a method of `WeightSyncWorker` in all workers of all engines; return their results."""
     answers = await call_engines(
         engine, timeout_s + 30.0, "collective_rpc", method, timeout_s, args, None
     )
@@ -584,8 +588,8 @@ async def ask_workers(engine: Any, method: str, timeout_s: float, *args: Any) ->
 async def tell_workers(engine: Any, method: str, timeout_s: float, *args: Any) -> None:
     """Call a method that returns None, or the text of an error.
 
-    The workers keep `timeout_s` themselves. vLLM's own deadline comes long after: it would leave
-    their late answers to be taken for those of the next call.
+    The workers keep the deadline `timeout_s` themselves. vLLM's own deadline is much later: once it
+    has passed, vLLM would take the workers' late answers for the answers to its next call.
 
     Raises:
         WorkerError: with the first worker's error.
@@ -596,12 +600,12 @@ async def tell_workers(engine: Any, method: str, timeout_s: float, *args: Any) -
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:
-    """The first half of these cores, shared out to vLLM's workers, in the form of
+    """Divide the first half of these cores among vLLM's workers, in the format of
     VLLM_CPU_OMP_THREADS_BIND: "0,1|2,3" for two workers.
 
-    The trainer has the rest. vLLM pins its threads, and a trainer with a thread on a pinned core
-    waits for it in every parallel region: with both on all of 2 cores its steps took four times as
-    long.
+    The trainer has the rest. vLLM pins its threads to cores. A trainer that has a thread on such a
+    core waits for this thread in every parallel region: with server and trainer both on all of 2
+    cores, the trainer's steps took four times as long.
     """
     share = max(len(cores) // 2 // num_workers, 1)
     cores = sorted(cores) * num_workers  # where there are more workers than cores
@@ -610,8 +614,8 @@ def server_cores(cores: list[int], num_workers: int = 1) -> str:
 
 
 def flag_error(message: str, flags: Iterable[str]) -> str:
-    """argparse's complaint as one line that begins with the flag, and the nearest one of vLLM's
-    `flags` where there is none of that name.
+    """Return argparse's error as one line that begins with the flag. For an unknown flag, the line
+    names the nearest one of vLLM's `flags`.
     """
     unknown = message.removeprefix("unrecognized arguments: ")
     if unknown != message:
@@ -628,7 +632,7 @@ def flag_error(message: str, flags: Iterable[str]) -> str:
 
 
 def flag_parser(parser_class: Any) -> Any:
-    """vLLM's parser, without its usage of 290 lines before each complaint."""
+    """Return vLLM's parser, without its usage of 290 lines before each error."""
 
     class FlagParser(parser_class):
         def error(self, message: str) -> NoReturn:
@@ -640,8 +644,9 @@ def flag_parser(parser_class: Any) -> Any:
 
 
 def generation_keys(args: Any, token: str) -> list[str]:
-    """What a request for rollouts may show, one of these; with none of them all are served, which
-    is so on this machine only. Takes vLLM's own keys away, as it would refuse the run's token.
+    """Return the keys of which a request for rollouts must show one. If there are none, all
+    requests are served, which happens on this machine only. vLLM's own keys are removed from `args`
+    and the environment, because with them vLLM would refuse the run's token.
     """
     given = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
     args.api_key = None
@@ -650,8 +655,8 @@ def generation_keys(args: Any, token: str) -> list[str]:
 
 
 def end_without_noise() -> NoReturn:
-    """End as Python would, but for what compiled modules print when they are unloaded: triton's
-    says on 30 lines that it leaks.
+    """End as Python would, but without what compiled modules print when they are unloaded: triton's
+    prints 30 lines about its leaks.
     """
     atexit._run_exitfuncs()
     logging.shutdown()
@@ -665,10 +670,10 @@ def main() -> None:
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
-    raise_open_files(NUM_CONNECTIONS)  # vLLM's own way asks for a fixed number or gives up
+    raise_open_files(NUM_CONNECTIONS)  # vLLM itself asks for a fixed number, or gives up
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # verifiers declares its tools as strict. vLLM would then sample under a grammar, and logprobs
-    # under its mask are not those of the policy that is trained.
+    # verifiers declares its tools as strict. vLLM would then sample under a grammar. Logprobs under
+    # the grammar's mask are not those of the policy that is trained.
     os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
     try:
         import uvloop
@@ -685,7 +690,7 @@ def main() -> None:
     parser = parts.make_arg_parser(flag_parser(FlexibleArgumentParser))
     parser.set_defaults(
         host="127.0.0.1",
-        allowed_origins=[],  # vLLM lets the scripts of every web page in
+        allowed_origins=[],  # vLLM's default lets in the scripts of every web page
         logprobs_mode="processed_logprobs",
         worker_extension_cls=WORKER_EXTENSION,
         disable_uvicorn_access_log=True,  # a line for each rollout hides everything else
@@ -723,11 +728,11 @@ def main() -> None:
             num_workers *= args.data_parallel_size
             cores = server_cores(list(os.sched_getaffinity(0)), num_workers)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
-        # In GiB; vLLM would take a large share of the memory.
+        # In GiB. By default vLLM takes a large share of the memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if not os.environ.get(TOKEN_VARIABLE):
         os.environ[TOKEN_VARIABLE] = token = secrets.token_urlsafe(32)
-        # Not the token itself: what is printed often ends in a file that others can read.
+        # Not the token itself: printed text often ends up in a file that others can read.
         print(
             "vf-vllm: a trainer on this machine finds the server's token in "
             f"{save_token(args.port, token)}; on another one, set {TOKEN_VARIABLE} to what is in "
@@ -735,7 +740,7 @@ def main() -> None:
             file=sys.stderr,
         )
     os.environ["VERIFIERS_RL_SERVER_PID"] = str(os.getpid())  # read by its workers
-    args.middleware = [ROUTES, *args.middleware]  # those of --middleware come before it
+    args.middleware = [ROUTES, *args.middleware]  # those of --middleware run before it
     args.generation_keys = generation_keys(args, os.environ[TOKEN_VARIABLE])
     cli_env_setup()
     with reservation:

@@ -1,6 +1,6 @@
-"""What differs between vLLM 0.26 and 0.31, and what is changed inside it.
+"""What differs between vLLM 0.26 and 0.31, and what is changed inside vLLM.
 
-The rest of `inference/` uses what all of them have.
+The rest of `inference/` uses only what all these versions have.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def server_parts() -> ServerParts:
 
 
 def adapter_name_mapper(model: Any) -> Any:
-    """Of a vLLM model, what renames an adapter's tensors; None if nothing does.
+    """Return what renames an adapter's tensors for this vLLM model; None if nothing does.
 
-    Renames only: vLLM stacks q, k and v inside its adapter manager.
+    It must only rename: vLLM's adapter manager stacks q, k and v itself.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
-    # 0.26 and 0.27 know it by the other name.
+    # vLLM 0.26 and 0.27 have it under the other name.
     rename = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
     return rename()
 
 
 def layers_without_adapter(manager: Any, tensor_names: list[str]) -> list[str]:
-    """Layers of an adapter's tensors (PEFT's names) that this vLLM adapter manager would drop."""
+    """Return the layers of these tensors (PEFT's names) that vLLM's adapter manager would drop."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = adapter_name_mapper(manager.model)
@@ -53,10 +53,10 @@ def layers_without_adapter(manager: Any, tensor_names: list[str]) -> list[str]:
 
 
 def repack_for_cpu(model: Any) -> None:
-    """What vLLM's reload leaves out of a model's weights on a CPU, whose kernels take them packed.
+    """Pack the weights that vLLM's reload leaves unpacked. vLLM's CPU kernels use packed weights.
 
-    An LM head of its own is packed anew, but not one tied to the embedding, which would go on with
-    the old logits. Experts are packed when they are loaded first only.
+    The reload packs an LM head that has its own weights. It does not pack one that is tied to the
+    embedding, which would keep giving the old logits. It packs experts at the first load only.
 
     Raises:
         RuntimeError: this vLLM packs experts in another way.
@@ -80,12 +80,13 @@ def repack_for_cpu(model: Any) -> None:
 
 
 async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -> list[Any]:
-    """Call a method of each engine core behind this `AsyncLLM`; their results.
+    """Call a method of each engine core behind this `AsyncLLM`; return their results.
 
-    There are several with data parallelism. vLLM's own calls return what the first one answered.
+    With data parallelism there are several engine cores. vLLM's own calls return the answer of the
+    first one only.
 
     Raises:
-        RuntimeError: an engine died; vLLM leaves those who wait for its answer waiting.
+        RuntimeError: an engine died. vLLM itself leaves a caller of a dead engine waiting.
         TimeoutError: an engine did not answer within `timeout_s`.
     """
     core = engine.engine_core
@@ -107,10 +108,10 @@ async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -
 def sleep_instead_of_spinning() -> None:
     """Plugin of vLLM (`vllm.general_plugins` in pyproject.toml), run in each process of a server.
 
-    vLLM's engine and worker wait for each other in a loop around `sched_yield` that takes all of a
-    core. On a GPU host nobody misses it; on a laptop the API server and the trainer do, and
-    rollouts of a small model take three times as long (benchmarks/README.md). So on a CPU they
-    sleep instead, in a vf-vllm only.
+    vLLM's engine and worker wait for each other in a loop around `sched_yield` that takes a whole
+    core. A GPU host can spare the core. On a laptop the API server and the trainer need it, and
+    rollouts of a small model take three times as long (benchmarks/README.md). So on a CPU the loop
+    sleeps instead, but only in processes of vf-vllm.
     """
     if "VERIFIERS_RL_SERVER_PID" not in os.environ:
         return

@@ -1,7 +1,7 @@
 """What runs inside vLLM's worker processes: receive weights and put them into the running model.
 
-vLLM mixes `WeightSyncWorker` into its own worker class (`--worker-extension-cls`); the methods are
-reached by the engine's collective RPC, which only `server.WeightSyncRoutes` calls.
+vLLM mixes `WeightSyncWorker` into its own worker class (`--worker-extension-cls`). The engine's
+collective RPC calls its methods, and only `server.WeightSyncRoutes` uses this RPC for them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:
-    """vLLM warns at each reload that the rotary embedding got no weights;
-    it has none, only a table.
+    """Drop vLLM's warning at each reload that the rotary embedding got no weights. The embedding
+    has none, only a table.
     """
     return not record.getMessage().startswith("RotaryEmbedding: Failed to load weights")
 
@@ -44,11 +44,11 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 
 def die_with_server() -> None:
-    """When the API server dies, however it does, end this worker, vLLM's engine above it, and what
-    else the server has started: the coordinator of data-parallel engines.
+    """When the API server dies in whatever way, end this worker, vLLM's engine above it, and the
+    server's other child process: the coordinator of data-parallel engines.
 
-    vLLM's processes live on when their API server is killed, and hold the GPU's memory. Only Linux
-    tells a process of the death of one that is not its child.
+    Without this, vLLM's processes live on after their API server is killed, and hold the GPU's
+    memory. Only Linux can tell a process that another process died which is not its child.
     """
     server = int(os.environ.get("VERIFIERS_RL_SERVER_PID", 0))
     try:
@@ -57,7 +57,7 @@ def die_with_server() -> None:
         death = os.pidfd_open(server)
         children = _children(server)
     except (OSError, AttributeError):
-        return  # no /proc, or gone already
+        return  # no /proc, or the server is gone already
 
     def wait() -> None:
         select.select([death], [], [])
@@ -76,7 +76,9 @@ def _parent(pid: int) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """But for this process; file descriptors, as a number may soon be another process's."""
+    """Return pidfds of all children of `pid` except this process. Not process ids, because the
+    system reuses those.
+    """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -101,29 +103,30 @@ class WeightSyncWorker:
     rank: int
 
     def weight_sync_gpu(self) -> str | None:
-        """uuid of this worker's GPU, None on a CPU."""
+        """Return the uuid of this worker's GPU, None on a CPU."""
         return gpu_uuid(self.device)
 
     _weight_sync_transport: Transport | None = None
 
     def weight_sync_connect(self, request: dict[str, Any]) -> str | None:
-        """Meet the trainer and remember what it will send. Returns an error's text."""
+        """Meet the trainer and remember what it will send. Return an error's text, or None."""
         return self._error_of(lambda: self._connect(request))
 
     def weight_sync_receive(self, timeout_s: float) -> str | None:
-        """Receive one push and load it. Returns an error's text."""
+        """Receive one push and load it. Return an error's text, or None."""
         return self._error_of(lambda: self._receive(timeout_s))
 
     def _error_of(self, work: Callable[[], None]) -> str | None:
-        """Raises nothing: vLLM would take the first worker's exception for the answer of all, and
-        those of the others for their answers to its next call.
+        """Return the error of `work` as text, or None. It is not raised: vLLM would take the first
+        worker's exception for the answer of all workers, and the exceptions of the others for
+        their answers to its next call.
         """
         try:
             work()
         except Exception as error:
             logger.exception("weight sync failed")
             try:
-                self._leave()  # or the trainer and the other workers would wait for this one
+                self._leave()  # else the trainer and the other workers wait for this one
             except RuntimeError:
                 logger.exception("the connection for weights could not be closed")
             return f"{type(error).__name__}: {error}"
@@ -135,10 +138,10 @@ class WeightSyncWorker:
             transport.close()
 
     def _connect(self, request: dict[str, Any]) -> None:
-        self._leave()  # a trainer before this one
+        self._leave()  # the connection of a previous trainer
         self._weight_sync_plan = plan = TransferPlan.from_json(request["plan"])
         if plan.kind == "adapter" and self.vllm_config.parallel_config.pipeline_parallel_size == 1:
-            # Before anything is sent: vLLM drops what it has no layer for without a word.
+            # Checked before anything is sent: vLLM silently drops tensors that it has no layer for.
             manager = self.model_runner.lora_manager._adapter_manager
             if lost := layers_without_adapter(manager, [spec.name for spec in plan.tensors]):
                 raise ValueError(
@@ -185,7 +188,7 @@ class WeightSyncWorker:
             for tensors in buckets:
                 model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         finally:
-            # After half a push too: else vLLM takes its tensors for part of the next one.
+            # Also after an unfinished push: else vLLM takes its tensors for part of the next push.
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         if self.device.type == "cpu":
             repack_for_cpu(model)

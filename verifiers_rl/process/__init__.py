@@ -1,1 +1,1 @@
-"""What one process needs of its system: deadlines, signals, open files, the end of its parent."""
+"""What a process needs from the system: deadlines, signals, open files, its parent's end."""

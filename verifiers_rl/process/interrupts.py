@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 
 
 class Interrupts(TrainerCallback):
-    """While the optimizer changes the weights, SIGINT and SIGTERM wait for the end of the step, so
-    that what is saved after them is the state of a whole step, its line of logs included. A second
-    signal during that time ends the process at once. At all other times signals go to the handlers
-    that were there before, at once.
+    """While the optimizer changes the weights, SIGINT and SIGTERM are held back until the end of
+    the step. So what is saved after them is the state of a whole step, with its line of logs. A
+    second signal during that time ends the process at once. At all other times a signal goes to its
+    previous handler at once.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Interrupts(TrainerCallback):
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, signals that Python handles wait as described; in the main thread only, where
-        Python delivers them.
+        """Inside, hold back signals that have a Python handler, as described above. Only the main
+        thread does so, because Python delivers signals there.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import resource
 
-RESERVED = 200  # what is opened beside rollouts: checkpoints, logs, the weight sync, threads
+RESERVED = 200  # files of everything except rollouts: checkpoints, logs, the weight sync, threads
 
 
 def raise_open_files(num_wanted: int) -> int:
-    """Raise this process's soft limit of open files, as far as its hard limit allows, until
-    `num_wanted` more than now can be open.
+    """Raise this process's soft limit of open files so that `num_wanted` more files can be opened,
+    or fewer if the hard limit is lower.
 
     Returns:
-        how many more can be.
+        how many more files can be opened.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -27,7 +27,7 @@ def raise_open_files(num_wanted: int) -> int:
 
 
 def rollouts_at_once(max_concurrent: int, files_per_rollout: int) -> int:
-    """`max_concurrent`, or as many as the files that may be open suffice for; a line says so."""
+    """Return `max_concurrent`, or fewer (and print it) if too few files may be open for that."""
     num_files = raise_open_files(max_concurrent * files_per_rollout + RESERVED) - RESERVED
     fitting = max(num_files // files_per_rollout, 1)
     if fitting < max_concurrent:

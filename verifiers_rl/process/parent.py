@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""End a process when the process that started it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 def die_with_parent(parent: int) -> None:
     """On Linux, get SIGTERM when the process that started us dies, however it dies.
 
-    By prctl(PR_SET_PDEATHSIG); where `parent` is gone already, ends this process at once.
+    Uses prctl(PR_SET_PDEATHSIG). If `parent` is gone already, this process ends at once.
     """
     if sys.platform != "linux":
         return

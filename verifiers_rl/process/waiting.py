@@ -1,4 +1,4 @@
-"""Waiting aloud: what is awaited, and for how long already, on one line."""
+"""Print what the process waits for, and for how long already, on one line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LONGEST_SILENCE_S = 60.0
 
 
 class WaitingLine:
-    """A line on stderr that says what is awaited. A terminal's line is written over each time and
-    taken away at the end; elsewhere a new line follows after 5, 10, 20, ... and then every 60 s.
+    """A line on stderr that says what is awaited. On a terminal the line is overwritten each time
+    and erased at the end. Elsewhere a new line is printed after 5, 10, 20, ... s, later every 60 s.
 
     Args:
-        describe: what is awaited, as it stands now: "rollouts of step 3: 12 of 64".
+        describe: returns what is awaited and its progress: "rollouts of step 3: 12 of 64".
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
@@ -34,7 +34,7 @@ class WaitingLine:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def show(self) -> None:
-        """To be called every second or so."""
+        """Update the line; call this about once a second."""
         waited_s = time.monotonic() - self._start
         if waited_s < self._next_s:
             return
@@ -49,10 +49,10 @@ class WaitingLine:
 
 
 def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str]) -> Any:
-    """The future's result.
+    """Wait for the future and return its result.
 
     Raises:
-        TimeoutError: there was none after `deadline_s` seconds; the future is not done then.
+        TimeoutError: there was no result after `deadline_s` seconds; the future is not done then.
     """
     deadline = time.monotonic() + deadline_s
     with WaitingLine(describe) as line:

@@ -10,19 +10,19 @@ _NOT_PLAIN = (
     *("use_dora", "lora_bias", "kasa_config", "alora_invocation_tokens"),
     *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config"),
 )
-# Values of its init_lora_weights; others, and those to come, may move a part of the base weights
-# into the adapter.
+# Values of LoraConfig.init_lora_weights that leave the base weights as they are. Any other value,
+# also one of a later PEFT, may move a part of the base weights into the adapter.
 _KEEPS_BASE_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def not_plain(config: Mapping[str, Any]) -> list[str]:
-    """The options by which this PEFT config is no plain LoRA."""
+    """Return the options that make this PEFT config something other than plain LoRA."""
     return [name for name in _NOT_PLAIN if config.get(name)]
 
 
 def reason_against_serving(config: Mapping[str, Any]) -> str | None:
-    """Why vLLM, beside the base model, would not compute what a plain LoRA adapter of this PEFT
-    config does; None if it would.
+    """Return why vLLM, with a plain LoRA adapter of this PEFT config beside its base model, would
+    compute something other than PEFT; None if both compute the same.
     """
     kind = config.get("init_lora_weights")
     if kind not in _KEEPS_BASE_WEIGHTS:

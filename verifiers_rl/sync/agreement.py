@@ -1,4 +1,4 @@
-"""Whether the server samples from the model that is trained: logprobs of both sides, compared."""
+"""Compare logprobs of both sides: does the server sample from the model that is trained?"""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 32
 PROMPT = "Once upon a time"
-# Nats. Both sides in float32: the largest difference of a token. Otherwise the mean: rounding to
-# bfloat16 makes 0.01 to 0.03 of dense models and some more where it changes the choice of experts.
+# Limits in nats. With float32 on both sides, the largest difference of one token is limited;
+# otherwise the mean is. Rounding to bfloat16 alone gives a mean of 0.01 to 0.03 for dense models,
+# and somewhat more where it changes which experts are chosen.
 FLOAT32_LARGEST = 0.01
 HALF_MEAN, HALF_MEAN_WORTH_A_WARNING = 0.3, 0.1
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of logprobs of the same tokens on both sides, in nats."""
+    """How far the two sides' logprobs of the same tokens are apart, in nats."""
 
     mean: float
     largest: float
     num_tokens: int
-    dtypes: tuple[str, str]  # here, there
+    dtypes: tuple[str, str]  # of the trainer, of the server
 
     def __str__(self) -> str:
         here, there = self.dtypes
@@ -40,19 +41,21 @@ class Difference:
 
     @property
     def is_exact(self) -> bool:
-        """Both sides compute in float32."""
+        """Whether both sides compute in float32."""
         return self.dtypes == ("float32", "float32")
 
     @property
     def is_of_another_model(self) -> bool:
-        """More than rounding explains; NaN too."""
+        """Whether the difference is larger than rounding explains. NaN counts as larger."""
         if self.is_exact:
             return not self.largest <= FLOAT32_LARGEST
         return not self.mean <= HALF_MEAN
 
 
 def prompt_of(tokenizer: Any) -> list[int]:
-    """Ids of `PROMPT`, or a few others where the tokenizer has no token for any of its letters."""
+    """Tokenize `PROMPT`. If the tokenizer has no token for any of its letters, return the first
+    few ids that are not special.
+    """
     special = {*tokenizer.all_special_ids}
     ids = [i for i in tokenizer(PROMPT, add_special_tokens=False)["input_ids"] if i not in special]
     return ids or [i for i in range(len(tokenizer)) if i not in special][:4]
@@ -61,11 +64,12 @@ def prompt_of(tokenizer: Any) -> list[int]:
 def sample(
     client: InferenceClient, model_name: str, prompt_ids: list[int], args: Any
 ) -> tuple[list[int], Tensor]:
-    """A few tokens from the server after this prompt, and their logprobs there (tokens,) float32.
+    """Let the server continue this prompt by a few tokens. Return the tokens and the logprobs that
+    the server gives for them, (tokens,) float32.
 
     Args:
         model_name: what requests put into `model=`.
-        args: the `RLConfig`; `max_seq_len` and `temperature`.
+        args: the `RLConfig`; `max_seq_len`, `temperature` and `vllm_server_timeout` are read.
     """
     reply = client.complete(
         {
@@ -74,7 +78,7 @@ def sample(
             "max_tokens": min(NUM_TOKENS, args.max_seq_len - len(prompt_ids)),
             "ignore_eos": True,
             "temperature": args.temperature,
-            # Whatever the run sets: these change the server's probabilities on purpose.
+            # Fixed whatever the run sets: these change the server's probabilities on purpose.
             **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
             "logprobs": 1,
             "return_token_ids": True,
@@ -86,7 +90,7 @@ def sample(
 
 @torch.no_grad()
 def trainer_logprobs(model: nn.Module, token_ids: list[int], num_last: int, args: Any) -> Tensor:
-    """Logprobs of the last tokens under the trainer's model, (num_last,) float32."""
+    """Compute logprobs of the last tokens under the trainer's model, (num_last,) float32."""
     device = next(model.parameters()).device
     ids = torch.tensor(token_ids, device=device)
     was_training = model.training
@@ -100,13 +104,13 @@ def trainer_logprobs(model: nn.Module, token_ids: list[int], num_last: int, args
 
 
 def difference(ours: Tensor, theirs: Tensor, dtypes: tuple[str, str]) -> Difference:
-    """Of two sides' logprobs of the same tokens, (tokens,) each."""
+    """Compare two sides' logprobs of the same tokens, (tokens,) each."""
     apart = (ours - theirs).abs()
     return Difference(float(apart.mean()), float(apart.max()), len(apart), dtypes)
 
 
 def dtypes_of(model: nn.Module, client: InferenceClient, args: Any) -> tuple[str, str]:
-    """In what the trainer and the server compute."""
+    """Return the dtypes that the trainer and the server compute in."""
     here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
     return str(here).removeprefix("torch."), client.status()["dtype"]
 
@@ -114,7 +118,8 @@ def dtypes_of(model: nn.Module, client: InferenceClient, args: Any) -> tuple[str
 def check_agreement(
     model: nn.Module, client: InferenceClient, model_name: str, tokenizer: Any, args: Any
 ) -> None:
-    """Compare, once the server has the model's weights; warn of a difference that is worth it.
+    """Compare the logprobs of both sides; warn if they differ more than rounding to bfloat16
+    usually explains. The server must have the model's weights already.
 
     Raises:
         InferenceServerError: the server samples from another model.

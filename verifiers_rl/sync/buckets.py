@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class WorkersLeftError(RuntimeError):
-    """The workers no longer receive; they or the server know why."""
+    """The workers no longer receive. Only the workers or the server know why."""
 
 
 def send_buckets(plan: TransferPlan, sources: dict[str, Source], transport: Transport) -> None:
     """Rank 0's end: make, cast and send one bucket after the other.
 
     Raises:
-        WorkersLeftError: a bucket could not be sent. What a source raises comes as it is.
+        WorkersLeftError: a bucket could not be sent. An error of a source is raised unchanged.
     """
     with torch.no_grad():
         for bucket in plan.buckets():
@@ -41,12 +41,12 @@ def send_buckets(plan: TransferPlan, sources: dict[str, Source], transport: Tran
 def receive_buckets(
     plan: TransferPlan, transport: Transport, timeout_s: float
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The workers' end: the named tensors of each bucket in turn. While the caller loads them, the
-    next bucket is packed and sent.
+    """The workers' end: yield the named tensors of each bucket in turn. While the caller loads
+    them, the next bucket is packed and sent.
 
     Raises:
         RuntimeError: the trainer went away.
-        TimeoutError: all of them took longer than `timeout_s`, loading included.
+        TimeoutError: all buckets together took longer than `timeout_s`, loading included.
     """
     deadline = time.monotonic() + timeout_s
     buckets = list(plan.buckets())

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 or DeepSpeed ZeRO-3 has split over ranks, made whole for a push."""
+"""Gather weights that FSDP2 or DeepSpeed ZeRO-3 has split over ranks, for a push."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _END = -1
 
 @contextmanager
 def gathering(model: nn.Module, lora_sync: Literal["adapter", "merged"]) -> Iterator[None]:
-    """Inside, rank 0 may push as often as it has to, and fail; if the model is split over ranks,
-    the others wait here meanwhile and take part in gathering each tensor. Entered on every rank.
+    """Enter on every rank. Inside, rank 0 may push several times, and a push may fail. If the model
+    is split over ranks, the other ranks wait here until rank 0 leaves, and take part in gathering
+    each tensor.
     """
     if not is_split(model):
         yield
@@ -38,14 +39,14 @@ def gathering(model: nn.Module, lora_sync: Literal["adapter", "merged"]) -> Iter
         sources: list[Source] = []
         with torch.no_grad():
             while (index := _announce(_END, model)) != _END:
-                # Not before rank 0 has, which then says what is wrong with an adapter.
+                # Only after rank 0 did the same: if an adapter is wrong, rank 0 says so.
                 sources = sources or list(what_to_send(model, lora_sync)[0].values())
                 sources[index].make()
         yield
 
 
 def _announce(index: int, model: nn.Module) -> int:
-    """Rank 0's number on every rank."""
+    """Broadcast rank 0's index, and return it on every rank."""
     number = torch.tensor(index, device=next(model.parameters()).device)
     torch.distributed.broadcast(number, 0)
     return int(number)
@@ -53,10 +54,10 @@ def _announce(index: int, model: nn.Module) -> int:
 
 @contextmanager
 def announced(sources: dict[str, Source], model: nn.Module) -> Iterator[dict[str, Source]]:
-    """Rank 0's sources inside `gathering`: the other ranks hear which one is made.
+    """Wrap rank 0's sources inside `gathering`, so that the other ranks hear which one is made.
 
-    Sources are made in a thread that may be left behind. It must not get between later collectives:
-    after this context nothing more is gathered.
+    Sources are made in a thread that may outlive a failed push. Its collectives must not mix with
+    later ones, so nothing more is gathered after this context.
     """
     if not is_split(model):
         yield sources

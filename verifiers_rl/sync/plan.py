@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name; ValueError for anything that is not one."""
+    """Return the torch dtype of this name; raise ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown tensor dtype {name!r}")
@@ -63,7 +63,7 @@ class TransferPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TransferPlan:
-        """Raises ValueError for anything that is not a plan."""
+        """Build a plan from parsed JSON; raise ValueError if it is not one."""
         try:
             tensors = [TensorSpec(str(n), str(d), tuple(shape)) for n, d, shape in data["tensors"]]
             plan = cls(data["kind"], tensors, data["bucket_bytes"], dict(data["adapter"]))
@@ -100,7 +100,7 @@ class TransferPlan:
 
 
 def _offsets(bucket: Sequence[TensorSpec]) -> list[int]:
-    """Byte offset of each tensor in the bucket's buffer, and its total length last."""
+    """Return the byte offset of each tensor in the bucket's buffer; last, the buffer's length."""
     offsets = [0]
     for spec in bucket:
         offsets.append(offsets[-1] + -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT)
@@ -112,7 +112,7 @@ def bucket_num_bytes(bucket: Sequence[TensorSpec]) -> int:
 
 
 def bucket_views(bucket: Sequence[TensorSpec], buffer: Tensor) -> list[tuple[str, Tensor]]:
-    """Names and views into a uint8 buffer (total bytes,), in the dtypes and shapes of the plan."""
+    """Return names and views into a uint8 buffer (total bytes,) in the plan's dtypes and shapes."""
     return [
         (
             spec.name,

@@ -19,7 +19,7 @@ from verifiers_rl.sync.adapters import not_plain, reason_against_serving
 
 
 class Source(NamedTuple):
-    """A tensor to send: shape and dtype, and what makes it when its bucket is packed."""
+    """A tensor to send: shape, dtype, and the function that makes it when its bucket is packed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,9 +27,9 @@ class Source(NamedTuple):
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """All of a tensor that FSDP2 or DeepSpeed ZeRO-3 has split over ranks; others as they are.
+    """Gather a tensor that FSDP2 or DeepSpeed ZeRO-3 has split over ranks; return others unchanged.
 
-    A collective for a split tensor: every rank calls it, in the same order.
+    For a split tensor this is a collective: every rank calls it, in the same order.
     """
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor()
@@ -69,25 +69,25 @@ def check_adapter(config: Any, lora_sync: str) -> None:
 
 
 def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
-    """Tensors of a PEFT model's LoRA adapter by PEFT's names, and its config as plain values."""
+    """Return a PEFT model's LoRA tensors by PEFT's names, and their config as plain values."""
     from peft import get_peft_model_state_dict
 
     config = model.peft_config["default"].to_dict()
     plain = {key: config[key] for key in ("r", "lora_alpha", "use_rslora", "bias")}
     targets = config["target_modules"]
     plain["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
-    # Not of model.state_dict(): ZeRO-3 knows its parameters only.
+    # Not from model.state_dict(): ZeRO-3 can gather the parameters themselves only.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = get_peft_model_state_dict(model, state_dict=parameters)
     return {name: source_of(tensor) for name, tensor in tensors.items()}, plain
 
 
 def merged_sources(model: Any) -> dict[str, Source]:
-    """Weights of a PEFT model with its adapter merged in, under the base model's names and in the
-    order of its parameters: vLLM holds back the parts of a layer until it has all of them.
+    """Return the weights of a PEFT model with its adapter merged in, under the base model's names.
 
-    Computed beside the trainer's own tensors, which are not touched, so nothing drifts: W + scale *
-    B A in float32 for wrapped layers, the trained copy for `modules_to_save`.
+    They come in the order of the base model's parameters, because vLLM holds back the parts of a
+    layer until it has all of them. A wrapped layer gives W + scale * B A in float32, a module of
+    `modules_to_save` its trained copy. The trainer's own tensors do not change, so nothing drifts.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
@@ -125,26 +125,29 @@ def _merged_weight(module: Any) -> Tensor:
 
 
 def full_sources(model: nn.Module) -> dict[str, Source]:
-    """All parameters; a tied LM head once, as the input embedding."""
+    """Return all parameters; a tied LM head comes once, as the input embedding."""
     return {name: source_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Source]:
-    """Parameters under the names and in the parts that a checkpoint has, which is what vLLM loads:
-    transformers keeps the experts of a layer in one tensor, for example.
+    """Return the sources under the names and in the parts of a checkpoint, as vLLM loads them.
+
+    transformers may keep others: it has the experts of a layer in one tensor, for example.
     """
     if not isinstance(model, PreTrainedModel):
         return sources
     if isinstance(model, FSDPModule):
-        # Its class, by which transformers looks conversions up, is FSDP's: first come that and
-        # FSDPModule, then the model's own. An empty model of that one stands for it.
+        # transformers looks conversions up by the model's class, and FSDP2 has replaced it. The MRO
+        # has FSDP2's class, then FSDPModule, then the original class. An empty model of the
+        # original class is used for the look-up.
         with torch.device("meta"):
             model = type(model).__mro__[2](deepcopy(model.config))
-    # Not those that a checkpoint of other names left in it: the server's model has the same then.
+    # The default conversions, not those that loading a checkpoint with other names left on the
+    # model: the model that the server compares with (expected.py) has the default ones.
     conversions = [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
-        if type(conversion).__name__ != "PrefixChange"  # as transformers saves a new model
+        if type(conversion).__name__ != "PrefixChange"  # as transformers does for a new model
     ]
     if not conversions:
         return sources
@@ -168,8 +171,8 @@ def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Sour
 
 
 class _Parts:
-    """What one parameter becomes in a checkpoint. Its parts are made in order, and the parameter is
-    gathered for the first, so that ranks which take part after a failed push stay in step.
+    """The parts of one parameter in a checkpoint. They are made in order, and the parameter is
+    gathered only for the first part. So ranks that take part after a failed push stay in step.
     """
 
     def __init__(self, convert: Callable[[Tensor], dict[str, Tensor]], source: Source) -> None:
@@ -185,7 +188,7 @@ class _Parts:
 def what_to_send(
     model: Any, lora_sync: Literal["adapter", "merged"]
 ) -> tuple[dict[str, Source], dict[str, Any]]:
-    """The tensors that travel, and the adapter's config where they are an adapter's."""
+    """Return the tensors that travel, and their config if they are an adapter, else {}."""
     if not hasattr(model, "peft_config"):
         return in_checkpoint_form(model, full_sources(model)), {}
     config = model.peft_config["default"]

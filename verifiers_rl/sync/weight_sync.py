@@ -8,9 +8,10 @@
                ◄─ HTTP: version n loaded, cache reset ────
 
 The transport is NCCL between GPUs, CUDA IPC where both sides share one, TCP elsewhere. Tensors
-travel packed in buckets of a bounded size, and each is gathered, merged and cast when its bucket is
-packed: neither the number of messages nor the extra memory grows with the model. With LoRA only the
-adapter travels, or the merged weights.
+travel packed in buckets of a bounded size, and each tensor is gathered, merged and cast when its
+bucket is packed. So the number of messages follows from the bytes, not from the number of tensors,
+and the extra memory does not grow with the model. With LoRA the adapter alone travels, or the
+merged weights.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def _own_address(peer: str) -> str:
-    """The address of this machine that `peer` can reach, without sending anything."""
+    """Return the address of this machine that `peer` can reach. Nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
         probe.connect(address)
@@ -59,10 +60,10 @@ def _own_address(peer: str) -> str:
 def choose_backend(
     wanted: Literal["auto", "nccl", "ipc", "tcp"], own: str | None, workers: Sequence[str | None]
 ) -> Backend:
-    """The transport between this GPU and the workers' (uuids, None for a CPU).
+    """Choose the transport between this GPU and the workers' GPUs (uuids; None for a CPU).
 
     Raises:
-        InferenceServerError: the wanted one cannot work between them.
+        InferenceServerError: the wanted transport cannot work between them.
     """
     on_gpus = own is not None and all(worker is not None for worker in workers)
     shared = on_gpus and all(worker == own for worker in workers)
@@ -88,7 +89,7 @@ class WeightSync:
     Args:
         client: HTTP to the server.
         backend: "nccl", "ipc", "tcp", or "auto" for what the GPUs on both sides allow.
-        lora_sync: of a PEFT model, send the "adapter" or the "merged" weights.
+        lora_sync: for a PEFT model, send the "adapter" or the "merged" weights.
         timeout_s: deadline of the meeting and of one push.
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
             fresh memory for each (benchmarks/README.md).
@@ -110,7 +111,7 @@ class WeightSync:
         self.policy_version: int | None = None
         self._plan: TransferPlan | None = None
         self._transport: Transport | None = None
-        self._trainer = secrets.token_hex(8)  # our name for the server
+        self._trainer = secrets.token_hex(8)  # this trainer's id for the server
         self._hold: Hold | None = None
         self._connection: str | None = None  # the server's name for this trainer's last connect()
 
@@ -125,8 +126,8 @@ class WeightSync:
         """Take the server, meet its workers and tell them what will come.
 
         Raises:
-            InferenceServerError: another trainer has the server, or it cannot take these weights;
-                says why and what to change.
+            InferenceServerError: another trainer has the server, or it cannot take these weights.
+                The message says why and what to change.
         """
         status = self.client.status()
         before, self._hold = self._hold, self.client.hold(self._trainer)
@@ -189,18 +190,19 @@ class WeightSync:
         policy_version: int,
         in_flight: Literal["recompute", "keep"] = "recompute",
     ) -> dict[str, float]:
-        """Replace the server's policy by this model's weights; returns once the server has them.
+        """Replace the server's policy by this model's weights; return once the server has them.
 
         Args:
-            in_flight: requests that are being answered are frozen over the swap and go on under the
-                new weights; their keys and values so far are computed again, or kept as they are.
+            in_flight: requests that are being answered are frozen during the swap and continue
+                under the new weights. Their keys and values so far are computed again
+                ("recompute"), or kept as they are ("keep").
 
         Returns:
             `sync_s` seconds and `sync_bytes` bytes of tensors sent.
 
         Raises:
-            ServerLostError: no answer; the next push connects anew.
-            InferenceServerError: the server refused or could not load them.
+            ServerLostError: the server did not answer; the next push connects again.
+            InferenceServerError: the server refused the weights or could not load them.
         """
         start = time.monotonic()
         if self._transport is None:
@@ -221,7 +223,7 @@ class WeightSync:
                     lambda: send_buckets(plan, sources, transport),
                     give_up=transport.close,
                 )
-        except BaseException:  # Ctrl-C too: close() must not wait for what is half under way
+        except BaseException:  # Ctrl-C too: close() must not wait for an unfinished push
             self.forget_server()
             raise
         self.policy_version = policy_version
@@ -231,8 +233,8 @@ class WeightSync:
         """Return if the server still has the weights of the last push.
 
         Raises:
-            ServerLostError: it is gone, or has started anew and lost them.
-            InferenceServerError: another trainer has taken it over.
+            ServerLostError: the server is gone, or has restarted and lost the weights.
+            InferenceServerError: another trainer has taken over the server.
         """
         status = self.client.status()
         if status["connection"] is None:
@@ -244,24 +246,24 @@ class WeightSync:
             )
 
     def wait_for_server(self) -> None:
-        """Wait for a lost server to come back; the next push connects anew.
+        """Wait for a lost server to come back; the next push connects again.
 
         Raises:
-            InferenceServerError: it did not within the client's timeout.
+            InferenceServerError: the server did not come back within the client's timeout.
         """
         self.forget_server()
         self.client.wait_until_ready()
 
     def forget_server(self) -> None:
-        """Let go of the transport without waiting for a push that may be half under way; its thread
-        holds the last reference, up to its deadline. The next push connects anew.
+        """Drop the transport without waiting for a push that may be unfinished. The push's thread
+        keeps the last reference, until its deadline. The next push connects again.
         """
         if self._transport is not None:
             self._transport.abandon()
         self._transport = self.policy_version = None
 
     def close(self) -> None:
-        """Leave the transport and give the server free; the next push connects again."""
+        """Close the transport and release the server; the next push connects again."""
         transport, hold = self._transport, self._hold
         self._transport = self.policy_version = self._hold = None
         try:
@@ -277,11 +279,11 @@ class WeightSync:
         work: Callable[[], Any],
         give_up: Callable[[], None] = lambda: None,
     ) -> tuple[Any, Any]:
-        """The server's part of a collective, by HTTP, and ours, in a thread.
+        """Run both parts of a collective: the server's by HTTP, ours in a thread.
 
-        When the server refuses, nobody will meet us in the collective. So its answer is waited for
-        here, and our part is left behind in a daemon thread that ends at its own deadline. When our
-        part fails, `give_up` frees the server's from waiting for the rest.
+        If the server refuses, its workers never join the collective. So this thread waits for the
+        server's answer, and our part runs in a daemon thread, which may be left behind and ends at
+        its own deadline. If our part fails, `give_up` stops the workers from waiting for the rest.
 
         Returns:
             The server's reply, and what our part returned.

@@ -1,4 +1,4 @@
-"""What moves buckets from the trainer to the workers: the protocol, and which one there is."""
+"""What moves buckets from the trainer to the workers: the protocol, and how to make each one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class Transport(Protocol):
         ...
 
     def send(self, buffer: Tensor) -> None:
-        """Rank 0: returns when the buffer may be filled again."""
+        """Rank 0: send the buffer; return when it may be filled again."""
         ...
 
     def receive(self, num_bytes: int) -> Callable[[], Tensor]:
-        """Worker: begin to receive. The call that is returned waits for the buffer, which is the
-        worker's own.
+        """Worker: begin to receive. The function that is returned waits for the buffer and returns
+        it. The buffer then belongs to the worker.
         """
         ...
 
     def abandon(self) -> None:
-        """Rank 0, in another thread than the one that sends: the others are lost. Returns at once;
-        what is under way ends, or goes on to its deadline without holding up the GPU.
+        """Rank 0: give up, because the workers are lost. Called from another thread than the one
+        that sends; returns at once. A send that is under way ends, or runs until its deadline
+        without blocking the GPU.
         """
         ...
 
@@ -60,14 +61,14 @@ def make_transport(
     bucket_bytes: int,
     listener: socket.socket | None = None,
 ) -> Transport:
-    """Meet the others: rank 0 is the trainer and waits for them on `listener`.
+    """Meet the other ranks. Rank 0 is the trainer, and waits for the workers on `listener`.
 
     Args:
         device: of this process's model.
-        bucket_bytes: of the largest buffer.
+        bucket_bytes: size of the largest buffer.
 
     Raises:
-        RuntimeError: the others did not come, or went away.
+        RuntimeError: the other ranks did not come, or went away.
     """
     timeout_s, world_size = meeting.timeout_s, meeting.world_size
     if listener is not None:
@@ -87,7 +88,7 @@ def make_transport(
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Which physical GPU this is, however this process numbers it; None for a CPU."""
+    """Return the id of the physical GPU, however this process numbers it; None for a CPU."""
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -15,14 +15,14 @@ class SharedBufferTransport:
     """CUDA IPC: one buffer in the memory of the GPU that trainer and workers share.
 
     NCCL refuses two ranks on one GPU. Here rank 0 allocates one buffer of the largest bucket, the
-    workers map it into their own address space, and a store says when it is filled and when all
-    have read it. The handle travels as base64 in the store, unpickled by nobody.
+    workers map it into their own address space, and a store tells when it is filled and when all
+    workers have read it. The handle travels as base64 in the store; nobody unpickles it.
 
     Args:
-        store: of the meeting, with the deadline of every wait.
-        rank, world_size: this process (0: the trainer), and all of them.
+        store: the meeting's store, which has the deadline of every wait.
+        rank, world_size: of this process (0: the trainer), and the number of processes.
         device: this process's name for the GPU.
-        num_bytes: of the largest bucket.
+        num_bytes: size of the largest bucket.
     """
 
     def __init__(
@@ -51,19 +51,21 @@ class SharedBufferTransport:
         self._store.delete_key(f"filled/{self._round}")
 
     def receive(self, num_bytes: int) -> Callable[[], Tensor]:
-        """Copied only when waited for; rank 0 fills the buffer again while that copy is loaded."""
+        """The function that is returned copies the shared buffer. Rank 0 fills the buffer again
+        while the worker loads the copy.
+        """
         self._round += 1
         return partial(self._read, self._round, num_bytes)
 
     def _read(self, round_: int, num_bytes: int) -> Tensor:
         self._store.wait([f"filled/{round_}"])
-        own = self._memory[:num_bytes].clone()  # loading may keep views beyond the next bucket
+        own = self._memory[:num_bytes].clone()  # loading may keep views of it longer
         self._synchronize()
         self._report(f"read/{round_}")
         return own
 
     def abandon(self) -> None:
-        """Nothing to do: only the sending thread waits, and for the store."""
+        """Do nothing: only the sending thread waits, and it waits for the store, not the GPU."""
 
     def close(self) -> None:
         """The GPU's memory is freed when both sides have left."""
@@ -86,7 +88,7 @@ class SharedBufferTransport:
 
 
 def export_cuda_buffer(buffer: Tensor) -> str:
-    """A handle by which another process maps this GPU buffer (cudaIpcMemHandle); plain text."""
+    """Return a plain-text handle by which another process maps this buffer (cudaIpcMemHandle)."""
     _, *fields = buffer.untyped_storage()._share_cuda_()
     return ",".join(
         base64.b64encode(f).decode() if isinstance(f, bytes) else str(int(f)) for f in fields
@@ -94,7 +96,7 @@ def export_cuda_buffer(buffer: Tensor) -> str:
 
 
 def open_cuda_buffer(handle: bytes, device: torch.device) -> Tensor:
-    """The uint8 buffer behind a handle of `export_cuda_buffer`, mapped into this process."""
+    """Map the uint8 buffer behind a handle of `export_cuda_buffer` into this process."""
     memory, size, offset, counter, counter_offset, event, must_wait = handle.decode().split(",")
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index or 0,

@@ -1,9 +1,9 @@
 """Where the trainer and the server's workers meet: sockets between processes that know one secret.
 
-The trainer listens; each worker connects once. Both prove, by HMAC over numbers that both have
-drawn, that they know the meeting's secret, which the trainer draws for each meeting and which
-travels in its request to the server's control route, behind the run's token. Whoever does not know
-it is hung up on: it learns no address, key or weight, and takes no worker's place.
+The trainer listens; each worker connects once. The trainer draws a secret for each meeting, and
+sends it in its request to the server's control route, which needs the run's token. On a connection
+both sides prove that they know the secret, by HMAC over numbers that both have drawn. A stranger is
+disconnected: it learns no address, key or weight, and takes no worker's place.
 
 What follows on these sockets is not encrypted: on an address other than loopback, use a network
 that you trust.
@@ -26,8 +26,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-_HANDSHAKE_S = 10.0  # of one connection; a stranger may say nothing
-_MAX_STRANGERS = 64  # that are being asked at a time
+_HANDSHAKE_S = 10.0  # for one connection; a stranger may send nothing
+_MAX_STRANGERS = 64  # connections whose proof is awaited at a time
 _NONCE = 32
 _PROOF = 32
 _RANK = struct.Struct("!I")
@@ -47,11 +47,11 @@ def new_secret() -> str:
 def host_meeting(
     listener: socket.socket, num_workers: int, secret: str, timeout_s: float
 ) -> list[socket.socket]:
-    """The trainer's side: connections to workers 1 .. num_workers, in this order. Takes the
-    listener over and closes it.
+    """The trainer's side: return connections to workers 1 .. num_workers, in this order. Takes over
+    the listener and closes it.
 
     Raises:
-        MeetingError: not all of them came within `timeout_s`.
+        MeetingError: not all workers came within `timeout_s`.
     """
     found: dict[int, socket.socket] = {}
     lock, is_open = threading.Lock(), True
@@ -72,13 +72,13 @@ def host_meeting(
                 if len(found) == num_workers:
                     last_came.send(b"1")
         except (OSError, MeetingError):
-            connection.close()  # a stranger, or a worker that went away and is missed below
+            connection.close()  # a stranger, or a worker that left, as the count below shows
         finally:
             asked.release()
 
     try:
         with listener, all_here, last_came, selectors.DefaultSelector() as selector:
-            listener.setblocking(False)  # who has knocked may be gone when the door opens
+            listener.setblocking(False)  # a client may be gone before accept()
             for one in (listener, all_here):
                 selector.register(one, selectors.EVENT_READ)
             while (left := deadline - time.monotonic()) > 0:
@@ -108,10 +108,10 @@ def host_meeting(
 
 
 def join_meeting(host: str, port: int, rank: int, secret: str, timeout_s: float) -> socket.socket:
-    """A worker's side: its connection to the trainer.
+    """A worker's side: connect to the trainer.
 
     Raises:
-        MeetingError: nobody is there, or it is not the trainer.
+        MeetingError: nobody listens there, or another process than the trainer does.
     """
     try:
         connection = socket.create_connection((host, port), timeout_s)
@@ -136,7 +136,7 @@ def _proof(secret: str, role: bytes, rank: int, trainers: bytes, workers: bytes)
 
 
 def _check_worker(connection: socket.socket, secret: str) -> int:
-    """The rank of the worker at the other end. It proves first, so a stranger hears nothing."""
+    """Return the worker's rank. The worker proves first, so a stranger learns nothing."""
     trainers = secrets.token_bytes(_NONCE)
     connection.sendall(trainers)
     (rank,) = _RANK.unpack(receive_exactly(connection, _RANK.size))
@@ -168,8 +168,8 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
     """Fill the view.
 
     Raises:
-        ConnectionError: the other end went away before.
-        TimeoutError: nothing came for as long as the connection's timeout.
+        ConnectionError: the other end closed the connection before the view was full.
+        TimeoutError: nothing came within the connection's timeout.
     """
     while view:
         count = connection.recv_into(view)
@@ -179,7 +179,7 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 
 
 def close_all(connections: Any) -> None:
-    """Close them, and wake threads that wait for them."""
+    """Close the connections, and wake threads that wait for data on them."""
     for connection in connections:
         try:
             connection.shutdown(socket.SHUT_RDWR)
@@ -189,9 +189,9 @@ def close_all(connections: Any) -> None:
 
 
 class HostStore(dist.Store):
-    """torch's key-value store, kept by the trainer for its workers: by it NCCL's ranks and those of
-    CUDA IPC learn of each other. As torch's TCPStore, but whoever has no connection of the meeting
-    can neither read nor write.
+    """torch's key-value store, kept by the trainer for its workers. The ranks of NCCL and of CUDA
+    IPC find each other through it. Unlike with torch's TCPStore, only processes that have a
+    connection of the meeting can read and write.
     """
 
     def __init__(self, connections: Sequence[socket.socket], timeout_s: float) -> None:
@@ -202,7 +202,7 @@ class HostStore(dist.Store):
         self._timeout_s = timeout_s
         self._num_left = 0
         for connection in connections:
-            connection.settimeout(None)  # a worker may ask for nothing for long
+            connection.settimeout(None)  # a worker may send no request for a long time
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def set(self, key: str, value: Any) -> None:
@@ -231,7 +231,7 @@ class HostStore(dist.Store):
             return self._values.pop(key, None) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Raises MeetingError: they were not set in time, or all workers went away."""
+        """Wait for the keys; raise MeetingError if one is not set in time or all workers left."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
 
         def is_decided() -> bool:
@@ -290,7 +290,8 @@ class GuestStore(dist.Store):
         super().__init__()
         self._connection = connection
         self._timeout_s = timeout_s
-        connection.settimeout(timeout_s + _HANDSHAKE_S)  # its answers say more than ours
+        # Longer than the host's deadline, so that the host's error comes first: it says more.
+        connection.settimeout(timeout_s + _HANDSHAKE_S)
         self._lock = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:

@@ -14,12 +14,12 @@ from verifiers_rl.sync.transports.meeting import GuestStore, HostStore
 
 
 class ProcessGroupTransport:
-    """NCCL: a process group between the trainer (rank 0) and the server's workers, apart from the
-    default one; each rank has its own GPU.
+    """NCCL: a process group between the trainer (rank 0) and the server's workers, separate from
+    the default group. Each rank has its own GPU.
 
     Args:
-        store: of the meeting.
-        rank, world_size: this process (0: the trainer), and all of them.
+        store: the meeting's store.
+        rank, world_size: of this process (0: the trainer), and the number of processes.
         device: this process's GPU.
         timeout_s: deadline of every message.
     """
@@ -39,7 +39,7 @@ class ProcessGroupTransport:
         options._timeout = timedelta(seconds=timeout_s)
         self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         self._store: HostStore | GuestStore | None = store
-        self._lock = threading.Lock()  # two threads may leave at once
+        self._lock = threading.Lock()  # two threads may close at once
         # Meet now, not at the first push.
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))()
 
@@ -53,7 +53,7 @@ class ProcessGroupTransport:
         return self._broadcast(self.buffer(num_bytes))
 
     def _broadcast(self, buffer: Tensor) -> Callable[[], Tensor]:
-        """Begun when this returns; the call that is returned waits for its end."""
+        """Start a broadcast from rank 0; the function that is returned waits for its end."""
         import torch.distributed as dist
 
         group = self._group
@@ -71,7 +71,7 @@ class ProcessGroupTransport:
         return wait_for_it
 
     def abandon(self) -> None:
-        self.close()  # or it would keep the trainer's stream until the deadline
+        self.close()  # else the broadcast blocks the trainer's stream until its deadline
 
     def close(self) -> None:
         with self._lock:

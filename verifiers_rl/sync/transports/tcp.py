@@ -17,7 +17,7 @@ class SocketTransport:
     """TCP: the trainer sends each buffer to each worker over its connection of the meeting.
 
     Args:
-        connections: rank 0: to all workers; a worker: to rank 0.
+        connections: of rank 0, to all workers; of a worker, to rank 0.
     """
 
     def __init__(self, connections: Sequence[socket.socket], rank: int) -> None:
@@ -61,12 +61,12 @@ class SocketTransport:
         self.close()
 
     def close(self) -> None:
-        """A buffer that is under way is cut off."""
+        """Close the connections. A buffer that is being sent is cut off."""
         close_all(self._connections)
         self._threads.shutdown(wait=False)
 
 
 def _bytes_of(buffer: Tensor) -> memoryview:
-    """The memory of a uint8 tensor on the CPU, for sockets."""
+    """View the memory of a uint8 tensor on the CPU, for sockets."""
     array: Any = buffer.numpy()  # numpy's types lack the buffer protocol
     return memoryview(array)
