@@ -3,9 +3,10 @@
     python benchmarks/learning.py [--seeds 0 1 2] [--modes lora full] [--steps 150]
         [--folder outputs/learning]
 
-The seed decides over the warm start and over the training. Prints a row a run: exact match and mean
-reward on 256 held-out prompts (one answer each, sampled at temperature 1) before and after, seconds
-of the warm start and of `vf-rl` (server start, training and evaluation), and the median step.
+The seed determines the warm start and the training. Each run prints a row: exact match and mean
+reward on 256 held-out prompts (one answer each, sampled at temperature 1) before and after
+training, seconds of the warm start and of `vf-rl` (server start, training and evaluation), and
+median seconds of a step.
 """
 
 import argparse
@@ -27,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def write_toml(config: dict[str, Any], path: Path) -> None:
-    """Tables of strings, numbers and booleans, which TOML and JSON spell alike."""
+    """Write tables of strings, numbers and booleans, which TOML and JSON spell alike."""
     lines: list[str] = []
 
     def table(name: str, values: dict[str, Any]) -> None:

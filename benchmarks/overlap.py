@@ -1,12 +1,12 @@
-"""Does generation hide behind training? Step time against what the slower of the two takes alone.
+"""Does generation hide behind training? Step time against the time of the slower of the two alone.
 
     python benchmarks/overlap.py [--steps 12]
 
-The real `RLTrainer` and `Orchestrator` on a small model, with a stand-in for the server whose
-rollouts take as long as told, and a forward and backward that sleep as long as told. The bound is
-max(generation, training) for batches ahead, their sum for none. In the last two rows a rollout in
-64 takes five times as long as the others, on a server with half as many places as a batch has
-rollouts: the bound is the work of a batch divided by the places.
+The real `RLTrainer` and `Orchestrator` run on a small model. A stand-in for the server makes
+rollouts of a given duration, and forward and backward sleep for a given duration. The bound is
+max(generation, training) with batches ahead, and their sum without. In the last two rows one
+rollout in 64 takes five times as long as the others, on a server with half as many places as a
+batch has rollouts. There the bound is the work of a batch divided by the number of places.
 """
 
 import argparse
@@ -29,7 +29,7 @@ BATCH_SIZE, GROUP = 64, 8
 
 
 class Server:
-    """A GroupRunner whose rollouts take `seconds(number)`, in `places` at a time."""
+    """A GroupRunner whose rollouts take `seconds(number)`; `places` of them run at a time."""
 
     def __init__(self, seconds: Any, places: int = BATCH_SIZE) -> None:
         self.seconds = seconds
@@ -61,14 +61,14 @@ class Server:
 
 
 def step_time(server: Server, training_s: float, ahead: int, steps: int, folder: Path) -> float:
-    """Median seconds between the ends of two steps, once the pipeline is full."""
+    """Return the median seconds between the ends of two steps, once the pipeline is full."""
     from tests.helpers import StubSink, load_example, make_tiny_model
     from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 
     ends: list[float] = []
 
     class Sleeping(RLTrainer):
-        """Its forwards and backwards take training_s, from the batch's arrival on."""
+        """Forward and backward end training_s after the batch's arrival."""
 
         def _next_batch(self) -> Any:
             batch = super()._next_batch()

@@ -1,10 +1,12 @@
 """The server's half of the protocol that `weight_sync.py` compares with: one HTTP call a parameter.
 
-As TRL's vLLM server mode has it (`update_named_param`): each call announces one tensor, is answered
-at once, and the worker then receives that tensor alone and gives it to vLLM's `load_weights`. The
-real vLLM runs this; `vf-vllm` takes the two classes by `--worker-extension-cls` and `--middleware`.
+It follows TRL's vLLM server mode (`update_named_param`): each call announces one tensor and is
+answered at once; then the worker receives that tensor alone and gives it to vLLM's `load_weights`.
+It runs in the real vLLM: `vf-vllm` takes the two classes by `--worker-extension-cls` and
+`--middleware`.
 
-Kept apart from `weight_sync.py` because this file imports vLLM and the trainer's process must not.
+This file is separate from `weight_sync.py` because it imports vLLM, which the trainer's process
+must not.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ CALL_TIMEOUT_S = 300.0
 
 
 class PerParameterWorker(WeightSyncWorker):
-    """Receives over the transport that `weight_sync_connect` made.
+    """Receives tensors over the transport that `weight_sync_connect` made.
 
-    With `load` false (an adapter, of which vLLM cannot load a part) tensors are only received.
+    With `load` false they are only received: vLLM cannot load a part of an adapter.
     """
 
     def per_parameter_begin(self, load: bool) -> None:
@@ -94,7 +96,7 @@ class PerParameterRoutes:
     async def call(self, engine: Any, step: str, body: dict[str, Any]) -> None:
         call = engine.collective_rpc(f"per_parameter_{step}", timeout=CALL_TIMEOUT_S, kwargs=body)
         if step == "receive":
-            # Answered before it is done, as in TRL: the caller's broadcast meets it there.
+            # Answer before the call is done, as TRL does: the worker waits for our caller's tensor.
             self.pending.append(asyncio.create_task(call))
             return
         await asyncio.gather(*self.pending)

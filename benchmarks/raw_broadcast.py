@@ -1,7 +1,7 @@
-"""The floor that `weight_sync.py` compares with: buffers to a second process that drops them.
+"""The lower bound that `weight_sync.py` compares with: buffers sent to a process that drops them.
 
-Over the same sockets (TCP) and in the sizes of the real messages, but packed and touched
-beforehand on both sides: no HTTP, no casts, no fresh memory, no model.
+They travel over the same sockets (TCP) and in the sizes of the real messages. But they are packed
+and touched beforehand on both sides: there is no HTTP, no cast, no fresh memory and no model.
 """
 
 import json
@@ -20,7 +20,7 @@ SECRET = "none is needed here"
 
 
 class RawReceiver:
-    """The sender's end; starts the receiver, this file run as a script."""
+    """The sender's end. It starts the receiver, which is this file run as a script."""
 
     def __init__(self, timeout_s: float) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ class RawReceiver:
         self.buffer = torch.ones(0, dtype=torch.uint8)
 
     def push(self, sizes: list[int]) -> None:
-        """Send buffers of these sizes; returns when all are there."""
+        """Send buffers of these sizes, and return when all have arrived."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(sizes) + "\n")
         self.process.stdin.flush()
@@ -43,7 +43,7 @@ class RawReceiver:
             self.buffer = torch.ones(max(sizes), dtype=torch.uint8)
         for size in sizes:
             self.sockets.send(self.buffer[:size])
-        # At its own deadline the receiver ends, and with it this wait.
+        # The receiver ends at its own deadline, and so does this wait.
         if self.process.stdout.readline() != "received\n":
             raise RuntimeError("the raw receiver failed")
 
@@ -54,7 +54,7 @@ class RawReceiver:
 
 
 def main(port: int, timeout_s: float) -> None:
-    """The receiver, on the cores that the server's workers have."""
+    """Run the receiver, on the cores that the server's workers have."""
     if hasattr(os, "sched_setaffinity"):
         cores = server_cores(list(os.sched_getaffinity(0)))
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

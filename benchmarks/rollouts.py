@@ -4,22 +4,25 @@
     python benchmarks/rollouts.py --workers [0 1 2] [--rounds 5]
     python benchmarks/rollouts.py --v1 [--rounds 5]
 
-with .venv-classic/bin/python, which `make CLASSIC=1 install` makes: it needs classic environments.
+Run it with .venv-classic/bin/python, which `make CLASSIC=1 install` makes: it needs classic
+environments.
 
-A real vf-vllm with a model of 0.85 M parameters, a `verifiers` environment of one turn and one of
-four. Ours: environment, scoring, advantages and samples included. Raw: the very bodies that ours
-sent, posted again by aiohttp, each rollout's turns one after the other and as many rollouts at a
-time; nothing is parsed but JSON. Every reply has the same number of tokens (`min_tokens`), and the
-server's prefix cache is off: raw would find all of its prompts there. Ours and raw take turns; each
-figure is the median over the rounds, the first left out. The clients that are not the default are
-measured at one concurrency only, the second.
+A real vf-vllm serves a model of 0.85 M parameters to a `verifiers` environment of one turn and to
+one of four. "Ours" includes environment, scoring, advantages and samples. "Raw" posts the request
+bodies of ours again with aiohttp: the turns of a rollout one after the other, and as many rollouts
+at a time as ours; it parses only JSON. Every reply has the same number of tokens (`min_tokens`).
+The server's prefix cache is off, because raw would find all of its prompts there. Ours and raw take
+turns; each figure is the median over all rounds but the first. Clients other than the default are
+measured only at the second concurrency.
 
-With --workers: the same environment of one turn in this process and in so many others, with a
-reward function that takes a while of Python, while this thread trains a small model as a trainer
-would: rollouts a second, and training steps over what they are with nothing beside them.
+With --workers: the same environment of one turn runs in this process (0) or in the given number of
+others, with a reward function that spends some time in Python. Meanwhile this thread trains a small
+model as a trainer would. Figures: rollouts a second, and training speed over that of training
+alone.
 
 With --v1: the same conversations as an environment of verifiers.v1, in our chat harness and in the
-stock `null` harness (16 rollouts of it, each a Python process), over the classic environment.
+stock `null` harness (only 16 rollouts, each a Python process). Figures: rollouts a second, and that
+rate over the rate of the classic environment.
 """
 
 import argparse
@@ -51,7 +54,7 @@ GROUP, REPLY_TOKENS, TIMEOUT_S = 16, 8, 300.0
 CLIENT_TYPES = ("openai_chat_completions_token", "openai_chat_completions", "renderer")
 
 
-__all__ = ["Talk", "TalkTaskset"]  # of the plugin for verifiers.v1
+__all__ = ["Talk", "TalkTaskset"]  # verifiers.v1 loads this module as a plugin
 
 
 class Conversation(vf.MultiTurnEnv):
@@ -103,7 +106,7 @@ class Talk(vf1.Env[TalkConfig]):
 
 
 class Recorder:
-    """Keeps the bodies that a client posts, by rollout (a rollout is one task)."""
+    """Keeps the bodies that a client posts, by rollout (a rollout is one asyncio task)."""
 
     def __init__(self, client: Any) -> None:
         self.conversations: dict[Any, list[tuple[str, Any]]] = {}
@@ -118,7 +121,7 @@ class Recorder:
 
 
 async def send_raw(url: str, conversations: list[list[tuple[str, Any]]], concurrent: int) -> float:
-    """Seconds for all of them."""
+    """Send all conversations; return the seconds that it took."""
     places = asyncio.Semaphore(concurrent)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -146,7 +149,7 @@ def measure(url: str, model: str, tokenizer: Any, options: Any) -> None:
         for client_type in options.clients:
             is_default = client_type == CLIENT_TYPES[0]
             if num_turns == 1 and not is_default:
-                continue  # the first turn is the default's too, or differs little
+                continue  # their first turn is like the default's, or nearly
             env = load_environment(num_turns)
             for concurrent in options.concurrent if is_default else options.concurrent[1:2]:
                 num_rollouts = max(concurrent, 512 // num_turns)
@@ -200,7 +203,7 @@ def measure_workers(url: str, model: str, tokenizer: Any, options: Any) -> None:
     ids = torch.randint(len(tokenizer), (4, 32))
 
     def train_until(ended: Callable[[], bool]) -> float:
-        """Steps a second."""
+        """Train until `ended()`; return the steps per second."""
         start, steps = time.perf_counter(), 0
         while not ended():
             trained(input_ids=ids, labels=ids).loss.backward()

@@ -3,17 +3,17 @@
     python benchmarks/train_step.py [--samples 16] [--rounds 2] [--vocab 151936] [--lora]
     python benchmarks/train_step.py --shape qwen3-4b --lora --samples 53   # 16k tokens; a GPU
 
-The same model, samples and token budget for all, each run in a process of its own, in turn:
+All have the same model, samples and token budget. Each runs in its own process, in turn:
 
     ours      RLTrainer.training_step
     textbook  (a) right-padded microbatches in the order given, full logits, log_softmax, entropy
     trl       (b) the same microbatches, logits of the completions only, TRL's
               selective_log_softmax and entropy_from_logits; left out where TRL is not installed
 
-Samples are ragged: lengths lognormal from 16 to 1024 tokens, the first quarter of each a prompt.
-Prints tokens a second (prompts included), peak memory above what the process had before the step,
-and the loss, which all must agree on. On a GPU, where there is one: in bfloat16, with gradient
-checkpointing, and with the model FLOPs utilisation of ours.
+Samples are ragged: their lengths are lognormal from 16 to 1024 tokens, and the first quarter of
+each is a prompt. Prints tokens a second (prompts included), peak memory above what the process had
+before the step, and the loss, on which all must agree. If there is a GPU, the step runs on it in
+bfloat16 with gradient checkpointing, and the model FLOPs utilisation of ours is printed.
 """
 
 import argparse
@@ -56,7 +56,7 @@ SHAPES = {
 
 
 def make_model(options: argparse.Namespace) -> Any:
-    """With random weights; of the dtype that load_policy gives them."""
+    """Make a model with random weights, in the dtype that load_policy gives them."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -138,7 +138,7 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
 
 
 def save_activations(model: Any) -> None:
-    """Gradient checkpointing, as train() switches it on."""
+    """Switch gradient checkpointing on, as train() does."""
     on = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.18 on
     (on or model.gradient_checkpointing_enable)()
     model.enable_input_require_grads()
@@ -185,7 +185,7 @@ def step_of_others(samples: list[Any], options: argparse.Namespace) -> Any:
             group = samples[start : start + MICRO_BATCH_SIZE]
             ids = padded(group, "token_ids", torch.int64)
             attention = padded([_Ones(s) for s in group], "ones", torch.int64)
-            # Completions begin at the shortest prompt.
+            # Keep positions from the end of the shortest prompt on.
             kept = ids.shape[1] - min(s.loss_mask.index(True) for s in group)
             kept = kept if utilities == "trl" else ids.shape[1] - 1
             with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
@@ -213,7 +213,7 @@ def status_kb(name: str) -> int:
 
 
 class PeakMemory:
-    """Of what runs until `gb` is asked for, above what there was before."""
+    """Peak memory of what runs until `gb()` is called, above what was in use before."""
 
     def __init__(self) -> None:
         import torch
@@ -224,7 +224,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
         else:
             self.before = status_kb("VmRSS") * 1024
-            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 
     def gb(self) -> float:
         import torch
@@ -242,7 +242,7 @@ def run_one(options: argparse.Namespace) -> None:
             step = step_of_others(samples, options)
         shortest = min(range(len(samples)), key=lambda i: len(samples[i].token_ids))
         everything, samples[:] = samples[:], [samples[shortest]]
-        step()  # a small one: threads, caches
+        step()  # a small one starts threads and fills caches
         samples[:] = everything
         memory = PeakMemory()
         start = time.monotonic()

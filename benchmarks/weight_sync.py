@@ -2,29 +2,33 @@
 
     python benchmarks/weight_sync.py [--layers 28] [--vocab 151936] [--repeats 5]
 
-A model of Qwen3-0.6B's shape with random weights: float32 here (on one thread in two, as
-`RLTrainer` sets it), bfloat16 in a real `vf-vllm`. Per mode the median of `--repeats` pushes by
-`WeightSync`, after one that warms up; each round measures all of its modes in turn, side by side:
+The model has Qwen3-0.6B's shape and random weights: float32 here (with threads on half of the
+cores, as `RLTrainer` sets it), bfloat16 in a real `vf-vllm`. Each mode's figure is the median of
+`--repeats` pushes by `WeightSync`, after one that warms up. Each round measures all modes of one
+server in turn:
 
-- full, merged: all weights, or all weights with a rank-16 adapter added in. Server without LoRA.
-- adapter: the adapter alone. Server with --enable-lora.
-- (a) raw: buffers of the same sizes, already packed and touched, over the same kind of
-  TCP sockets to a second process, which drops them. No HTTP, no casts, no model: a floor.
-- (b) per parameter: for each parameter one HTTP call that announces it, answered at once, and a
-  broadcast of that one tensor, which the real vLLM gives to `load_weights`; see `per_parameter.py`.
-  Milder than TRL's: HTTP connections are kept, no barrier follows a tensor, and vLLM's layerwise
-  reload, which its CPU kernels need, is begun and finalised once, not per parameter.
-  For the adapter's tensors, which vLLM cannot load one by one, they are received and dropped.
+- full, merged: all weights, or all weights with a rank-16 adapter added. The server has no LoRA.
+- adapter: the adapter alone. The server has --enable-lora.
+- (a) raw: buffers of the same sizes, already packed and touched, are sent over the same kind of
+  TCP sockets to a second process, which drops them. No HTTP, no casts, no model: a lower bound.
+- (b) per parameter: for each parameter one HTTP call announces it and is answered at once, and one
+  broadcast sends the tensor, which the real vLLM gives to `load_weights`; see `per_parameter.py`.
+  It costs less than TRL's: HTTP connections are kept, no barrier follows a tensor, and vLLM's
+  layerwise reload, which its CPU kernels need, begins and ends once, not for each parameter.
+  The adapter's tensors are received and dropped, because vLLM cannot load them one by one.
 
 A LoRA user of protocol (b) sends merged weights, so the adapter is compared with (b) of all
 weights; (b) of the adapter's own tensors is printed beside it.
 
-Generation: wall time of `--requests` sequences at once, prompts of 16 tokens included, over the
-tokens generated; adapter and base model in turn on the LoRA server, merged weights on the other.
-vLLM runs eager, on half of the cores; a GPU's CUDA graphs and kernels may differ. Rounding: largest
-and mean difference of a prompt's logprobs from the float32 model's here, and ||error|| / ||update||
-of the adapter's update in bfloat16. That depends on the update's size: B here has a deviation of
-1e-3, about where 100 steps at 1e-5 would take it.
+Generation: wall time of `--requests` sequences at once, prompts of 16 tokens included, divided by
+the number of generated tokens. Adapter and base model take turns on the LoRA server; merged weights
+run on the other. vLLM runs eager, on half of the cores; with a GPU's CUDA graphs and kernels this
+may differ.
+
+Rounding: largest and mean difference between a prompt's logprobs on the server and those of the
+float32 model here, and ||error|| / ||update|| of the adapter's update in bfloat16. This ratio
+depends on the update's size: here B has a standard deviation of 1e-3, about what it would have
+after 100 steps at 1e-5.
 """
 
 import argparse
@@ -68,9 +72,10 @@ Rows = dict[str, list[float]]
 
 
 def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, Any]:
-    """The model in float32, and the same parameters under an adapter; saves a bfloat16 checkpoint.
+    """Make the model in float32, and the same parameters under an adapter. Saves a bfloat16
+    checkpoint.
 
-    The float32 values are the checkpoint's, as when training starts from a bfloat16 model.
+    The float32 values are those of the checkpoint, as when training starts from a bfloat16 model.
     """
     sys.path.insert(0, str(ROOT / "examples"))
     from warm_start import make_tokenizer
@@ -106,7 +111,7 @@ def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, A
 
 @contextmanager
 def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceClient]:
-    """A `vf-vllm` with the routes of protocol (b), on a free port."""
+    """Run a `vf-vllm` with the routes of protocol (b), on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
@@ -134,7 +139,7 @@ def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceCli
 
 
 def push_per_parameter(sync: WeightSync, sources: dict[str, Source], load: bool) -> None:
-    """(b), the trainer's half."""
+    """Push by protocol (b): the trainer's half."""
     transport = sync._transport
     assert transport is not None
     headers = {"Authorization": f"Bearer {find_token(sync.client.host, sync.client.port)}"}
@@ -168,7 +173,7 @@ def complete(client: InferenceClient, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(client: InferenceClient, name: str, options: argparse.Namespace) -> None:
-    """Prompts shorter than a cache block: no run profits from the one before."""
+    """Generate. Prompts are shorter than a cache block, so no run profits from the one before."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(256, (options.requests, 16), generator=generator).tolist()
     body = {"model": name, "prompt": prompts, "max_tokens": options.tokens, "ignore_eos": True}
@@ -181,7 +186,7 @@ PROMPT = torch.randint(256, (64,), generator=torch.Generator().manual_seed(1))
 
 
 def served_logprobs(client: InferenceClient, name: str) -> Tensor:
-    """Logprobs of PROMPT[1:] on the server."""
+    """Return the server's logprobs of PROMPT[1:]."""
     body = {"model": name, "prompt": PROMPT.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
     given = complete(client, body)["choices"][0]["prompt_logprobs"]
     pairs = zip(given[1:], PROMPT.tolist()[1:], strict=True)
@@ -196,7 +201,7 @@ def exact_logprobs(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def lost_update(adapted: nn.Module) -> tuple[float, float]:
-    """||error|| / ||update|| over all adapted layers: weights merged in bf16, adapter in bf16."""
+    """Return ||error|| / ||update|| over all adapted layers: merged in bf16, adapter in bf16."""
     merged_error = adapter_error = norm = 0.0
     for module in adapted.modules():
         if not isinstance(module, LoraLayer):
@@ -246,8 +251,8 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
             "full (a)": lambda: raw.push(all_sizes),
             "full (b)": lambda: push_per_parameter(sync, full_sources(model), load=True),
         }
-        # Each must arrive, or its time means nothing: full and (b) replace merged weights, and give
-        # the very same logprobs.
+        # The time of a push means nothing unless its weights arrive. Full and (b) each replace
+        # merged weights, so their logprobs must be equal.
         served = {}
         for mode in ("merged", "full", "merged", "full (b)"):
             modes[mode]()

@@ -1,17 +1,17 @@
 """Make an example's model: a tiny Qwen3 and its byte-level tokenizer, from scratch,
 in a minute or two on 2 cores.
 
-Supervised training on clean demonstrations, then on noisy ones with mistakes in them. The model
-imitates the mistakes too. That is what RL has to mend, from rewards alone.
+Supervised training uses clean demonstrations first, then noisy ones with mistakes in them. The
+model imitates the mistakes too. RL has to correct them, from rewards alone.
 
     python examples/warm_start.py examples/reverse_text_v1/reverse_text_v1.py OUTPUT
 
-The environment's module says what a demonstration is:
+The environment's module defines the demonstrations:
 
     def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
         # num conversations: {"messages": [...], "tools": [...] where it uses tools};
         # noise: the share of mistakes in what the assistant says
-    EXTRA_TOKENS = [...]    # what its chat template writes as one token each, beside SPECIAL_TOKENS
+    EXTRA_TOKENS = [...]    # optional: strings that are one token each, beside SPECIAL_TOKENS
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-# {% generation %} marks what the assistant says, which is what supervised training trains.
+# {% generation %} marks what the assistant says; supervised training trains only that.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|' + message['role'] + '|>' -}}"
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(extra_tokens: list[str] | None = None) -> PreTrainedTokenizerFast:
-    """One token a byte, special tokens and the extra ones, a chat template of the usual form."""
+    """Make a byte-level tokenizer with special and extra tokens and a usual chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -67,7 +67,7 @@ def make_tokenizer(extra_tokens: list[str] | None = None) -> PreTrainedTokenizer
 def make_model(
     tokenizer: PreTrainedTokenizerFast, tie_word_embeddings: bool = False
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.9 M parameters in float32."""
+    """Make a Qwen3 of 0.9 M parameters in float32."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -87,8 +87,8 @@ def make_model(
 def supervised_batch(
     tokenizer: PreTrainedTokenizerFast, conversations: list[dict[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    """Conversations as tokens; labels -100 on padding and on what the assistant did not say.
-    (B, T) each.
+    """Tokenise conversations. Labels are -100 on padding and on what the assistant did not say. All
+    tensors are (B, T).
     """
     rows = []
     for conversation in conversations:

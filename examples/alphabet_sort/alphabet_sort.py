@@ -1,6 +1,6 @@
 """A multi-turn `verifiers` environment: keep a growing set of letters in alphabetical order.
 
-Each user turn adds letters; each answer has to be all letters so far, sorted. Data is generated;
+Each user turn adds letters; each answer must be all letters so far, sorted. Data is generated;
 nothing is downloaded.
 """
 
@@ -19,9 +19,10 @@ LETTERS_PER_TURN = 2
 def make_conversations(
     num: int, seed: int, exclude: frozenset[str] = frozenset()
 ) -> list[list[str]]:
-    """The letters that each user turn adds, all different, for `num` conversations.
+    """Make `num` conversations: the letters that each user turn adds, all different.
 
-    No two have the same letters in all, and none has those of one in `exclude` (sorted letters).
+    No two conversations have the same set of letters. None has a set that is in `exclude`, whose
+    elements are sorted letters.
     """
     rng = random.Random(seed)
     conversations: dict[str, list[str]] = {}
@@ -38,13 +39,13 @@ def in_order(letters: str) -> str:
 
 
 def right_answers(turns: list[str]) -> list[str]:
-    """Of each turn: all letters so far, sorted."""
+    """Return the right answer of each turn: all letters so far, sorted."""
     return [in_order(letters) for letters in accumulate(turns)]
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Conversations with the right answers, their letters replaced by random ones with probability
-    `noise`; for ../warm_start.py.
+    """Make demonstrations for ../warm_start.py: conversations with the right answers, in which each
+    letter is replaced by a random one with probability `noise`.
     """
     rng = random.Random(seed)
     conversations = []
@@ -77,7 +78,7 @@ def make_split(conversations: list[list[str]]) -> Dataset:
 
 def load_environment(num_train: int = 4096, num_eval: int = 256, seed: int = 0) -> vf.Environment:
     """Reward: similarity of an answer to the right one, 0 to 1 (difflib's ratio), mean over turns.
-    Metric: exact, all turns right.
+    Metric: exact, whether all turns are right.
 
     No conversation of the held-out split has the same letters as one of the training split.
     """
@@ -86,7 +87,7 @@ def load_environment(num_train: int = 4096, num_eval: int = 256, seed: int = 0) 
     train = make_conversations(num_train, seed, exclude)
 
     def answers(completion: vf.Messages, info: dict) -> list[tuple[str, str]]:
-        """What was said and what is right, for each turn."""
+        """Return what was said and what is right, for each turn."""
         said = [message.content for message in completion if message.role == "assistant"]
         return list(zip(said, right_answers(info["turns"]), strict=True))
 

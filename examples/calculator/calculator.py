@@ -1,4 +1,4 @@
-"""A `verifiers` environment with tools: let a calculator compute, then give its result. Data is
+"""A `verifiers` environment with tools: call a calculator, then answer with its result. Data is
 generated; nothing is downloaded."""
 
 import json
@@ -24,8 +24,8 @@ def multiply(a: int, b: int) -> int:
 
 
 TOOLS = {"plus": add, "minus": subtract, "times": multiply}
-# A call as the chat template of ../warm_start.py and vLLM's hermes parser have it. What is the same
-# in all calls is one token each, or a rollout would be twice as long.
+# The parts that all calls share, as the chat template of ../warm_start.py and vLLM's hermes parser
+# spell them. Each is one token; otherwise a rollout would be twice as long.
 CALL = ["<tool_call>", '{"name": "', '", "arguments": {"a": ', ', "b": ', "}}", "</tool_call>"]
 EXTRA_TOKENS = ["<|tool|>", *CALL]
 
@@ -45,7 +45,7 @@ def make_questions(
 
 
 def parse_question(question: str) -> tuple[str, dict[str, int]]:
-    """Name and arguments of the call that answers it."""
+    """Return name and arguments of the call that answers the question."""
     a, word, b = question.split()
     return TOOLS[word].__name__, {"a": int(a), "b": int(b)}
 
@@ -60,14 +60,14 @@ def make_split(questions: list[str]) -> Dataset:
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Questions, the tool's call, its result and the answer. With probability `noise` each: no call
-    but a guess, another tool, and for each digit that is copied another digit.
-    For ../warm_start.py.
+    """Make demonstrations for ../warm_start.py: question, tool call, its result, answer. Each of
+    these mistakes has probability `noise`: a guess instead of the call, a random tool instead of
+    the right one, and for each copied digit a random digit.
     """
     rng = random.Random(seed)
 
     def copied(number: int | str) -> str:
-        """Wrong in any digit, without a leading 0, which JSON does not allow."""
+        """Copy with mistakes in any digit, but no new 0: JSON allows no leading 0."""
         digits = [
             rng.choice("123456789") if c.isdigit() and rng.random() < noise else c
             for c in str(number)
@@ -100,8 +100,8 @@ def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
 def load_environment(
     num_train: int = 4096, num_eval: int = 256, max_turns: int = 3, seed: int = 0
 ) -> vf.Environment:
-    """Reward: 1 for the right answer after the tools' calls, else 0. Metric: whether the first call
-    is the right one; `verifiers` adds how often which tool was called.
+    """Reward: 1 for the right answer after the tool calls, else 0. Metric: whether the first call
+    is the right one. `verifiers` adds the number of calls of each tool.
 
     The held-out split shares no question with the training split.
     """

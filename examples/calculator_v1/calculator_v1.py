@@ -1,4 +1,4 @@
-"""A taskset of `verifiers.v1` with tools: let a calculator compute, then give its result. Data is
+"""A taskset of `verifiers.v1` with tools: call a calculator, then answer with its result. Data is
 generated; nothing is downloaded. Run as a program, it serves the tools over MCP."""
 
 import json
@@ -9,14 +9,14 @@ import verifiers.v1 as vf
 
 __all__ = ["CalculatorTaskset"]
 
-# Each word's tool, and what that computes.
+# For each word the tool, and the function that it computes.
 TOOLS = {
     "plus": ("add", int.__add__),
     "minus": ("subtract", int.__sub__),
     "times": ("multiply", int.__mul__),
 }
-# A call as the chat template of ../warm_start.py and vLLM's hermes parser have it. What is the same
-# in all calls is one token each, or a rollout would be twice as long.
+# The parts that all calls share, as the chat template of ../warm_start.py and vLLM's hermes parser
+# spell them. Each is one token; otherwise a rollout would be twice as long.
 CALL = ["<tool_call>", '{"name": "', '", "arguments": {"a": ', ', "b": ', "}}", "</tool_call>"]
 EXTRA_TOKENS = ["<|tool|>", *CALL]
 
@@ -24,7 +24,7 @@ EXTRA_TOKENS = ["<|tool|>", *CALL]
 class CalculatorConfig(vf.TasksetConfig):
     num_tasks: int = 4096
     held_out: bool = False
-    """The questions for evaluation, none of which is among the others."""
+    """Load the questions for evaluation instead; none of them is a training question."""
 
 
 class CalculatorData(vf.TaskData):
@@ -57,7 +57,7 @@ class CalculatorTask(vf.Task[CalculatorData, vf.State, vf.TaskConfig]):
 
     @vf.metric
     async def right_call(self, trace: vf.Trace) -> float:
-        """Whether the first call is the right one."""
+        """Return 1 if the first call is the right one, else 0."""
         first = trace.assistant_messages[0]
         for call in first.tool_calls or []:
             try:
@@ -79,7 +79,7 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
         return [Calculator(vf.SharedToolsetConfig())]
 
     def load(self) -> Iterator[CalculatorTask]:
-        """Questions whose numbers add up to a multiple of 16 are held out."""
+        """Yield the tasks. Questions whose numbers add up to a multiple of 16 are held out."""
         config, rng, seen = self.config, random.Random(0), set[str]()
         while len(seen) < config.num_tasks:
             question = make_question(rng)
@@ -93,27 +93,27 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
 
 
 def make_question(rng: random.Random) -> str:
-    """Such as "27 times 481"."""
+    """Make a question such as "27 times 481"."""
     return f"{rng.randint(10, 999)} {rng.choice(list(TOOLS))} {rng.randint(10, 999)}"
 
 
 def solve(question: str) -> tuple[str, dict[str, int], str]:
-    """Name and arguments of the call that answers it, and its result."""
+    """Return name and arguments of the call that answers the question, and its result."""
     a, word, b = question.split()
     name, compute = TOOLS[word]
     return name, {"a": int(a), "b": int(b)}, str(compute(int(a), int(b)))
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Questions, the tool's call, its result and the answer. With probability `noise` each: no call
-    but a guess, another tool, and for each digit that is copied another digit.
-    For ../warm_start.py.
+    """Make demonstrations for ../warm_start.py: question, tool call, its result, answer. Each of
+    these mistakes has probability `noise`: a guess instead of the call, a random tool instead of
+    the right one, and for each copied digit a random digit.
     """
     rng = random.Random(seed)
     functions = dict(TOOLS.values())
 
     def copied(number: int | str) -> str:
-        """Wrong in any digit, without a leading 0, which JSON does not allow."""
+        """Copy with mistakes in any digit, but no new 0: JSON allows no leading 0."""
         digits = [
             rng.choice("123456789") if c.isdigit() and rng.random() < noise else c
             for c in str(number)

@@ -1,7 +1,8 @@
 """A game as a `verifiers` environment: find a secret letter in at most 5 guesses.
 
-Each user turn is the range that the secret is in, "c-v": at first the game's own, then what is left
-of it. A guess outside leaves it as it is. The only reward comes at the end, 1 for a letter found.
+Each user turn names the range that holds the secret, such as "c-v". A wrong guess in the range
+narrows it; a guess outside leaves it unchanged. The only reward comes at the end: 1 if the letter
+was found.
 """
 
 import random
@@ -26,7 +27,7 @@ def all_games() -> list[Game]:
 
 
 def narrow(letters: str, guess: str, secret: str) -> str:
-    """What a wrong guess leaves of the range."""
+    """Return the range that is left after a wrong guess."""
     if len(guess) != 1 or guess not in letters:
         return letters
     before, after = letters.split(guess)
@@ -38,8 +39,8 @@ def as_text(letters: str) -> str:
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Games with guesses in the middle of the range, replaced by random letters with probability
-    `noise`; for ../warm_start.py.
+    """Make demonstrations for ../warm_start.py: games in which a guess is the middle of the range
+    or, with probability `noise`, a random letter.
     """
     rng = random.Random(seed)
     conversations = []
@@ -101,7 +102,7 @@ def make_split(games: list[Game]) -> Dataset:
 def load_environment(num_eval: int = 256, seed: int = 0) -> vf.Environment:
     """Reward: 1 if the letter was found, else 0. Metric: legal, the share of guesses in the range.
 
-    No game of the held-out split, a range and the secret in it, is one of the training split.
+    A game is a range and the secret in it. No game of the held-out split is in the training split.
     """
     games = all_games()
     random.Random(seed).shuffle(games)

@@ -13,8 +13,8 @@ INSTRUCTION = (
 
 
 def make_texts(num_texts: int, min_length: int, max_length: int, held_out: bool) -> list[str]:
-    """Distinct random strings; those whose letters add up to a multiple of 16 are held out. The
-    same strings in the same order as in ../reverse_text_v1.
+    """Make distinct random strings, the same in the same order as ../reverse_text_v1. Strings whose
+    letters add up to a multiple of 16 are held out.
     """
     rng = random.Random(0)
     texts: dict[str, None] = {}
@@ -32,8 +32,8 @@ def make_split(texts: list[str], instruction: str) -> Dataset:
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Strings and their reversal, its letters replaced by random ones with probability `noise`;
-    for ../warm_start.py.
+    """Make demonstrations for ../warm_start.py: strings and their reversals. Each letter of a
+    reversal is replaced by a random one with probability `noise`.
     """
     rng = random.Random(seed)
     conversations = []

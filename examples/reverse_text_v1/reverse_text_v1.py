@@ -20,7 +20,7 @@ class ReverseTextConfig(vf.TasksetConfig):
     max_length: int = 8
     instruction: str = INSTRUCTION
     held_out: bool = False
-    """The tasks for evaluation, which share no string with the others."""
+    """Load the tasks for evaluation instead; they share no string with the training tasks."""
 
 
 class ReverseTextData(vf.TaskData):
@@ -30,7 +30,7 @@ class ReverseTextData(vf.TaskData):
 class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def similarity(self, trace: vf.Trace) -> float:
-        """0 to 1 (difflib's ratio)."""
+        """Return the similarity to the answer, 0 to 1 (difflib's ratio)."""
         return difflib.SequenceMatcher(None, trace.last_reply, self.data.answer).ratio()
 
     @vf.metric
@@ -40,7 +40,7 @@ class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):
 
 class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
     def load(self) -> Iterator[ReverseTextTask]:
-        """Strings whose letters add up to a multiple of 16 are held out."""
+        """Yield the tasks. Strings whose letters add up to a multiple of 16 are held out."""
         config, rng, seen = self.config, random.Random(0), set[str]()
         while len(seen) < config.num_tasks:
             length = rng.randint(config.min_length, config.max_length)
@@ -55,8 +55,8 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Strings and their reversal, its letters replaced by random ones with probability `noise`;
-    for ../warm_start.py.
+    """Make demonstrations for ../warm_start.py: strings and their reversals. Each letter of a
+    reversal is replaced by a random one with probability `noise`.
     """
     rng = random.Random(seed)
     conversations = []

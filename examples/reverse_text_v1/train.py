@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 def make_taskset() -> ReverseTextTaskset:
-    """Its `eval_taskset` is what evaluations use."""
+    """Make the taskset for training; evaluations use its `eval_taskset`."""
 
     def make(**options: Any) -> ReverseTextTaskset:
         # An empty instruction: the tiny model knows one task only.

@@ -1,12 +1,12 @@
-"""`vf-rl --check @ config.toml`: everything a run needs, tried once in order, a line each.
+"""`vf-rl --check @ config.toml`: tries everything a run needs once, in order, with a line each.
 
     ok    what: detail
     FIX   what: what is wrong, and what to do
     skip  what: needs a check that failed
 
-First what needs no server. Then the run's own server is started, and one rollout and one weight
-sync go through the code that training uses. Nothing is left behind: no process, no file, except the
-server's log where something failed.
+The checks that need no server come first. Then the run's own server is started, and one rollout
+and one weight sync go through the code that training uses. No process and no file is left behind,
+except the server's log if a check failed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Fix(Exception):
 
 
 def check(config: RunConfig, resume: bool | str | None = None) -> int:
-    """Run all checks. Returns the exit status: 0 where every line is ok, else 1.
+    """Run all checks. Returns the exit status: 0 if every line is ok, else 1.
 
     Args:
-        resume: as the run will be told; see `prepare_run_folder`.
+        resume: the value that the run will get; see `prepare_run_folder`.
     """
     import datasets
     from transformers.utils.logging import disable_progress_bar
@@ -70,16 +70,16 @@ def handle_signals(handler: Any) -> None:
 
 
 def end_check(number: int, frame: FrameType | None) -> None:
-    # SystemExit: neither asyncio nor the environment's own code takes it for a failed rollout.
+    # SystemExit, because asyncio and the environment's code do not take it for a failed rollout.
     print(f"vf-rl: {signal.Signals(number).name}: ending the check", flush=True)
     sys.exit(128 + number)
 
 
 def check_versions(requirements: Iterable[str], on_gpu: bool) -> str:
-    """The installed versions of these requirements, of which the extra `vllm` or `cpu` applies.
+    """Return the installed versions of these requirements, with the extra `vllm` or `cpu`.
 
     Raises:
-        Fix: those missing or out of bounds.
+        Fix: a requirement is missing or out of bounds.
     """
     from packaging.requirements import Requirement
 
@@ -101,10 +101,10 @@ def check_versions(requirements: Iterable[str], on_gpu: bool) -> str:
 
 
 class Preflight:
-    """The checks of one run, in order; each leaves in `self` what later ones need."""
+    """The checks of one run, in order. Each stores in `self` what later checks need."""
 
     gpus: tuple[str, str]
-    args: Any  # RLConfig; its module is imported late, like all that is heavy
+    args: Any  # RLConfig; its module is heavy, so it is imported late
     client: InferenceClient
     model: Any
     tokenizer: Any
@@ -152,7 +152,7 @@ class Preflight:
         return 1
 
     def line(self, what: str, check: Callable[[], str], *needs: str) -> None:
-        """Run one check and print its line, whatever comes of it."""
+        """Run one check and print its line. An error becomes a FIX line."""
         if missing := [name for name in needs if name not in self.passed]:
             print(f"skip  {what}: needs {', '.join(missing)}", flush=True)
             return
@@ -161,7 +161,7 @@ class Preflight:
         except Exception as error:  # anything can be wrong; the other checks still run
             from verifiers_rl.data import describe_error
 
-            # Our own errors say what to do; of others the kind and the cause matter.
+            # Our own errors say what to do. For others, the line has their kind and cause.
             is_ours = type(error).__module__.startswith("verifiers_rl.")
             text = str(error) if is_ours else describe_error(error)
             print(f"FIX   {what}: {' '.join(text.split())}", flush=True)
@@ -171,8 +171,8 @@ class Preflight:
             print(f"ok    {what}: {detail}", flush=True)
 
     def close(self) -> None:
-        """End the server and delete its log, unless something is to be looked up there."""
-        # The server first: a push that a signal interrupted ends with its other side.
+        """End the server, and delete its log unless a check failed."""
+        # The server first: a push that a signal interrupted ends when the server ends.
         if self.server is not None:
             self.server.stop()
         if self.sync is not None:
@@ -186,7 +186,7 @@ class Preflight:
 
     def check_gpus(self) -> str:
         self.gpus = assign_gpus(self.config)
-        # Before anything here starts CUDA: the first GPU of the trainer is ours, as in a run.
+        # Set before anything here starts CUDA. We use the trainer's first GPU, as a run does.
         os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus[1].split(",")[0]
         server, trainer = (f"GPU {ids}" if ids else "CPU" for ids in self.gpus)
         return f"server on {server}, trainer on {trainer}"
@@ -237,7 +237,7 @@ class Preflight:
         self.model_config = AutoConfig.from_pretrained(self.config.model)
         text = self.model_config.get_text_config()
         longest = getattr(text, "max_position_embeddings", None)
-        # Where positions are stretched, some configs count them before and some after.
+        # With RoPE scaling, some configs give the positions before scaling, others after.
         rope = getattr(text, "rope_parameters", None) or {}
         reach = longest and longest * max(rope.get("factor") or 1, 1)
         if reach and reach < self.args.max_seq_len:
@@ -307,7 +307,7 @@ class Preflight:
         set_seed(args.seed)
         try:
             self.model = load_policy(self.config.model, args).to(args.device).eval()
-        except ValueError as error:  # peft's
+        except ValueError as error:  # from peft
             raise Fix(f"lora_target_modules={args.lora_target_modules}: {error}") from error
         dtype = next(self.model.parameters()).dtype
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -322,8 +322,8 @@ class Preflight:
 
     def check_server(self) -> str:
         args = self.args
-        handle_signals(end_check)  # an environment of verifiers has put its own in their place
-        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this check; the server's too
+        handle_signals(end_check)  # loading a verifiers environment replaced them
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # the server inherits it
         start = time.monotonic()
         self.server = Child(
             "inference",
@@ -356,7 +356,7 @@ class Preflight:
                     self.client.status()
                     return
                 except InferenceServerError:
-                    pass  # not yet: its process tells whether to go on waiting
+                    pass  # not ready yet; the check below tells whether to keep waiting
                 if ended_within(server, 0.5):
                     raise InferenceServerError(
                         f"it ended with status {server.process.returncode} before it was ready"
@@ -387,7 +387,7 @@ class Preflight:
 
         async def roll_out() -> Any:
             one = Slots(1)
-            firsts = [0, *accumulate(self.runner.sizes("train"))][:-1]  # of each environment
+            firsts = [0, *accumulate(self.runner.sizes("train"))][:-1]  # in each environment
             try:
                 await self.runner.open()
                 return [
@@ -414,8 +414,8 @@ class Preflight:
     def check_sync(self) -> str:
         import torch
 
-        # Other weights than the server has: the logprobs then tell whether these arrived. A new
-        # adapter changes nothing, so one that was lost would not be missed.
+        # Push weights that differ from the server's: the logprobs then tell whether they arrived.
+        # A new adapter changes no output, so nobody would notice if it got lost.
         self.before = []
         with torch.no_grad():
             for p in self.model.parameters():
@@ -448,7 +448,7 @@ class Preflight:
                 parameter.copy_(value)
         stale = trainer_logprobs(self.model, prompt + token_ids, len(theirs), args)
         found = difference(ours, theirs, dtypes_of(self.model, self.client, args))
-        if not found.mean < (stale - theirs).abs().mean() / 2:  # NaN too
+        if not found.mean < (stale - theirs).abs().mean() / 2:  # True for NaN, too
             raise Fix(
                 f"{found}, and no nearer to the pushed weights than to those before: the server "
                 "does not use what it received; take quantization and model overrides out of "

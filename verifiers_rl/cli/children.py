@@ -1,4 +1,4 @@
-"""The processes that `vf-rl` starts: their output, their deadlines, what is said of their end."""
+"""The processes that `vf-rl` starts: their output, their deadlines, the messages at their end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STOP_GRACE_S = 20.0
 
 
 class Child:
-    """A child process with its own process group;
-    its output goes to our output with a prefix, to a file, or as it is.
+    """A child process in its own process group. Its output goes to a file, to our output with a
+    prefix, or to our output unchanged.
 
     Attributes:
-        last_lines: what it printed last with a prefix.
+        last_lines: the last lines that were printed with a prefix.
         last_printed: name of the child that printed last.
     """
 
@@ -39,7 +39,7 @@ class Child:
             log.parent.mkdir(parents=True, exist_ok=True)
         self._log: IO[bytes] | None = log.open("ab") if log else None
         output = None if inherit else self._log or subprocess.PIPE
-        # A group of its own, so that it can be ended whole.
+        # It gets its own process group, so that it can be ended with all its children.
         self.process = subprocess.Popen(
             command,
             env={
@@ -70,26 +70,26 @@ class Child:
                     Child.last_printed = self.name
                     try:
                         print(f"[{self.name}] {text}", flush=True)
-                    except OSError:  # our terminal is gone; a full pipe would stop the child
+                    except OSError:  # the terminal is gone; a full pipe would block the child
                         self.mute()
 
     def mute(self) -> None:
-        """Print nothing more of its output."""
+        """Stop printing the output of the child."""
         self._is_muted = True
 
     def wait_for_output(self) -> None:
-        """Once it has ended: until all that it wrote is printed."""
+        """Wait until all output of a child that has ended is printed."""
         if self._printer is not None:
             self._printer.join(5.0)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """SIGTERM to the whole group, SIGKILL after a grace period; returns when it is gone."""
+        """Send SIGTERM to the whole group, SIGKILL after a grace period; wait until it is gone."""
         if self.process.poll() is None:
             self._signal(signal.SIGTERM)
             try:
                 self.process.wait(grace_s)
             except subprocess.TimeoutExpired:
-                pass  # the SIGKILL below
+                pass  # SIGKILL follows below
         self.kill()
         self.process.wait()
         self.wait_for_output()
@@ -99,14 +99,14 @@ class Child:
             self._log.close()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, also to what a dead leader left behind."""
+        """Send SIGKILL to the whole group, also to processes that a dead leader left behind."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
-            pass  # the whole group is gone: what we want
+            pass  # the whole group is gone already
 
 
 def ended_within(child: Child, seconds: float) -> bool:
@@ -126,8 +126,8 @@ def answers(client: InferenceClient) -> bool:
 
 
 def ended_early(server: Child, log: Path | None, config: RunConfig) -> InferenceServerError:
-    """What to raise when the server's first start failed; shows the end of its log, unless the
-    reason is one flag.
+    """Return the error to raise when the server's first start failed. Prints the end of its log,
+    unless a single flag is the reason.
     """
     server.wait_for_output()
     lines = log.read_text(errors="replace").splitlines() if log else list(server.last_lines)
@@ -142,7 +142,7 @@ def ended_early(server: Child, log: Path | None, config: RunConfig) -> Inference
 
 
 def flag_problem(lines: list[str], config: RunConfig) -> str | None:
-    """What the server's parser says of a flag, by the name that it has in the TOML."""
+    """Return what the server's parser says about a flag, with the flag's name in the TOML."""
     said = [line.partition("error: ")[2] for line in lines if "error: " in line]
     for text in reversed(said):
         flags = (word.replace("-", "_") for word in re.findall(r"--(?:no-)?([\w-]+)", text))

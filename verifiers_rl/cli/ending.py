@@ -1,4 +1,4 @@
-"""How vf-train ends before its time: by Ctrl-C or SIGTERM, or with the process that started it."""
+"""How vf-train ends early: by Ctrl-C or SIGTERM, or with the process that started it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from types import FrameType
 
 from verifiers_rl.process.parent import die_with_parent
 
-SAVE_GRACE_S = 120.0  # from the request to end until SIGKILL: a checkpoint is saved meanwhile
+SAVE_GRACE_S = 120.0  # between the request to end and SIGKILL; a checkpoint is saved meanwhile
 
 
 class Interrupt:
     """Turns the first SIGINT or SIGTERM into KeyboardInterrupt, upon which the trainer saves a
-    checkpoint. A second one ends the process at once.
+    checkpoint. A second signal ends the process at once.
 
     Attributes:
-        number: the signal that came; None before.
+        number: the signal that came; None before it.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     def handle_signals(self) -> None:
-        """To be called again after code that may have put handlers of its own."""
+        """Install our handlers. Call this again after code that may install handlers of its own."""
         if self.number is None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # The default action ends the process also while C code holds the main thread.
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)  # also where C code holds the main thread
+            signal.signal(each, signal.SIG_DFL)
         if self.number is not None:
             os.kill(os.getpid(), number)
         self.number = number
@@ -48,11 +49,11 @@ class Interrupt:
 
 
 def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
-    """End this process when one of these ends, however that ends: by SIGTERM, and by SIGKILL
-    `grace_s` later. On Linux only.
+    """End this process when one of the given processes ends, for whatever reason: by SIGTERM, and
+    by SIGKILL `grace_s` seconds later. Linux only.
 
-    The kernel's own signal for it (`inference.parent`) tells of the direct parent alone. A rank's
-    is accelerate's launcher, which outlives a killed vf-rl.
+    The kernel's parent-death signal (`process.parent`) covers only the direct parent. The parent of
+    a rank is accelerate's launcher, which outlives a killed vf-rl.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -62,18 +63,18 @@ def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
             poll.register(os.pidfd_open(pid), select.POLLIN)
         except ProcessLookupError:
             sys.exit("the process that started this one is gone")
-        except OSError:  # a sandbox may forbid it: then the direct parent only, without SIGKILL
+        except OSError:  # a sandbox may forbid it: watch only the direct parent, no SIGKILL
             die_with_parent(os.getppid())
             return
 
     def watch() -> None:
         poll.poll()
         for descriptor in (1, 2):
-            # A pipe that nobody reads now would raise in whatever prints, saving included.
+            # Printing into a pipe without a reader would raise, also while a checkpoint is saved.
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace_s)  # the end of this process is what is awaited
+        time.sleep(grace_s)  # this process should end meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end_with", daemon=True).start()

@@ -9,11 +9,11 @@ from typing import NoReturn
 
 
 def folder_error(output_dir: str) -> str | None:
-    """Why nothing can be written into this folder, or None. Leaves nothing behind."""
+    """Return why nothing can be written into this folder, or None. Leaves nothing behind."""
     folder = Path(output_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        # Permissions do not tell of a read-only or full disk.
+        # A real write: permissions do not show that a disk is full or read-only.
         with tempfile.TemporaryDirectory(prefix=".vf-rl-", dir=existing):
             return None
     except OSError as error:

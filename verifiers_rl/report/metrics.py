@@ -1,5 +1,5 @@
-"""What a person sees: means over a batch, the table of rollouts, metrics.jsonl, the curves,
-the progress bar.
+"""What a person sees of a run: means over tokens and steps, the table of rollouts, metrics.jsonl,
+the curves, the progress bar, early warnings.
 """
 
 from __future__ import annotations
@@ -32,29 +32,27 @@ from verifiers_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-# Logged as the largest over the steps since the last line, not as their mean.
+# For these, a line of logs has the maximum over the steps since the last line, not the mean.
 MAXIMA = ("importance_ratio_max", "staleness_max")
 
 
 class TokenMeans:
-    """Means over the loss tokens of a batch,
-    gathered microbatch by microbatch and then over the ranks.
-    """
+    """Means over the loss tokens of a batch, summed over microbatches and then over ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._max: dict[str, Tensor] = {}
 
     def add(self, inputs: LossInputs, metrics: dict[str, Tensor]) -> None:
-        """Add one microbatch:
-        (N,) tensors over its predicted tokens, masked by `inputs.loss_mask`.
+        """Add one microbatch. `metrics` are (N,) tensors over its predicted tokens, of which only
+        those in `inputs.loss_mask` count.
         """
         mask = inputs.loss_mask
         log_ratio = log_importance_ratio(inputs).detach()
         ratio = log_ratio.exp()
         tokens = {
             "importance_ratio": ratio,
-            # KL(inference || trainer) from tokens of the former:
+            # KL(inference || trainer), estimated from tokens that the inference side sampled:
             # k3 of http://joschu.net/blog/kl-approx.html
             "mismatch_kl": ratio - 1 - log_ratio,
             "clamped_share": (log_ratio.abs() >= MAX_LOG_RATIO).float(),
@@ -69,8 +67,8 @@ class TokenMeans:
         )
 
     def reduce(self, num_loss_tokens: int, world_size: int) -> dict[str, float]:
-        """Means over all ranks; every rank must call this with the same metrics. None without
-        microbatches.
+        """Return the means over all ranks; {} without microbatches. Every rank must call this, with
+        the same metrics.
         """
         if not self._sums:
             return {}
@@ -85,8 +83,8 @@ class TokenMeans:
 
 
 class StepWindow(TrainerCallback):
-    """The steps since the last line of logs: their metrics, and the time that they took, without
-    evaluations and checkpoints between them.
+    """The steps since the last line of logs: their metrics and the time that they took.
+    Evaluations and checkpoints between the steps do not count in that time.
     """
 
     def __init__(self) -> None:
@@ -105,8 +103,8 @@ class StepWindow(TrainerCallback):
         self._seconds += time.monotonic() - self._step_began
 
     def take(self) -> dict[str, float]:
-        """Means of each metric over the steps that have it (maxima of `MAXIMA`), seconds of a step,
-        and tokens a second; the window is empty after it.
+        """Return the mean of each metric over the steps that have it (the maximum for `MAXIMA`),
+        the seconds per step and the tokens per second. Empties the window.
         """
         steps, seconds = self.steps, self._seconds / len(self.steps)
         self.steps, self._seconds = [], 0.0
@@ -131,7 +129,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of a GPU by the name that torch gives it; None where it is not known."""
+    """Return the `PEAK_FLOPS` of a GPU, by the name that torch gives it; None if not known."""
     matches = (
         flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)
     )
@@ -139,17 +137,17 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
-    """Operations of forward and backward, as the model needs them however they are done: nothing
-    for what is computed again, nor for padding.
+    """Count the operations that forward and backward need. Recomputation and padding do not count.
 
-    Two a weight and token forward, two for the gradient of its input, and two for its own where it
-    is trained. Embeddings are lookups, and of the head's tokens only those with loss count. Of
-    experts each token uses `num_experts_per_tok`. Attention's scores are not counted.
+    Each weight needs two operations per token in forward, two for the gradient of its input, and
+    two for its own gradient if it is trained. Embeddings are lookups and need none. The head
+    counts for loss tokens only. Each token uses `num_experts_per_tok` of the experts. Attention
+    scores are not counted.
 
     Args:
-        model: the causal LM, without what is around it.
-        num_tokens: of the batch.
-        num_loss_tokens: those of them that carry loss.
+        model: the causal LM, without wrappers around it.
+        num_tokens: tokens of the batch.
+        num_loss_tokens: tokens of the batch that carry loss.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     head = getattr(model, "get_output_embeddings", lambda: None)() or nn.Identity()
@@ -163,9 +161,10 @@ def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
     num_used = num_used if isinstance(num_used, int) else num_experts
     flops = 0
     for name, parameter in model.named_parameters():
-        if id(parameter) in looked_up or ".original_module." in name:  # of modules_to_save
+        # PEFT's modules_to_save leaves the original module, unused, beside the trained copy.
+        if id(parameter) in looked_up or ".original_module." in name:
             continue
-        size = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3
+        size = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: full size in ZeRO-3
         if ".experts." in name:
             size = size * num_used // num_experts
         tokens = num_loss_tokens if id(parameter) in of_head else num_tokens
@@ -174,12 +173,13 @@ def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
 
 
 def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict[str, float]:
-    """Peak memory since the last call (GB), and model FLOPs utilisation where the peak is known.
+    """Return the peak memory since the last call (GB), and the model FLOPs utilisation if the
+    GPU's peak is known.
 
     Args:
-        device: of this rank. On a CPU the peak is that of the process since it started.
-        num_flops: forward and backward of this rank's share of a batch.
-        seconds: that it took.
+        device: this rank's device. On a CPU the peak memory is the process's since its start.
+        num_flops: operations of forward and backward for this rank's share of a batch.
+        seconds: the time that forward and backward took.
     """
     if device.type != "cuda":
         import resource
@@ -194,7 +194,7 @@ def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict
 
 
 def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int) -> None:
-    """A table of a few rollouts of one batch, from the lowest to the highest reward."""
+    """Print a table of a few rollouts of one batch, from the lowest to the highest reward."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -245,21 +245,21 @@ class RewardProgressCallback(ProgressCallback):
 
 
 class RunFilesCallback(TrainerCallback):
-    """Writes metrics.jsonl as training goes into the run's folder, and curves.png at its end; into
-    each checkpoint the README.md of the steps so far.
+    """Writes metrics.jsonl into the run's folder during training, and curves.png at the end. Each
+    checkpoint gets a README.md about the steps so far.
 
     Args:
-        env: as `RLTrainer` takes it.
+        env: the environment, as passed to `RLTrainer`.
     """
 
     def __init__(self, env: Any = None) -> None:
         self.env = env
-        self._rows_before: list[dict[str, Any]] = []  # of evaluate() before train()
+        self._rows_before: list[dict[str, Any]] = []  # from evaluate() before train()
         self._has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The file holds this run's rows only: a new run keeps what `evaluate()` found before it,
-        and a resumed one those up to its checkpoint, because it does the steps after it again.
+        """Leave only rows of this run in metrics.jsonl: those of an `evaluate()` before it and, in
+        a resumed run, those up to its checkpoint. A resumed run repeats the later steps.
         """
         if not state.is_world_process_zero:
             return
@@ -277,7 +277,7 @@ class RunFilesCallback(TrainerCallback):
             row = {"step": state.global_step, **logs}
             if not self._has_begun:
                 self._rows_before.append(row)
-                if holds_a_run(args.output_dir):  # another's, which train() will refuse or continue
+                if holds_a_run(args.output_dir):  # another run: train() refuses or resumes it
                     return
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with metrics_file(args.output_dir).open("a") as file:
@@ -294,8 +294,8 @@ class RunFilesCallback(TrainerCallback):
 
 
 class EarlyWarnings(TrainerCallback):
-    """Says, once each, that nothing can be learnt, and that the server does not sample from the
-    model that is trained.
+    """Warns once if nothing can be learnt, and once if the server does not sample from the model
+    that is trained.
 
     Args:
         window: the steps since the last line of logs.
@@ -303,14 +303,15 @@ class EarlyWarnings(TrainerCallback):
 
     UNIFORM_STEPS = 10
     # Rounding to bfloat16 moves a logprob by 0.01 to 0.03 nats. mismatch_kl is about half the mean
-    # square of that: below 0.001, and ten times as much where it changes the choice of experts.
+    # square of that: below 0.001. mismatch_kl is ten times as much where rounding also changes the
+    # choice of experts.
     FIRST_MISMATCH_KL = 0.02
 
     def __init__(self, window: StepWindow) -> None:
         self._window = window
         self._is_first_step = True
-        self._first_step = 0  # that of a checkpoint in a resumed run
-        self._last_step: int | None = None  # with a line of logs
+        self._first_step = 0  # in a resumed run, the checkpoint's step
+        self._last_step: int | None = None  # the last with a line of logs
         self._num_uniform_steps = 0
         self._has_warned = False
 
@@ -319,7 +320,7 @@ class EarlyWarnings(TrainerCallback):
         self._first_step, self._is_first_step = state.global_step, True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before any step both sides have the same weights, if the batch is not older."""
+        """Compare both sides in the first step: their weights are equal if the batch is new."""
         if self._is_first_step and self._window.steps and state.is_world_process_zero:
             self._look_at_mismatch(self._window.steps[-1])
         self._is_first_step = False

@@ -1,5 +1,5 @@
-"""The README.md of a run: what was trained, on what, how, and how to serve it. It says only what
-is known here.
+"""The README.md of a run: what was trained, on what, how, and how to serve it. It states only what
+the run itself knows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INHERITED = (
     *("max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed"),
 )
-# Of the machine, or told in another place of the card.
+# Options that concern the machine, or that the card states elsewhere.
 _LEFT_OUT = re.compile(
     "(lora|vllm|eval|weight_sync|micro)_.*|use_lora|overwrite_output_dir|env_workers|"
     "max_concurrent|max_tokens_per_microbatch|generation_timeout|num_rollouts_to_print|client_type"
@@ -36,8 +36,8 @@ _LEFT_OUT = re.compile(
 
 
 def finish_run_folder(model: Any, args: RLConfig, state: Any, env: Any = None) -> None:
-    """Once the final model is saved: its card, and the lines that a run ends with. Arguments as of
-    `write_model_card`.
+    """Write the card of the final model, once that is saved, and print the closing lines of the
+    run. The arguments are those of `write_model_card`.
     """
     folder = Path(args.output_dir or "")
     write_model_card(folder, model, args, state, env)
@@ -49,9 +49,9 @@ def write_model_card(folder: Path, model: Any, args: RLConfig, state: Any, env: 
     somebody else wrote stays.
 
     Args:
-        model: that was trained, with its adapter.
-        state: Trainer's.
-        env: as `RLTrainer` takes it.
+        model: the trained model, with its adapter.
+        state: the Trainer's state.
+        env: the environment, as passed to `RLTrainer`.
     """
     path = folder / CARD
     if path.is_file() and not is_our_card(path) and not _is_empty_card(path.read_text()):
@@ -99,14 +99,14 @@ def model_card(model: Any, args: RLConfig, state: Any, env: Any = None) -> str:
             "",
             *("```", *(f"{option} = {value!r}" for option, value in options.items()), "```", ""),
         ]
-    folder_name = Path(args.output_dir or "").resolve().name  # as the run's last line has it
+    folder_name = Path(args.output_dir or "").resolve().name  # as in the run's closing lines
     if command := serve_command("vllm serve", ".", folder_name, adapter):
         lines += ["To serve it, in this folder:", "", "```", command, "```", ""]
     return "\n".join(lines)
 
 
 def changed_options(args: RLConfig) -> dict[str, Any]:
-    """Options of the algorithm with another value than the default."""
+    """Return the options of the algorithm whose value differs from the default."""
     inherited = {f.name for f in fields(TrainingArguments)}
     changed = {}
     for f in fields(RLConfig):
@@ -114,12 +114,12 @@ def changed_options(args: RLConfig) -> dict[str, Any]:
             value = getattr(args, f.name)
             default = f.default_factory() if f.default_factory is not MISSING else f.default
             if value != default:
-                changed[f.name] = getattr(value, "value", value)  # of an enum
+                changed[f.name] = getattr(value, "value", value)  # an enum's value
     return changed
 
 
 def environment_names(env: Any) -> list[str]:
-    """Ids where environments have one, else names of their classes."""
+    """Return the id of each environment, or the name of its class if it has no id."""
     return [_environment_name(one) for one in (env if isinstance(env, list | tuple) else [env])]
 
 
@@ -157,5 +157,5 @@ def _with_version(package: str) -> str:
 
 
 def _is_empty_card(text: str) -> bool:
-    """PEFT's template, which it writes beside every adapter."""
+    """Return whether this is the empty card that PEFT writes beside every adapter."""
     return "# Model Card for Model ID" in text

@@ -1,6 +1,6 @@
-"""The folder of a run: whether one is in it already, its newest checkpoint, its metrics.jsonl,
-and the lines that end a run. Imports nothing heavy, so that `vf-rl` can look before it starts
-anything.
+"""The folder of a run: whether it holds a run already, its newest checkpoint, its metrics.jsonl,
+and the closing lines of a run. This module imports nothing heavy, so that `vf-rl` can check the
+folder before it starts anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verifiers_rl.sync import not_plain, reason_against_serving
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 CARD = "README.md"
-# In a README.md that this library wrote. A README.md without it is somebody's own.
+# Marks a README.md that this library wrote. A README.md without it is somebody's own.
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # Trainer writes it last, so a checkpoint without it is unfinished
@@ -28,8 +28,8 @@ _MODEL = (
     *("adapter_config.json", "adapter_model*.safetensors", "adapter_model.bin"),
     *("model*.safetensors", "pytorch_model*.bin"),
 )
-# Beside the model that a run saves at its end. A base model has the same, so they are removed
-# only where our README.md says that the folder's model is a run's.
+# Files beside the model that a run saves at its end. A base model has the same files, so they are
+# removed only if our README.md says that a run saved this model.
 _BESIDE_MODEL = (
     *("*.safetensors.index.json", "*.bin.index.json", "config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -42,13 +42,13 @@ class RunFolderError(ValueError):
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The finished checkpoint of most steps, or None."""
+    """Return the finished checkpoint with the most steps, or None."""
     checkpoints = [path for path in _checkpoints(Path(output_dir)) if (path / _STATE).is_file()]
     return max(checkpoints, key=_step_in_name, default=None)
 
 
 def has_checkpoint(output_dir: str | Path, step: int) -> bool:
-    """Whether the folder has a finished checkpoint of this step."""
+    """Return whether the folder has a finished checkpoint of this step."""
     return (Path(output_dir) / f"checkpoint-{step}" / _STATE).is_file()
 
 
@@ -59,16 +59,17 @@ def holds_a_run(output_dir: str | Path) -> bool:
 def prepare_run_folder(
     output_dir: str | Path, *, resume: bool | str | None, overwrite: bool, max_steps: int
 ) -> Path | None:
-    """The checkpoint to resume from, or None for a run from the start. Changes nothing on disk.
+    """Return the checkpoint to resume from, or None for a run from the start. Changes nothing on
+    disk.
 
     Args:
         resume: True for the newest checkpoint, or the path of one.
         overwrite: the run may replace one that the folder holds (see `clear_run_folder`).
-        max_steps: of the run.
+        max_steps: steps of the whole run.
 
     Raises:
-        RunFolderError: the folder holds a run and is neither resumed nor overwritten, there is no
-            such checkpoint, or it has max_steps steps already.
+        RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
+            such checkpoint, or the checkpoint has max_steps steps already.
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -101,17 +102,17 @@ def prepare_run_folder(
 
 
 def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
-    """Prepare the folder of a run that begins now, on every rank. Returns the checkpoint to resume
-    from, or None.
+    """Prepare the folder of a run that begins now. Every rank calls this. Returns the checkpoint to
+    resume from, or None.
 
     Args:
         args: the `RLConfig`.
         resume: True for the newest checkpoint, or the path of one.
 
     Raises:
-        RunFolderError: on rank 0, see `prepare_run_folder`.
+        RunFolderError: on rank 0; see `prepare_run_folder`.
     """
-    if args.process_index > 0:  # rank 0 looks, and may have cleared the folder already
+    if args.process_index > 0:  # rank 0 checks, and may have cleared it already
         return str(newest_checkpoint(args.output_dir)) if resume is True else resume or None
     checkpoint = prepare_run_folder(
         args.output_dir,
@@ -128,8 +129,8 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
 
 
 def clear_run_folder(output_dir: str | Path) -> None:
-    """Remove what a run wrote into its folder: its metrics, curves, checkpoints, and the model and
-    README.md of its end. Everything else stays, and so does a model that no run of ours saved.
+    """Remove what a run wrote into its folder: its metrics, curves and checkpoints, its final model
+    and the README.md of that. Everything else stays, also a model that no run saved.
     """
     folder = Path(output_dir).expanduser()
     if not folder.is_dir():
@@ -145,7 +146,9 @@ def clear_run_folder(output_dir: str | Path) -> None:
 
 
 def closing_lines(output_dir: str | Path) -> list[str]:
-    """What a run ends with: how its rewards went, where the model is, and how to serve it."""
+    """Return the last lines of a run: how its rewards changed, where the model is, and how to serve
+    it.
+    """
     folder = Path(output_dir)
     lines = summary(folder / METRICS).splitlines() if (folder / METRICS).is_file() else []
     if (folder / CURVES).is_file():
@@ -155,9 +158,9 @@ def closing_lines(output_dir: str | Path) -> list[str]:
         return lines
     adapter = json.loads(config.read_text()) if config.is_file() else None
     lines.append(f"{'model' if adapter is None else 'adapter'}: {folder}")
-    # vLLM's packages without a GPU have another name, under which `vllm serve` does not start.
+    # vLLM's CPU build is a package of another name, under which `vllm serve` does not start.
     has_cpu_build = importlib.util.find_spec("vllm") and not _is_installed("vllm")
-    # It would reserve nine tenths of the memory for its cache; 1 GB is what vf-vllm gives it.
+    # By default vLLM reserves nine tenths of the memory for its cache; vf-vllm gives it 1 GiB.
     program = "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model"
     command = serve_command(
         program if has_cpu_build else "vllm serve", str(folder), folder.resolve().name, adapter
@@ -169,14 +172,14 @@ def closing_lines(output_dir: str | Path) -> list[str]:
 def serve_command(
     program: str, path: str, name: str, adapter: dict[str, Any] | None = None
 ) -> str | None:
-    """The command line by which vLLM serves a model or an adapter; None for an adapter that vLLM
-    does not take.
+    """Return the command line that serves a model or an adapter with vLLM; None for an adapter that
+    vLLM does not accept.
 
     Args:
         program: all words before the model's path.
-        path: of the model's or adapter's folder.
-        name: by which requests reach the adapter.
-        adapter: its PEFT config.
+        path: folder of the model or the adapter.
+        name: the name under which requests reach the adapter.
+        adapter: the PEFT config of the adapter; None for a model.
     """
     if adapter is None:
         return f"{program} {shlex.quote(path)}"
@@ -187,18 +190,20 @@ def serve_command(
         return None
     if _has_towers(base):
         return None
-    # The ranks that vLLM knows, from its default on.
+    # The ranks that vLLM accepts, from its default up.
     rank = next((n for n in (16, 32, 64, 128, 256, 320, 512) if n >= adapter["r"]), adapter["r"])
     options = f"--enable-lora --max-lora-rank {rank} --lora-modules"
     served = f"{name}={path}"
-    if "=" in name or "," in served:  # vLLM would split it there
+    if "=" in name or "," in served:  # vLLM would split the text there
         served = json.dumps({"name": name, "path": path})
     return f"{program} {shlex.quote(base)} {options} {shlex.quote(served)}"
 
 
 def _has_towers(base: str) -> bool:
-    """Whether a model is more than its text model, by whose names our adapters are saved: vLLM has
-    other names for it then, and would leave such an adapter out without a word.
+    """Return whether a model has other parts beside its text model.
+
+    Our adapters are saved with the names of the text model. For a model with other parts, vLLM
+    uses other names, and would ignore such an adapter silently.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -234,7 +239,7 @@ def metrics_file(output_dir: str | Path) -> Path:
 
 
 def read_rows(source: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; without the end of one that a killed process left unfinished."""
+    """Return the rows of a metrics.jsonl, without lines that a killed process left unfinished."""
     rows = []
     for line in source.read_text(errors="replace").splitlines():
         try:
@@ -245,27 +250,27 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(target: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace a metrics.jsonl, whole or not at all."""
+    """Replace a metrics.jsonl atomically."""
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     unfinished.write_text("".join(f"{as_line(row)}\n" for row in rows))
     unfinished.replace(target)
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """JSON knows no NaN and no infinity: they become strings."""
+    """Return a row as JSON. NaN and infinity, which JSON does not have, become strings."""
     return json.dumps(
         {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     )
 
 
 def summary(source: Path) -> str:
-    """The first and last value of the rewards and of what evaluation measured,
-    from a metrics.jsonl.
+    """Return the first and the last value of the reward and of each score of evaluations, from a
+    metrics.jsonl.
     """
     rows = read_rows(source)
     counts = ("runtime", "num_rollouts", "num_turns")
 
-    def is_score(name: str) -> bool:  # of one of several environments: eval_NAME/reward
+    def is_score(name: str) -> bool:  # with several environments: eval_NAME/reward
         last = name.removeprefix("eval_").rpartition("/")[2]
         return name == "reward" or (name.startswith("eval_") and last not in counts)
 
@@ -300,7 +305,9 @@ def _step_in_name(checkpoint: Path) -> int:
 
 
 def _traces_of_a_run(folder: Path) -> list[str]:
-    """What shows that a run was here. Rows of step 0 are evaluations before any training."""
+    """Return the files that show that a run was here. Rows of step 0 show none: they are of
+    evaluations before any training.
+    """
     found = [path.name for path in sorted(_checkpoints(folder), key=_step_in_name)]
     metrics = folder / METRICS
     if metrics.is_file() and any(row["step"] > 0 for row in read_rows(metrics)):

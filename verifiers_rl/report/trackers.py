@@ -6,7 +6,7 @@ from typing import Any
 
 
 def tracker_error(report_to: Any) -> str | None:
-    """Why one of these trackers cannot be used, or None."""
+    """Return why one of these trackers cannot be used, or None."""
     from transformers.integrations import integration_utils
 
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
