@@ -91,16 +91,16 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
     import torch
     from transformers import PreTrainedTokenizerFast
 
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.helpers import StubSink, StubSource
     from verifiers_rl import RLConfig, RLTrainer
     from verifiers_rl.types import Batch
 
-    class OneBatch:
-        num_pending = 1
+    class OneBatch(StubSource):
+        num_pending = 1  # type: ignore[assignment]
 
         def get(self) -> Batch:
             return Batch(0, 0, samples)
-
-        def raise_if_failed(self) -> None: ...
 
     from tokenizers import Tokenizer, models
 
@@ -123,7 +123,8 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         None,
         args,
         tokenizer,
-        orchestrator=OneBatch(),  # type: ignore[arg-type]
+        orchestrator=OneBatch(),
+        weight_sync=StubSink(),
     )
 
     if torch.cuda.is_available():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: processes side by side share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import secrets
 import signal
 import socket

@@ -299,6 +299,8 @@ class StubSink:
         self.policy_version = policy_version
         return {"sync_s": 0.0}
 
+    def check_server(self) -> None: ...
+
     def wait_for_server(self) -> None:
         self.policy_version = None
 

@@ -13,13 +13,13 @@ def reference_policy(model, token_ids, temperature):
 
 def token_loss(name, logprob, sampled, advantage, options, sequence_ratio):
     """What one token adds; `logprob` carries the gradient, `sampled` is the server's."""
+    options = {"eps_high": 1.0, **options} if name == "truncated_is" else options
     ratio = (logprob - sampled).exp()
     plain = math.exp(logprob.item() - sampled)
     if name == "reinforce":
         return -advantage * logprob
     if name in ("cispo", "truncated_is"):
-        cap = 1 + options["eps_high"] if name == "cispo" else options["max_ratio"]
-        return -min(plain, cap) * advantage * logprob
+        return -min(plain, 1 + options["eps_high"]) * advantage * logprob
     if name == "icepop":
         inside = options["min_ratio"] <= plain <= options["max_ratio"]
         return -plain * advantage * logprob if inside else 0.0 * logprob
@@ -37,11 +37,17 @@ def token_loss(name, logprob, sampled, advantage, options, sequence_ratio):
 
 def reference_loss(
     model, samples, temperature, name, options, normalization="token", constant=None,
-    kl_beta=0.0, start=None,
+    kl_beta=0.0, start=None, entropy_beta=0.0,
 ):  # fmt: skip
     """The loss of a batch. `start` is the model that training started from."""
-    total, num_tokens, num_samples = 0.0, 0, 0
-    for sample in samples:
+    total, num_tokens = 0.0, 0
+    # Of each rollout; a sample that knows of none is one.
+    keys = [s.rollout_id if s.rollout_id >= 0 else -1 - i for i, s in enumerate(samples)]
+    loss_tokens = dict.fromkeys(keys, 0)
+    for key, sample in zip(keys, samples, strict=True):
+        loss_tokens[key] += sum(sample.loss_mask)
+    num_rollouts = sum(number > 0 for number in loss_tokens.values())
+    for key, sample in zip(keys, samples, strict=True):
         policy = reference_policy(model, sample.token_ids, temperature)
         places = [t for t in range(1, len(sample.token_ids)) if sample.loss_mask[t]]
         logprobs = [policy[t - 1, sample.token_ids[t]] for t in places]
@@ -51,7 +57,7 @@ def reference_loss(
         sequence_ratio = torch.stack(
             [p - q for p, q in zip(logprobs, sampled, strict=True)]
         ).mean().exp()  # fmt: skip
-        weight = 1 / len(places) if normalization == "sequence" else 1.0
+        weight = 1 / loss_tokens[key] if normalization == "sequence" else 1.0
         for t, p, q in zip(places, logprobs, sampled, strict=True):
             loss = token_loss(name, p, q, sample.advantages[t], options, sequence_ratio)
             if kl_beta:
@@ -59,12 +65,13 @@ def reference_loss(
                     at_start = reference_policy(start, sample.token_ids, temperature)
                 d = (at_start[t - 1, sample.token_ids[t]] - p).exp()
                 loss = loss + kl_beta * (d - 1 - d.log())
+            if entropy_beta:
+                before = policy[t - 1]
+                loss = loss + entropy_beta * (before.exp() * before).sum()
             total = total + weight * loss
         num_tokens += len(places)
-        num_samples += 1
-    return (
-        total / {"token": num_tokens, "sequence": num_samples, "constant": constant}[normalization]
-    )
+    denominators = {"token": num_tokens, "sequence": num_rollouts, "constant": constant}
+    return total / denominators[normalization]
 
 
 @torch.no_grad()

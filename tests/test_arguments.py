@@ -33,13 +33,26 @@ def args(tmp_path):
         ({"num_generations": 8}, "no argument 'num_generations': here it is rollouts_per_example"),
         ({"processing_class": "./model"}, "processing_class='./model': expected a tokenizer"),
         ({"loss_fn": "ppo"}, r"loss_fn='ppo' is no function; .* RLConfig\(loss=\.\.\.\)"),
+        ({"advantage_fn": "std"}, r"advantage_fn='std' is no function; .* RLConfig\(advantage="),
         ({"model": "./nowhere"}, "model './nowhere': no such folder"),
+        ({"env": None}, "env is None: pass an environment, or an orchestrator"),
+        ({"orchestrator": StubSource()}, "env: without effect beside orchestrator"),
+        (
+            {"env": None, "orchestrator": StubSource(), "advantage_fn": len},
+            "advantage_fn: without effect beside orchestrator",
+        ),
+        (
+            {"env": None, "orchestrator": StubSource(), "example_order": len},
+            "example_order: without effect beside orchestrator",
+        ),
+        ({"weight_sync": StubSource()}, "weight_sync: StubSource has no model_name, push, check_s"),
+        ({"orchestrator": StubSink()}, "orchestrator: StubSink has no num_pending, start, submit"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused_at_once(args, options, message):
     with pytest.raises(ConfigError, match=message):
         RLTrainer(
-            **{"model": "a/model-that-is-not-looked-for", "env": None, "args": args, **options}
+            **{"model": "a/model-that-is-not-looked-for", "env": "an env", "args": args, **options}
         )
 
 
@@ -51,7 +64,7 @@ def test_arguments_of_another_trainer_are_refused(tmp_path):
 def test_a_tracker_that_is_none_is_found_before_anything_is_loaded(tmp_path):
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, report_to="wandbb")
     with pytest.raises(ConfigError, match="report_to='wandbb': no such tracker"):
-        RLTrainer("a/model", None, args)
+        RLTrainer("a/model", "an env", args)
 
 
 def test_numbers_of_numpy_and_json_of_a_command_line_are_taken(tmp_path):

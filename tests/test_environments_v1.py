@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from aiohttp import web
 from tests.helpers import load_example, make_env, serving
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import V1Environment, load_v1_environment
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.orchestrator import Orchestrator
+from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Rollout, Sample, Slots
 
 HERE = Path(__file__).parent / "v1"
@@ -103,7 +105,9 @@ def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, **options):
     async def use(runner):
         try:
             await runner.open()
-            slots = Slots(options.get("max_concurrent", 4))
+            slots = Slots(
+                rollouts_at_once(options.get("max_concurrent", 4), runner.files_per_rollout)
+            )
             sampling = args.sampling_args()
             return await runner.run_group("train", index, num_rollouts, "m", sampling, 9, slots)
         finally:
@@ -393,6 +397,8 @@ def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(tokenizer, t
 
 
 class FakeRunner:
+    files_per_rollout = 1
+
     def sizes(self, split):
         return [1]
 
@@ -417,11 +423,11 @@ def test_a_sequence_ends_at_max_seq_len(tokenizer, tmp_path):
 
 
 def test_overlong_prompts_are_left_out(tokenizer, tmp_path):
-    args = {"max_seq_len": 200, "tokenizer": tokenizer, "base_url": "http://unused"}
+    options = RunnerOptions("http://unused", tokenizer, max_seq_len=200, max_prompt_len=14)
     env = load()
-    assert V1Environment(env, max_prompt_len=14, **args).sizes("train") == [3]  # but the one
+    assert V1Environment(env, options).sizes("train") == [3]  # but the one
     with pytest.raises(InvalidEnvironmentError, match="4 were longer than max_prompt_len"):
-        V1Environment(env, max_prompt_len=5, **args)
+        V1Environment(env, replace(options, max_prompt_len=5))
 
 
 def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
@@ -560,7 +566,7 @@ def test_an_environments_own_timeout_is_not_taken_for_generation_timeout(tokeniz
     runner.env.run_slot = late
     for outcome, said in ((late, "the database did not answer"), (asyncio.sleep, "0.05 s")):
         runner.env.run_slot = outcome if outcome is late else lambda *_: asyncio.sleep(9)
-        runner.timeout_s = 0.05
+        runner.options = replace(runner.options, timeout_s=0.05)
         (rollout,) = asyncio.run(runner.run_group("train", 0, 1, "m", {}, 0, Slots(1)))
         assert isinstance(rollout.error, TimeoutError) and said in str(rollout.error)
         assert ("generation_timeout" in str(rollout.error)) == (said == "0.05 s")

@@ -63,8 +63,9 @@ def test_impossible_tokens_give_a_finite_loss_and_gradients(name, overwrite):
         trainer_logprobs=logprobs,
         inference_logprobs=torch.tensor([-0.1, -0.2, -torch.inf]),
         advantages=torch.tensor([100.0, 100.0, -100.0]),
-        loss_mask=torch.tensor([True, True, True]),
+        weights=torch.ones(3),
         sequence_ids=torch.tensor([0, 0, 1]),
+        entropy=entropy,
     )
     loss = LOSSES[name](inputs).loss
     loss.backward()
@@ -81,7 +82,8 @@ def test_logits_keep_their_values_unless_they_may_be_overwritten(overwrite, with
     (expected_grad,) = torch.autograd.grad(expected_logprobs.sum(), leaf)
     logits = leaf * 1  # as a head gives them: what came before does not need them in backward
     before = logits.detach().clone()
-    logprobs, entropy = token_logprobs_and_entropy(logits, targets, 0.7, with_entropy, overwrite)
+    mode = "value" if with_entropy else "none"
+    logprobs, entropy = token_logprobs_and_entropy(logits, targets, 0.7, mode, overwrite)
     torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-6)
     expected_entropy = expected_entropy if with_entropy else torch.zeros(5, dtype=torch.float64)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6)

@@ -1,33 +1,39 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from verifiers_rl.config import RLConfig
 from verifiers_rl.losses import (
     LOSSES,
     LossInputs,
+    add_terms,
+    bind_options,
     cispo,
     dppo,
+    entropy_bonus,
     gspo,
     icepop,
-    make_loss,
+    needs_of,
     ppo,
     reference_kl,
     reinforce,
-    truncated_is,
     weigh_samples,
 )
 
 
-def make_inputs(trainer, inference, advantages, mask=None, sequence_ids=None):
+def make_inputs(trainer, inference, advantages, sequence_ids=None, weights=None, **more):
     trainer = torch.tensor(trainer, dtype=torch.float64, requires_grad=True)
     n = len(trainer)
     return LossInputs(
         trainer_logprobs=trainer,
         inference_logprobs=torch.tensor(inference, dtype=torch.float64),
         advantages=torch.tensor(advantages, dtype=torch.float64),
-        loss_mask=torch.tensor(mask if mask is not None else [True] * n),
+        weights=torch.tensor(weights or [1.0] * n, dtype=torch.float64),
         sequence_ids=torch.tensor(sequence_ids or [0] * n),
+        entropy=torch.zeros(n, dtype=torch.float64),
+        **more,
     )
 
 
@@ -92,13 +98,12 @@ def test_reinforce_takes_no_ratio():
     assert gradient == pytest.approx([-1.0, 3.0])
 
 
-def test_truncated_is_caps_the_ratio():
-    # ratios 2 and 5, cap 3
-    loss, gradient, metrics = loss_and_gradient(
-        truncated_is, [0.8, 0.5], [0.4, 0.1], [1.0, -1.0], max_ratio=3.0
-    )
-    assert loss == pytest.approx(-(2 * math.log(0.8) - 3 * math.log(0.5)))
-    assert gradient == pytest.approx([-2.0, 3.0])
+def test_truncated_is_is_cispo_with_a_cap_of_two():
+    # ratios 1.5 and 5
+    arguments = [0.6, 0.5], [0.4, 0.1], [1.0, -1.0]
+    loss, gradient, metrics = loss_and_gradient(LOSSES["truncated_is"], *arguments)
+    assert loss == pytest.approx(-(1.5 * math.log(0.6) - 2 * math.log(0.5)))
+    assert gradient == pytest.approx([-1.5, 2.0])
     assert metrics["clipped_share"].tolist() == [0, 1]
 
 
@@ -151,25 +156,68 @@ def test_gspo_clips_whole_sequences():
 
 
 def test_reference_kl_is_zero_at_the_reference_and_pulls_towards_it():
-    trainer = torch.tensor([math.log(0.5), math.log(0.5)], requires_grad=True)
-    kl = reference_kl(trainer, torch.tensor([math.log(0.5), math.log(0.25)]))
-    assert kl.tolist() == pytest.approx([0.0, 0.5 - 1 + math.log(2)])
-    kl.sum().backward()
-    assert trainer.grad.tolist() == pytest.approx([0.0, 1 - 0.5])
+    reference = torch.tensor([math.log(0.5), math.log(0.25)], dtype=torch.float64)
+    logprobs = [math.log(0.5)] * 2
+    inputs = make_inputs(
+        logprobs, logprobs, [5.0, 5.0], weights=[1.0, 2.0], reference_logprobs=reference
+    )
+    outputs = reference_kl(inputs, beta=0.1)
+    kl = [0.0, 0.5 - 1 + math.log(2)]
+    assert outputs.metrics["reference_kl"].tolist() == pytest.approx(kl)
+    assert outputs.loss.item() == pytest.approx(0.1 * 2 * kl[1])
+    outputs.loss.backward()
+    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx([0.0, 0.1 * 2 * (1 - 0.5)])
+
+
+def test_the_entropy_bonus_lowers_the_loss_of_an_undecided_policy():
+    inputs = make_inputs([-1.0, -1.0], [-1.0, -1.0], [0.0, 0.0], weights=[1.0, 3.0])
+    inputs.entropy = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    loss = entropy_bonus(inputs, beta=0.01).loss
+    assert loss.item() == pytest.approx(-0.01 * (0.5 + 3 * 2.0))
+    loss.backward()
+    assert inputs.entropy.grad.tolist() == pytest.approx([-0.01, -0.03])
+
+
+def test_terms_are_added_and_say_together_what_they_need():
+    plain = add_terms(reinforce)
+    assert needs_of(plain) == needs_of(reinforce) == frozenset()
+    total = add_terms(
+        partial(cispo, eps_high=1.0),
+        partial(reference_kl, beta=1.0),
+        partial(entropy_bonus, beta=0),
+    )
+    assert needs_of(total) == {"reference_logprobs", "entropy_gradient"}
+    inputs = make_inputs([-1.0], [-1.0], [2.0], reference_logprobs=torch.tensor([-2.0]))
+    inputs.entropy.requires_grad_()
+    outputs = total(inputs)
+    assert outputs.loss.item() == pytest.approx(2.0 + math.exp(-1) - 1 + 1)
+    assert set(outputs.metrics) == {"clipped_share", "reference_kl"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_weights_multiply_each_token_of_every_loss(name):
+    logs = [math.log(0.5), math.log(0.6)], [math.log(0.55), math.log(0.5)], [1.0, -0.5]
+    # Two sequences, or GSPO's ratio would tie them together.
+    alone = [make_inputs(*([v[i]] for v in logs)) for i in range(2)]
+    together = make_inputs(*logs, sequence_ids=[0, 1], weights=[0.5, 3.0])
+    expected = 0.5 * LOSSES[name](alone[0]).loss + 3.0 * LOSSES[name](alone[1]).loss
+    assert LOSSES[name](together).loss.item() == pytest.approx(expected.item())
 
 
 def test_weights_of_samples():
-    assert weigh_samples([2, 3], "token", 64) == ([1.0, 1.0], 5)
-    assert weigh_samples([2, 4, 0], "sequence", 64) == ([0.5, 0.25, 1.0], 2)
-    assert weigh_samples([2, 3], "constant", 64) == ([1.0, 1.0], 64)
+    assert weigh_samples([2, 3], [0, 1], "token", 64) == ([1.0, 1.0], 5)
+    assert weigh_samples([2, 4, 0], [0, 1, 2], "sequence", 64) == ([0.5, 0.25, 1.0], 2)
+    # A rollout in two samples counts once.
+    assert weigh_samples([2, 4, 6], [0, 1, 1], "sequence", 64) == ([0.5, 0.1, 0.1], 2)
+    assert weigh_samples([2, 3], [0, 1], "constant", 64) == ([1.0, 1.0], 64)
     for how in ("token", "sequence"):
-        assert weigh_samples([0], how, 64) == ([1.0], 1)  # no division by zero
+        assert weigh_samples([0], [0], how, 64) == ([1.0], 1)  # no division by zero
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("grpo", {}, "loss='grpo': must be one of cispo, ppo,"),
+        ("grpo", {}, "loss='grpo': must be one of cispo, ppo,.* or module:function"),
         ("cispo", {"eps": 1}, "'eps', which loss='cispo' does not take; it takes eps_high"),
         ("reinforce", {"eps_high": 1}, "it takes none"),
         ("ppo", {"eps_low": -0.1}, "eps_low=-0.1 must be a number >= 0"),
@@ -181,22 +229,13 @@ def test_weights_of_samples():
 )
 def test_a_loss_that_does_not_exist_is_one_clear_error(name, options, message):
     with pytest.raises(ValueError, match=message):
-        make_loss(name, options)
+        RLConfig(loss=name, loss_args=options, use_cpu=True)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_default_arguments_of_every_loss_stand_in_its_signature(name):
     inputs = [math.log(0.8)], [math.log(0.4)], [1.0]
-    assert torch.isfinite(make_loss(name, {})(make_inputs(*inputs)).loss)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_masked_tokens_add_nothing_even_when_infinite(name):
-    inputs = make_inputs([-1.0, -math.inf], [-1.0, 0.0], [1.0, 1.0], mask=[True, False])
-    loss = LOSSES[name](inputs).loss
-    loss.backward()
-    assert loss.item() == (1.0 if name in ("cispo", "truncated_is", "icepop", "reinforce") else -1)
-    assert inputs.trainer_logprobs.grad.tolist() == [-1.0, 0.0]
+    assert torch.isfinite(bind_options(LOSSES[name], name, {})(make_inputs(*inputs)).loss)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -206,11 +245,3 @@ def test_extreme_ratios_stay_finite(name):
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(inputs.trainer_logprobs.grad).all()
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_microbatch_that_is_all_masked_has_no_loss(name):
-    inputs = make_inputs([-1.0, -2.0], [-1.5, -1.0], [1.0, -1.0], mask=[False, False])
-    loss = LOSSES[name](inputs).loss
-    loss.backward()
-    assert loss.item() == 0.0 and inputs.trainer_logprobs.grad.tolist() == [0.0, 0.0]

@@ -35,22 +35,24 @@ SMALL = {
 
 def test_means_are_taken_over_loss_tokens_of_all_microbatches():
     means = TokenMeans()
-    for logprobs, mask in (([-1.0, -9.0], [True, False]), ([-2.0, -2.0, -2.0], [True, True, True])):
+    for logprobs, counts in (([-1.0], True), ([-2.0, -2.0, -2.0], True), ([9.0], False)):
         n = len(logprobs)
         inputs = LossInputs(
             trainer_logprobs=torch.tensor(logprobs),
             inference_logprobs=torch.full((n,), -2.0),
             advantages=torch.full((n,), -0.5),
-            loss_mask=torch.tensor(mask),
+            weights=torch.ones(n),
             sequence_ids=torch.zeros(n, dtype=torch.int64),
+            entropy=torch.full((n,), 3.0),
         )
-        means.add(inputs, {"mine": torch.arange(n).float()})
+        means.add(inputs, {"mine": torch.arange(n).float()}, counts)
     result = means.reduce(num_loss_tokens=4, world_size=1)
     ratio = math.e
     assert math.isclose(result["importance_ratio"], (ratio + 3) / 4, rel_tol=1e-6)
     assert math.isclose(result["importance_ratio_max"], ratio, rel_tol=1e-6)
     assert math.isclose(result["mismatch_kl"], (ratio - 1 - 1) / 4, rel_tol=1e-6)
     assert (result["mine"], result["clamped_share"]) == (0.75, 0.0)
+    assert (result["entropy"], result["advantage_abs"]) == (3.0, 0.5)
 
 
 def test_ratios_beyond_the_clamp_are_counted():
@@ -59,8 +61,9 @@ def test_ratios_beyond_the_clamp_are_counted():
         trainer_logprobs=torch.tensor([0.0, -1.0, -1.0, -700.0]),
         inference_logprobs=torch.tensor([-700.0, -1.0, -math.inf, 0.0]),
         advantages=torch.ones(4),
-        loss_mask=torch.tensor([True, True, True, True]),
+        weights=torch.ones(4),
         sequence_ids=torch.zeros(4, dtype=torch.int64),
+        entropy=torch.zeros(4),
     )
     means.add(inputs, {})
     assert means.reduce(num_loss_tokens=4, world_size=1)["clamped_share"] == 0.75

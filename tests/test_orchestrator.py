@@ -2,23 +2,26 @@ import asyncio
 import gc
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from tests.helpers import make_samples
-from verifiers_rl.advantages import ADVANTAGES
-from verifiers_rl.data import ExampleOrder, GroupFilter, example_index
+from verifiers_rl.advantages import ADVANTAGES, of_rewards, scale_by_group_mean
+from verifiers_rl.data import GroupFilter, example_index, order_examples
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import Orchestrator, RolloutError
 from verifiers_rl.report.means import evaluation_metrics
-from verifiers_rl.types import Rollout
+from verifiers_rl.types import Batch, Rollout
 
-IN_TURN = ExampleOrder([10_000], shuffle=False)
+IN_TURN = partial(order_examples, shuffle=False)
 
 
 class StubRunner:
-    """A GroupRunner whose rollouts take as long, score as much and fail as told."""
+    """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told."""
+
+    files_per_rollout = 1
 
     def __init__(self, num_examples=10, outcome=None, delay_s=0.0):
         self.size = num_examples
@@ -110,13 +113,106 @@ def test_a_batch_holds_groups_with_centered_advantages(make_orchestrator):
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_advantages_are_those_asked_for(make_orchestrator, advantage):
-    orchestrator = make_orchestrator(StubRunner(), advantage=advantage)
+    orchestrator = make_orchestrator(StubRunner(), advantage_fn=of_rewards(ADVANTAGES[advantage]))
     orchestrator.submit(0, "policy", policy_version=0)
     group = orchestrator.get().rollouts[:4]
     expected = ADVANTAGES[advantage](torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64))
     assert [rollout.advantage for rollout in group] == expected.tolist()
     loss_advantages = [rollout.samples[0].advantages[-1] for rollout in group]
     assert loss_advantages == expected.tolist()
+
+
+def test_an_advantage_function_sees_the_rollouts_and_may_give_one_number_a_token(make_orchestrator):
+    seen = []
+
+    def later_tokens_count_more(group):
+        seen.append([rollout.reward for rollout in group])
+        numbers = [
+            [rollout.reward * t for sample in rollout.samples for t in range(len(sample.token_ids))]
+            for rollout in group
+        ]
+        return [numbers[0], torch.tensor(numbers[1]), 7.0, *numbers[3:]]
+
+    outcomes = StubRunner(outcome=lambda index, i: ValueError("no") if i == 3 else float(i))
+    orchestrator = make_orchestrator(
+        outcomes, advantage_fn=later_tokens_count_more, batch_size=4, rollouts_per_example=4
+    )
+    orchestrator.submit(0, "policy", 0)
+    rollouts = orchestrator.get().rollouts
+    assert seen == [[0.0, 1.0, 2.0]]  # of the survivors
+    (sample,) = rollouts[1].samples
+    places = [t for t, has_loss in enumerate(sample.loss_mask) if has_loss]
+    expected = [float(t) if t in places else 0.0 for t in range(len(sample.token_ids))]
+    assert sample.advantages == expected
+    assert rollouts[1].advantage == pytest.approx(sum(places) / len(places))
+    assert [rollout.advantage for rollout in (rollouts[0], rollouts[2])] == [0.0, 7.0]
+
+
+def test_advantages_of_a_rollout_in_several_samples_follow_their_tokens():
+    rollout = Rollout(0, "", samples=make_samples(2, seed=1))
+    lengths = [len(sample.token_ids) for sample in rollout.samples]
+    rollout.set_advantage(list(range(sum(lengths))))
+    first, second = rollout.samples
+    assert first.advantages[-1] == lengths[0] - 1 and second.advantages[-1] == sum(lengths) - 1
+    assert first.advantages[0] == second.advantages[0] == 0.0  # no loss there
+    with pytest.raises(ValueError, match=f"2 advantages for a rollout .* {sum(lengths)} tokens"):
+        rollout.set_advantage([1.0, 2.0])
+
+
+def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
+    class Graded(StubRunner):
+        async def run_group(self, *args):
+            group = await super().run_group(*args)
+            group[0].set_advantage(0.25)
+            group[0].has_own_advantages = True
+            return group
+
+    orchestrator = make_orchestrator(Graded(), batch_size=4)
+    orchestrator.submit(0, "policy", 0)
+    assert [rollout.advantage for rollout in orchestrator.get().rollouts] == [0.25, -0.5, 0.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("advantage_fn", "problem"),
+    [
+        (lambda group: [1.0], "returned 1 advantages for 4 rollouts"),
+        (lambda group: [float("nan")] * 4, "an advantage is nan"),
+        (lambda group: [[1.0]] * 4, "1 advantages for a rollout whose samples have"),
+    ],
+)
+def test_an_advantage_function_that_breaks_its_contract_ends_training(
+    make_orchestrator, advantage_fn, problem
+):
+    orchestrator = make_orchestrator(StubRunner(), advantage_fn=advantage_fn)
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(RolloutError, match=problem):
+        orchestrator.get()
+
+
+def test_an_example_order_of_ones_own_decides_what_comes_next(make_orchestrator):
+    runner = StubRunner(num_examples=7)
+    orchestrator = make_orchestrator(
+        runner, example_order=lambda positions, sizes: [sizes[0] - 1 - p for p in positions]
+    )
+    for step in range(2):
+        orchestrator.submit(step, "policy", 0)
+        orchestrator.get()
+    assert [index for _, index, *_ in runner.seen] == [6, 5, 4, 3]
+    for wrong, problem in (
+        (lambda positions, sizes: [0], "returned 1 examples for the 2 positions 0 to 1"),
+        (lambda positions, sizes: [0, 7], "returned example 7; there are 0 to 6"),
+    ):
+        orchestrator = make_orchestrator(runner, example_order=wrong)
+        orchestrator.submit(0, "policy", 0)
+        with pytest.raises(ValueError, match=problem):
+            orchestrator.get()
+
+
+def test_samples_of_one_rollout_are_known_by_its_number():
+    rollouts = [Rollout(0, "", samples=make_samples(n, seed=n)) for n in (1, 3)]
+    batch = Batch(0, 0, [sample for rollout in rollouts for sample in rollout.samples], rollouts)
+    assert batch.rollout_ids() == [0, 1, 1, 1]
+    assert len(set(Batch(0, 0, make_samples(3)).rollout_ids())) == 3  # each a rollout of its own
 
 
 def test_rollouts_run_on_the_thread_while_the_trainer_goes_on(make_orchestrator):
@@ -151,7 +247,7 @@ def test_earlier_batches_get_their_places_first(make_orchestrator):
         return float(i)
 
     runner = StubRunner(num_examples=100, outcome=outcome, delay_s=0.01)
-    orchestrator = make_orchestrator(runner, max_concurrent=2, order=IN_TURN)
+    orchestrator = make_orchestrator(runner, max_concurrent=2, example_order=IN_TURN)
     for step in range(3):
         orchestrator.submit(step, "policy", policy_version=0)
     orchestrator.get()
@@ -164,7 +260,7 @@ def test_an_error_is_raised_when_its_batch_is_the_next(make_orchestrator):
     def outcome(index, i):
         return ValueError("broken tool") if index >= 2 else float(i)
 
-    orchestrator = make_orchestrator(StubRunner(outcome=outcome), order=IN_TURN)
+    orchestrator = make_orchestrator(StubRunner(outcome=outcome), example_order=IN_TURN)
     for step in range(2):
         orchestrator.submit(step, "policy", policy_version=0)
     with pytest.raises(RolloutError, match="broken tool"):
@@ -184,23 +280,23 @@ def test_each_epoch_has_each_example_once_in_its_own_order():
 
 
 def test_environments_get_their_shares_and_each_its_examples_once_an_epoch():
-    order = ExampleOrder([6, 4, 10], weights=[3, 1, 2], seed=3)
-    drawn = order.at(range(600))
+    order = partial(order_examples, sizes=[6, 4, 10], weights=[3, 1, 2], seed=3)
+    drawn = order(range(600))
     parts = [[i for i in drawn if low <= i < high] for low, high in ((0, 6), (6, 10), (10, 20))]
     assert [len(part) for part in parts] == pytest.approx([300, 100, 200], abs=3)
     assert sorted(parts[1][:4]) == sorted(parts[1][4:8]) == [6, 7, 8, 9]
     # Every stretch has its share, and where it begins makes no difference.
     assert sum(i < 6 for i in drawn[100:120]) == pytest.approx(10, abs=2)
-    assert [order.at(range(p, p + 1))[0] for p in range(50, 60)] == drawn[50:60]
-    assert ExampleOrder([6, 4, 10], [3, 1, 2], seed=4).at(range(600)) != drawn
-    alone = ExampleOrder([7], seed=3).at(range(20))
+    assert [order(range(p, p + 1))[0] for p in range(50, 60)] == drawn[50:60]
+    assert order(range(600), seed=4) != drawn
+    alone = order_examples(range(20), [7], seed=3)
     assert alone == [example_index(p, 7, True, 3) for p in range(20)]
 
 
 def test_resume_sees_the_same_examples(make_orchestrator):
     def examples(steps):
         runner = StubRunner()
-        orchestrator = make_orchestrator(runner, order=ExampleOrder([10], seed=5))
+        orchestrator = make_orchestrator(runner, example_order=partial(order_examples, seed=5))
         for step in steps:
             orchestrator.submit(step, "policy", step)
             orchestrator.get()
@@ -406,7 +502,7 @@ def test_an_evaluation_of_several_rollouts_has_the_share_of_examples_solved_at_a
 
 def test_rewards_that_the_advantage_cannot_take_end_training_with_the_reason(make_orchestrator):
     runner = StubRunner(outcome=lambda index, i: i - 1.0)
-    orchestrator = make_orchestrator(runner, advantage="maxrl")
+    orchestrator = make_orchestrator(runner, advantage_fn=of_rewards(scale_by_group_mean))
     orchestrator.submit(0, "policy", 0)
     with pytest.raises(RolloutError, match="needs rewards >= 0, got -1"):
         orchestrator.get()
@@ -437,7 +533,7 @@ def one_step(orchestrator, step=0):
 )
 def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, kept, generated):
     runner = StubRunner(num_examples=30, outcome=solved)
-    options = {"order": IN_TURN, "max_groups": 8}
+    options = {"example_order": IN_TURN, "max_groups": 8}
     orchestrator = make_orchestrator(runner, group_filter=group_filter, **options)
     batch = one_step(orchestrator)
     assert [rollout.example_id for rollout in batch.rollouts[::4]] == kept
@@ -452,7 +548,7 @@ def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, k
 def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrator, caplog):
     runner = StubRunner(num_examples=30, outcome=solved)
     options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
-    orchestrator = make_orchestrator(runner, order=IN_TURN, **options)
+    orchestrator = make_orchestrator(runner, example_order=IN_TURN, **options)
     first = one_step(orchestrator)
     assert sorted(call[1] for call in runner.seen) == [0, 1, 2, 3]
     assert [rollout.example_id for rollout in first.rollouts[::4]] == [2]  # 5 was not reached
@@ -494,7 +590,7 @@ def test_a_group_that_failed_is_no_batch(make_orchestrator):
     """Example 0 fails, which is not replaced; the others do not pass."""
     runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 0.5)
     options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
-    batch = one_step(make_orchestrator(runner, order=IN_TURN, **options))
+    batch = one_step(make_orchestrator(runner, example_order=IN_TURN, **options))
     assert [call[1] for call in runner.seen] == [0, 1, 2, 3]
     assert len(batch.samples) == 8 and {r.example_id for r in batch.rollouts} == {1, 2}
 
@@ -542,7 +638,7 @@ def test_a_batch_of_failures_truncations_and_survivors_adds_up(make_orchestrator
         return "2.0" if number == 7 else float(i)
 
     orchestrator = make_orchestrator(
-        StubRunner(num_examples=50, outcome=outcome), batch_size=200, order=IN_TURN
+        StubRunner(num_examples=50, outcome=outcome), batch_size=200, example_order=IN_TURN
     )
     batch = one_step(orchestrator)
     assert len(batch.rollouts) == len(batch.samples) == 180

@@ -42,7 +42,7 @@ from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.report.metrics import RewardProgressCallback, model_flops
 from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_rows
-from verifiers_rl.types import Batch
+from verifiers_rl.types import Batch, Rollout
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def batch_gradients(trainer, samples):
 LOSS_OPTIONS = {
     "cispo": {"eps_high": 0.1},
     "ppo": {"eps_low": 0.3, "eps_high": 0.1},
-    "truncated_is": {"max_ratio": 1.1},
+    "truncated_is": {"eps_high": 0.1},
     "icepop": {"min_ratio": 0.8, "max_ratio": 1.3},
     "dppo": {"max_divergence": 0.0015},
     "gspo": {"eps_low": 0.05, "eps_high": 0.05},
@@ -129,6 +129,7 @@ def check_against_reference(trainer, make_model, samples, adapter=None, **option
         constant=args.batch_size * args.max_seq_len,
         kl_beta=args.kl_beta,
         start=start,
+        entropy_beta=args.entropy_beta,
     )
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
@@ -200,6 +201,7 @@ def test_the_step_equals_the_reference_under_every_option(
 
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
     samples = with_logprobs_near(make_base(), make_samples(5, seed=3, longest=14), 1.0)
+    samples[1].rollout_id = samples[3].rollout_id = 0  # a rollout broken into two samples
     trainer = make_trainer(
         make_base(),
         loss=loss,
@@ -209,6 +211,7 @@ def test_the_step_equals_the_reference_under_every_option(
         gradient_checkpointing=gradient_checkpointing,
         loss_normalization=normalization,
         kl_beta=0.1,
+        entropy_beta=0.2,
         temperature=1.0,
         max_tokens_per_microbatch=40,
     )
@@ -596,9 +599,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         wait_until_ready=lambda: {"device": "cuda", "max_model_len": 16},
         check_model=lambda config: None,
     )
-    runner = SimpleNamespace(
-        sizes=lambda split: [40], weights=[1.0], eval_dataset=[], max_concurrent=4
-    )
+    runner = SimpleNamespace(weights=[1.0], bounds_replies=True)
     monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", client)
     monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
     monkeypatch.setattr("verifiers_rl.server_side.Orchestrator", recorded("orchestrator"))
@@ -626,9 +627,11 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     assert made["weight_sync"][0][1:] == ("tcp", "merged", 11.0)
     given = made["orchestrator"][1]
     assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
-    assert (given["max_concurrent"], given["rollout_timeout_s"]) == (4, 9.0)  # of the runner
-    assert given["order"].at(range(4)) == [0, 1, 2, 3]  # shuffled it would not be
-    assert given["advantage"] == "std" and given["max_groups"] == 4
+    assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)
+    assert given["example_order"](range(4), [40]) == [0, 1, 2, 3]  # shuffled it would not be
+    group = [Rollout(0, "", reward=reward) for reward in (0.0, 1.0)]
+    assert given["advantage_fn"](group) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    assert given["max_groups"] == 4
     assert given["mask_truncated_completions"] is True
     assert given["zero_truncated_completions"] is True
 
@@ -638,7 +641,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     given = made["orchestrator"][1]
     assert given["group_filter"].min_reward == 0.5 and given["max_groups"] == 8
     expected = [example_index(position, 40, True, seed=3) for position in range(4)]
-    assert given["order"].at(range(4)) == expected != [0, 1, 2, 3]
+    assert given["example_order"](range(4), [40]) == expected != [0, 1, 2, 3]
 
 
 # --- The loop -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import verifiers.v1 as vf
 
 from tests.helpers import load_example
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.data import ENDLESS, ExampleOrder, describe_sizes
+from verifiers_rl.data import ENDLESS, describe_sizes, order_examples
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import IN_PROCESS
@@ -372,12 +373,12 @@ def test_a_stream_is_trained_in_its_order_after_the_tasks_of_evaluations(tmp_pat
     runner = runner_of("stream_tasks", tmp_path, eval_examples=3)
     assert (runner.sizes("train"), runner.sizes("eval")) == ([ENDLESS], [3])
     assert prompts(runner, range(3), "eval") == ["task 0", "task 1", "task 2"]
-    order = ExampleOrder(runner.sizes("train"), shuffle=True)
-    assert prompts(runner, order.at(range(2, 5))) == ["task 5", "task 6", "task 7"]
+    order = partial(order_examples, sizes=runner.sizes("train"))
+    assert prompts(runner, order(range(2, 5))) == ["task 5", "task 6", "task 7"]
     # A resumed run begins somewhere, and a lost server has earlier ones asked for again.
     again = runner_of("stream_tasks", tmp_path, eval_examples=3)
-    assert prompts(again, order.at(range(100, 102))) == ["task 103", "task 104"]
-    assert prompts(again, order.at(range(101))) == [f"task {i + 3}" for i in range(101)]
+    assert prompts(again, order(range(100, 102))) == ["task 103", "task 104"]
+    assert prompts(again, order(range(101))) == [f"task {i + 3}" for i in range(101)]
 
 
 def test_evaluations_of_a_stream_may_have_a_taskset_of_their_own(tmp_path):
@@ -396,7 +397,7 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
     ]
     runner = runner_of(mix, tmp_path, eval_examples=1)
     assert describe_sizes(runner.sizes("train")) == "2 streams and 4"
-    order = ExampleOrder(runner.sizes("train"), runner.weights)
+    order = partial(order_examples, sizes=runner.sizes("train"), weights=runner.weights)
     asked = []
 
     async def note(self, split, index, *args):
@@ -406,7 +407,7 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
         part.run_group = note.__get__(part)
 
     async def ask():
-        for index in order.at(range(40)):
+        for index in order(range(40)):
             await runner.run_group("train", index)
 
     asyncio.run(ask())
@@ -415,7 +416,7 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
         assert by_env[word] == [f"{word} {i + 1}" for i in range(len(by_env[word]))]
         assert 8 <= len(by_env[word]) <= 12
     assert len(by_env["quest"]) + sum(len(by_env[w]) for w in ("task", "other")) == 40
-    assert order.at(range(20, 40)) == order.at(range(40))[20:]
+    assert order(range(20, 40)) == order(range(40))[20:]
 
 
 def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():

@@ -1,12 +1,33 @@
 """Rewards of one group to advantages. Pure functions.
 
-Each takes (rollouts,) float, the rewards of one group's surviving rollouts, and returns as many
-advantages of the same dtype; all are zero where the rewards are equal.
+Each function of `ADVANTAGES` takes (rollouts,) float, the rewards of one group's surviving
+rollouts, and returns as many advantages of the same dtype; all are zero where the rewards are
+equal. `RLTrainer(advantage_fn=...)` takes an `AdvantageFn`, which sees the rollouts themselves.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
+
+from verifiers_rl.types import Rollout
+
+# From the surviving rollouts of one group (and one agent, where an episode has several) to a number
+# for each rollout, or for each rollout a sequence with a number for each token of its samples, one
+# sample after the other; tokens without loss may have any. Process rewards need the latter.
+AdvantageFn = Callable[[list[Rollout]], Sequence[float | Sequence[float]] | Tensor]
+
+
+def of_rewards(function: Callable[[Tensor], Tensor]) -> AdvantageFn:
+    """An `AdvantageFn` from a function of the rewards alone, which it gets in float64."""
+
+    def advantages(group: list[Rollout]) -> list[float]:
+        rewards = torch.tensor([rollout.reward for rollout in group], dtype=torch.float64)
+        return function(rewards).tolist()
+
+    return advantages
 
 
 def center_on_group_mean(rewards: Tensor) -> Tensor:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import Trainer
 
+from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.data import ExampleOrder
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.inference.checkpoint import model_error
+from verifiers_rl.losses import LossFn
 from verifiers_rl.report.trackers import tracker_error
+from verifiers_rl.types import BatchSource, WeightSink
 
 _DATA = "data and rewards belong to env: env_from(prompts, reward, eval_dataset=...)"
 _WITHOUT_EFFECT = {
@@ -34,13 +38,29 @@ _OTHERS_NAMES = {
 }
 
 
+class Replaced(NamedTuple):
+    """The parts of an `RLTrainer` that its caller gives in place of its own; None for its own."""
+
+    loss_fn: LossFn | None = None
+    advantage_fn: AdvantageFn | None = None
+    example_order: ExampleOrder | None = None
+    orchestrator: BatchSource | None = None
+    weight_sync: WeightSink | None = None
+
+
 def check_arguments(
-    model: Any, args: Any, processing_class: Any, loss_fn: Any, others: Mapping[str, Any]
+    model: Any,
+    env: Any,
+    args: Any,
+    processing_class: Any,
+    replaced: Replaced,
+    others: Mapping[str, Any],
 ) -> None:
     """Raise ConfigError for what cannot work or would do nothing.
 
     Args:
-        model, args, processing_class, loss_fn: as `RLTrainer` takes them.
+        model, env, args, processing_class: as `RLTrainer` takes them.
+        replaced: the parts that the caller gives.
         others: what goes to `transformers.Trainer`.
     """
     if not isinstance(args, RLConfig):
@@ -56,16 +76,49 @@ def check_arguments(
             f"processing_class={processing_class!r}: expected a tokenizer, such as "
             "AutoTokenizer.from_pretrained(...); leave it out for the model's own"
         )
-    if loss_fn is not None and not callable(loss_fn):
-        raise ConfigError(
-            f"loss_fn={loss_fn!r} is no function; a loss that has a name is RLConfig(loss=...)"
-        )
-    if loss_fn is not None and (args.loss, args.loss_args) != ("cispo", {}):
-        raise ConfigError(
-            f"loss={args.loss!r}, loss_args={args.loss_args!r}: without effect beside loss_fn; "
-            "remove them, or loss_fn"
-        )
+    _check_replaced(env, args, replaced)
     is_path = isinstance(model, str) and model.startswith(("/", ".", "~"))
     is_path = is_path and not (Path(model).expanduser() / "adapter_config.json").is_file()
     if problem := (model_error(model) if is_path else None) or tracker_error(args.report_to):
         raise ConfigError(problem)
+
+
+def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
+    """Each part is a function, or has the methods that are called; none makes another useless."""
+    for name, options in (
+        ("loss_fn", {"loss": "cispo", "loss_args": {}}),
+        ("advantage_fn", {"advantage": "mean"}),
+        ("example_order", {"shuffle": True}),
+    ):
+        function = getattr(replaced, name)
+        if function is None:
+            continue
+        if not callable(function):
+            raise ConfigError(
+                f"{name}={function!r} is no function; one that has a name is set by "
+                f"RLConfig({next(iter(options))}=...)"
+            )
+        set_too = {option: getattr(args, option) for option in options}
+        if set_too != options:
+            shown = ", ".join(f"{option}={value!r}" for option, value in set_too.items())
+            raise ConfigError(f"{shown}: without effect beside {name}; remove one of both")
+    for name, protocol in (("orchestrator", BatchSource), ("weight_sync", WeightSink)):
+        part = getattr(replaced, name)
+        members = [m for m in vars(protocol) if not m.startswith("_")]
+        lacking = [m for m in members if part is not None and not hasattr(part, m)]
+        if lacking:
+            raise ConfigError(
+                f"{name}: {type(part).__name__} has no {', '.join(lacking)}; "
+                f"types.{protocol.__name__} says what it needs"
+            )
+    if replaced.orchestrator is not None:
+        given = (env, replaced.advantage_fn, replaced.example_order)
+        names = ("env", "advantage_fn", "example_order")
+        for name, part in zip(names, given, strict=True):
+            if part is not None:
+                raise ConfigError(
+                    f"{name}: without effect beside orchestrator, which makes the batches; give it "
+                    "to your orchestrator, and leave it out here"
+                )
+    elif env is None:
+        raise ConfigError("env is None: pass an environment, or an orchestrator that has its own")

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
 import difflib
 import functools
 import importlib.util
-import json
 import math
 import os
 import typing
-from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, cast
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from verifiers_rl.advantages import ADVANTAGES
+from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.foreign_names import HINTS
-from verifiers_rl.losses import LossFn, make_loss
+from verifiers_rl.losses import LOSSES, LossFn, bind_options, entropy_bonus, reference_kl
+from verifiers_rl.option_rules import (
+    ConfigError,
+    NotNegativeInt,
+    NotNegativeNumber,
+    Penalty,
+    PositiveInt,
+    PositiveNumber,
+    Rule,
+    ShareBelow1,
+    fits,
+    from_json,
+    must,
+    not_negative,
+    one_of,
+    positive,
+    rules_of,
+    share_below_1,
+    type_rule,
+    usable,
+)
 from verifiers_rl.types import LOAD_S
+from verifiers_rl.user_code import UserCodeError, load_user_code
 
 # Not temperature: the trainer takes the logprobs of a batch at one.
 _SAMPLING_OF_ONE_ENV = (
@@ -35,16 +52,11 @@ _SAMPLING_OF_ONE_ENV = (
 _T = TypeVar("_T")
 
 
-class ConfigError(ValueError):
-    """An option has a value that cannot work;
-    the message names the field, the value and the fix.
-    """
-
-
 def _option(default: Any, help: str) -> Any:
+    metadata = {"help": help}
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: default.copy(), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=lambda: default.copy(), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 # Options of TrainingArguments that this trainer cannot honour, and what to use.
@@ -116,6 +128,49 @@ _UNUSABLE_SCHEDULE = dict.fromkeys(
 )
 
 
+def _has_no_epochs(steps: str) -> Rule:
+    problem = f"a run has no epochs, only max_steps; set 'steps' and {steps}"
+    return lambda value: problem if value == "epoch" else None
+
+
+def _has_no_loss(value: str) -> str | None:
+    problem = "an evaluation on an environment has no loss; set reward"
+    return problem if value in ("loss", "eval_loss") else None
+
+
+_names_layers = must(
+    "be a list of names of layers, or 'all-linear'",
+    lambda value: value == "all-linear" or (bool(value) and fits(value, list[str])),
+)
+_has_baseline = must("be >= 2: the baseline is the mean of a group", lambda value: value >= 2)
+_is_factor = must("be a number >= 1", lambda value: value >= 1)
+_vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <= 2)
+_is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
+_is_host = must(
+    "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
+    lambda value: bool(value) and "/" not in value and value.count(":") != 1,  # IPv6 has more
+)
+# Rules of inherited options whose defaults stay.
+_INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
+    "adam_beta1": (share_below_1,),
+    "adam_beta2": (share_below_1,),
+    "weight_decay": (not_negative,),
+    "eval_steps": (positive,),
+    "seed": (must("be from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32),),
+    "resume_from_checkpoint": (
+        must(
+            "be the path of a checkpoint, or true for the newest",
+            lambda value: isinstance(value, str | bool),
+        ),
+    ),
+    "eval_strategy": (_has_no_epochs("eval_steps"),),
+    "save_strategy": (_has_no_epochs("save_steps"),),
+    "logging_strategy": (_has_no_epochs("logging_steps"),),
+    "metric_for_best_model": (_has_no_loss,),
+    "optim": (usable(_UNUSABLE_OPTIM),),
+}
+
+
 def unknown_option_hint(name: str) -> str:
     """What to set instead of an option that `RLConfig` does not have."""
     name = name.replace("-", "_")
@@ -155,8 +210,9 @@ class RLConfig(TrainingArguments):
     """
 
     # --- Inherited options with other defaults ----------------------------------------------------
-    output_dir: str | None = _option(
-        None, "Folder of the run: checkpoints, metrics.jsonl, curves.png. Default outputs/RUN_NAME."
+    output_dir: Annotated[str | None, must("name a folder", lambda value: value != "")] = _option(
+        None,
+        "Folder of the run: checkpoints, metrics.jsonl, curves.png. Default outputs/RUN_NAME.",
     )
     overwrite_output_dir: bool = _option(
         False,
@@ -164,17 +220,19 @@ class RLConfig(TrainingArguments):
         "is resumed.",
     )
     run_name: str | None = _option("rl", "Name of the run, for the folder and the trackers.")
-    max_steps: int = _option(500, "Optimizer steps; one batch of rollouts each.")
-    learning_rate: float = _option(1e-5, "Peak learning rate.")
-    lr_scheduler_type: SchedulerType | str = _option(
-        "constant", "Schedule of the learning rate. With warmup_steps, constant rises to it first."
+    max_steps: PositiveInt = _option(500, "Optimizer steps; one batch of rollouts each.")
+    learning_rate: NotNegativeNumber = _option(1e-5, "Peak learning rate.")
+    lr_scheduler_type: Annotated[SchedulerType | str, usable(_UNUSABLE_SCHEDULE)] = _option(
+        "constant",
+        "Schedule of the learning rate. With warmup_steps, constant rises to it first.",
     )
-    warmup_steps: float = _option(
+    warmup_steps: NotNegativeNumber = _option(
         0,
         "Steps over which the learning rate rises from 0; a value below 1 is a share of max_steps.",
     )
-    max_grad_norm: float = _option(
-        1.0, "Gradients of the whole batch are scaled down to this norm; 0 for no limit."
+    max_grad_norm: NotNegativeNumber = _option(
+        1.0,
+        "Gradients of the whole batch are scaled down to this norm; 0 for no limit.",
     )
     # None until __post_init__ decides, then a bool, as the base class declares it.
     bf16: bool = _option(
@@ -185,8 +243,10 @@ class RLConfig(TrainingArguments):
     gradient_checkpointing: bool = _option(
         None, "Recompute activations in backward: less memory, more time."
     )
-    logging_steps: float = _option(1, "Steps between lines of metrics and tables of rollouts.")
-    save_steps: float = _option(100, "Steps between checkpoints.")
+    logging_steps: PositiveNumber = _option(
+        1, "Steps between lines of metrics and tables of rollouts."
+    )
+    save_steps: PositiveNumber = _option(100, "Steps between checkpoints.")
     report_to: None | str | list[str] = _option("none", "Trackers, such as wandb or tensorboard.")
     ddp_find_unused_parameters: bool | None = _option(
         False,
@@ -196,10 +256,10 @@ class RLConfig(TrainingArguments):
 
     # --- LoRA -------------------------------------------------------------------------------------
     use_lora: bool = _option(True, "Train a LoRA adapter; False trains all weights.")
-    lora_rank: int = _option(16, "Rank of the adapter.")
-    lora_alpha: float = _option(16, "The adapter's output is scaled by alpha / rank.")
-    lora_dropout: float = _option(0.0, "Dropout in front of the adapter while training.")
-    lora_target_modules: list[str] | None = _option(
+    lora_rank: PositiveInt = _option(16, "Rank of the adapter.")
+    lora_alpha: PositiveNumber = _option(16, "The adapter's output is scaled by alpha / rank.")
+    lora_dropout: ShareBelow1 = _option(0.0, "Dropout in front of the adapter while training.")
+    lora_target_modules: Annotated[list[str] | None, _names_layers] = _option(
         None,
         'Layers that get an adapter: a list of names, or "all-linear" as in PEFT. Default: all '
         "linear layers of the decoder's blocks but routers and experts.",
@@ -214,31 +274,33 @@ class RLConfig(TrainingArguments):
     )
 
     # --- Batches ----------------------------------------------------------------------------------
-    batch_size: int = _option(512, "Rollouts of one optimizer step, over all ranks.")
-    rollouts_per_example: int = _option(
-        16, "Rollouts of one example; their mean reward is the baseline."
+    batch_size: PositiveInt = _option(512, "Rollouts of one optimizer step, over all ranks.")
+    rollouts_per_example: Annotated[int, _has_baseline] = _option(
+        16,
+        "Rollouts of one example; their mean reward is the baseline.",
     )
-    micro_batch_size: int = _option(
+    micro_batch_size: PositiveInt = _option(
         8,
         "Samples of max_seq_len tokens in one forward pass of one rank. The token budget is the "
         "product, so more samples fit when they are shorter.",
     )
-    max_tokens_per_microbatch: int | None = _option(
+    max_tokens_per_microbatch: PositiveInt | None = _option(
         None,
         "Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. "
         "Default: micro_batch_size * max_seq_len.",
     )
-    max_seq_len: int = _option(
+    max_seq_len: Annotated[int, must("be an integer >= 2", lambda value: value >= 2)] = _option(
         2048,
         "Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated.",
     )
-    max_prompt_len: int | None = _option(
-        None, "Examples whose prompt has more tokens are left out; None for no limit."
+    max_prompt_len: PositiveInt | None = _option(
+        None,
+        "Examples whose prompt has more tokens are left out; None for no limit.",
     )
     shuffle: bool = _option(
         True, "Draw the examples of each epoch in an order that follows from seed."
     )
-    max_off_policy_steps: int = _option(
+    max_off_policy_steps: NotNegativeInt = _option(
         1,
         "Batches requested in advance. 0: each batch is sampled with the newest weights. 1: the "
         "next batch is sampled while the trainer works on this one. k > 1 keeps the server busy "
@@ -247,29 +309,36 @@ class RLConfig(TrainingArguments):
     )
 
     # --- Sampling ---------------------------------------------------------------------------------
-    max_tokens: int | None = _option(
+    max_tokens: PositiveInt | None = _option(
         None,
         "Longest reply of one turn in tokens; None: up to max_seq_len, or in classic environments "
         "the server's max_model_len.",
     )
-    temperature: float = _option(
-        0.7, "Sampling temperature; the trainer's logprobs are taken at it too."
+    temperature: Annotated[PositiveNumber, _vllm_takes] = _option(
+        0.7,
+        "Sampling temperature; the trainer's logprobs are taken at it too.",
     )
-    top_p: float = _option(1.0, "Sample from the smallest set of tokens with this probability.")
-    top_k: int | None = _option(None, "Sample from the k likeliest tokens; None for all.")
-    min_p: float = _option(
-        0.0, "Leave out tokens less likely than this share of the likeliest one."
+    top_p: Annotated[float, must("be > 0 and <= 1", lambda value: 0 < value <= 1)] = _option(
+        1.0,
+        "Sample from the smallest set of tokens with this probability.",
     )
-    repetition_penalty: float = _option(1.0, "Above 1, tokens that have occurred are less likely.")
-    presence_penalty: float = _option(0.0, "Above 0, tokens sampled before are less likely.")
-    frequency_penalty: float = _option(
+    top_k: PositiveInt | None = _option(None, "Sample from the k likeliest tokens; None for all.")
+    min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = _option(
+        0.0,
+        "Leave out tokens less likely than this share of the likeliest one.",
+    )
+    repetition_penalty: PositiveNumber = _option(
+        1.0, "Above 1, tokens that have occurred are less likely."
+    )
+    presence_penalty: Penalty = _option(0.0, "Above 0, tokens sampled before are less likely.")
+    frequency_penalty: Penalty = _option(
         0.0, "Above 0, tokens are less likely the more often they were sampled."
     )
-    generation_timeout: float = _option(
+    generation_timeout: PositiveNumber = _option(
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
-    max_concurrent: int = _option(512, "Rollouts in flight at a time.")
-    env_workers: int = _option(
+    max_concurrent: PositiveInt = _option(512, "Rollouts in flight at a time.")
+    env_workers: NotNegativeInt = _option(
         0,
         "Processes for each environment, off the trainer's interpreter; 0 runs environments in a "
         "thread of the trainer.",
@@ -291,7 +360,7 @@ class RLConfig(TrainingArguments):
         False, "Leave truncated rollouts out of the loss; they stay in the baseline."
     )
     zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
-    min_reward_variance: float = _option(
+    min_reward_variance: NotNegativeNumber = _option(
         0.0,
         "Groups whose rewards vary less than this are replaced by new ones. 1e-6 replaces groups "
         "in which all rewards are equal; 0 replaces none.",
@@ -302,40 +371,54 @@ class RLConfig(TrainingArguments):
     max_reward: float | None = _option(
         None, "Groups with a higher mean reward, too easy, are replaced; None for no limit."
     )
-    max_oversampling: float = _option(
+    max_oversampling: Annotated[float, _is_factor] = _option(
         3.0,
         "Where min_reward_variance, min_reward or max_reward is set, at most max_oversampling * "
         "batch_size rollouts are generated for one batch, and none starts after generation_timeout "
         "times the pending batches. If too few groups pass, the batch is smaller.",
     )
-    advantage: str = _option(
+    advantage: Annotated[str, one_of(ADVANTAGES)] = _option(
         "mean",
         "Rewards of a group to advantages: mean, minus their mean; std, also divided by their std "
-        "(GRPO); leave_one_out, minus the mean of the others (RLOO); maxrl, divided by their mean.",
+        "(GRPO); leave_one_out, minus the mean of the others (RLOO); maxrl, divided by their mean; "
+        'or "module:function" for your own, see advantages.py.',
     )
-    loss: str = _option(
-        "cispo", "cispo, ppo, truncated_is, icepop, dppo, gspo or reinforce; see losses.py."
+    loss: Annotated[str, one_of(LOSSES)] = _option(
+        "cispo",
+        "cispo, ppo, truncated_is, icepop, dppo, gspo or reinforce, see losses.py; or "
+        '"module:function" for your own, from a module beside the script or the TOML.',
     )
-    loss_args: dict[str, float] | str | None = _option(
+    loss_args: dict[str, Any] | str | None = _option(
         {},
         "Arguments of the loss, such as {eps_high = 4.0} for cispo, on a command line as JSON; see "
         "losses.py.",
     )
     loss_normalization: Literal["token", "sequence", "constant"] = _option(
         "token",
-        "token: the mean over the batch's loss tokens. sequence: the mean over samples of each "
-        "sample's mean. constant: the sum divided by batch_size * max_seq_len.",
+        "token: the mean over the batch's loss tokens. sequence: the mean over rollouts of each "
+        "rollout's mean. constant: the sum divided by batch_size * max_seq_len.",
     )
-    kl_beta: float = _option(
+    kl_beta: NotNegativeNumber = _option(
         0.0,
         "Weight of a penalty on KL(policy || reference). The reference is the model without its "
         "adapter; without LoRA a copy of the model at the start.",
     )
+    entropy_beta: NotNegativeNumber = _option(
+        0.0,
+        "Weight of a bonus on the entropy of the policy, in nats a token, which keeps it from "
+        "becoming certain too early.",
+    )
 
     # --- Server -----------------------------------------------------------------------------------
-    vllm_server_host: str = _option("127.0.0.1", "Host of the vf-vllm server.")
-    vllm_server_port: int = _option(8000, "Port of the vf-vllm server.")
-    vllm_server_timeout: float = _option(
+    vllm_server_host: Annotated[str, _is_host] = _option(
+        "127.0.0.1",
+        "Host of the vf-vllm server.",
+    )
+    vllm_server_port: Annotated[int, _is_port] = _option(
+        8000,
+        "Port of the vf-vllm server.",
+    )
+    vllm_server_timeout: PositiveNumber = _option(
         300.0,
         "Seconds to wait for the server to come up, or to come back when it was lost, "
         "and for one weight sync.",
@@ -351,13 +434,15 @@ class RLConfig(TrainingArguments):
     )
 
     # --- Evaluation and what a person sees --------------------------------------------------------
-    eval_examples: int = _option(
-        256, "Examples of the environment's eval split in one evaluation, from the first on."
+    eval_examples: PositiveInt = _option(
+        256,
+        "Examples of the environment's eval split in one evaluation, from the first on.",
     )
-    eval_rollouts_per_example: int = _option(
-        1, "Rollouts of each example of an evaluation; above 1 the evaluation has pass@k too."
+    eval_rollouts_per_example: PositiveInt = _option(
+        1,
+        "Rollouts of each example of an evaluation; above 1 the evaluation has pass@k too.",
     )
-    num_rollouts_to_print: int = _option(
+    num_rollouts_to_print: NotNegativeInt = _option(
         2, "Rollouts in the table at each logging step; 0 for no table."
     )
 
@@ -366,10 +451,11 @@ class RLConfig(TrainingArguments):
 
         self._check_unused_base_options()
         if isinstance(self.loss_args, str):
-            self.loss_args = _from_json("loss_args", self.loss_args)
+            self.loss_args = from_json("loss_args", self.loss_args)
         self.loss_args = {} if self.loss_args is None else self.loss_args
         self._check_types()
-        self._check_ranges()
+        self._check_rules()
+        self._check_together()
         if self.deepspeed and not importlib.util.find_spec("deepspeed"):
             raise ConfigError(
                 f"deepspeed={self.deepspeed!r}: DeepSpeed is not installed; "
@@ -438,92 +524,67 @@ class RLConfig(TrainingArguments):
                 setattr(self, f.name, value)
             if f.name in _FREE_TYPE or (value is None and f.default is None):
                 continue
-            if not _fits(value, kind):
-                raise ConfigError(f"{f.name}={value!r}: {_type_rule(value, kind)}")
+            if not fits(value, kind):
+                raise ConfigError(f"{f.name}={value!r}: {type_rule(value, kind)}")
             if f.name.endswith("_kwargs") and isinstance(value, str) and value.startswith("{"):
-                _from_json(f.name, value)
+                from_json(f.name, value)
 
     def make_loss(self) -> LossFn:
-        """The loss that `loss` and `loss_args` name. Raises ValueError: there is no such."""
-        return make_loss(self.loss, cast(dict[str, float], self.loss_args))
+        """The loss that `loss` and `loss_args` name.
 
-    def _check_ranges(self) -> None:
+        Raises:
+            ConfigError: it cannot be loaded, or does not take these arguments.
+        """
+        try:
+            loss_fn = LOSSES.get(self.loss) or load_user_code(self.loss, "loss")
+            return bind_options(loss_fn, self.loss, self.loss_args)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def make_loss_terms(self) -> list[LossFn]:
+        """What is added to the loss: `reference_kl` and `entropy_bonus`, if their weights are not
+        0.
+        """
+        terms = ((reference_kl, self.kl_beta), (entropy_bonus, self.entropy_beta))
+        return [partial(term, beta=beta) for term, beta in terms if beta]
+
+    def make_advantage(self) -> AdvantageFn:
+        """The function that `advantage` names.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        if self.advantage in ADVANTAGES:
+            return of_rewards(ADVANTAGES[self.advantage])
+        try:
+            return load_user_code(self.advantage, "advantage")
+        except UserCodeError as error:
+            raise ConfigError(str(error)) from error
+
+    def _check_rules(self) -> None:
+        """Each value obeys the rules in its field's type."""
+        declared = typing.get_type_hints(type(self), include_extras=True)
+        for f in fields(self):
+            rules = [*rules_of(declared[f.name]), *_INHERITED_RULES.get(f.name, ())]
+            value = getattr(self, f.name)
+            for problem in (rule(value) for rule in rules if value is not None):
+                if problem is not None:
+                    or_none = ", or left out" if f.default is None and "must" in problem else ""
+                    raise ConfigError(f"{f.name}={value!r}: {problem}{or_none}")
+
+    def _check_together(self) -> None:
+        """What one value asks of another."""
+
         def check(name: str, holds: bool, rule: str) -> None:
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: {rule}")
 
-        may_be_none = {f.name for f in fields(self) if f.default is None}
-
-        def check_each(names: Iterable[str], holds: Callable[[Any], bool], rule: str) -> None:
-            for name in names:
-                value = getattr(self, name)
-                or_none = ", or left out" if name in may_be_none else ""
-                check(name, value is None or holds(value), rule + or_none)
-
-        check_each(
-            (
-                *("lora_rank", "batch_size", "micro_batch_size", "max_tokens_per_microbatch"),
-                *("max_steps", "max_concurrent", "max_tokens", "max_prompt_len", "top_k"),
-                *("eval_examples", "eval_rollouts_per_example"),
-            ),
-            lambda value: value >= 1,
-            "must be an integer >= 1",
-        )
-        check_each(
-            ("env_workers", "max_off_policy_steps", "num_rollouts_to_print"),
-            lambda value: value >= 0,
-            "must be an integer >= 0",
-        )
-        check_each(
-            (
-                *("generation_timeout", "vllm_server_timeout"),
-                *("temperature", "repetition_penalty", "lora_alpha"),
-                *("logging_steps", "eval_steps", "save_steps"),
-            ),
-            lambda value: value > 0,
-            "must be a number > 0",
-        )
-        check_each(
-            (
-                *("learning_rate", "max_grad_norm", "warmup_steps", "weight_decay"),
-                *("kl_beta", "min_reward_variance"),
-            ),
-            lambda value: value >= 0,
-            "must be a number >= 0",
-        )
-        check_each(
-            ("lora_dropout", "adam_beta1", "adam_beta2"),
-            lambda value: 0 <= value < 1,
-            "must be >= 0 and < 1",
-        )
-        check_each(
-            ("presence_penalty", "frequency_penalty"),
-            lambda value: -2 <= value <= 2,
-            "must be from -2 to 2",
-        )
-        check("temperature", self.temperature <= 2, "must be at most 2, which is vLLM's limit")
-        check(
-            "resume_from_checkpoint",
-            isinstance(self.resume_from_checkpoint, str | bool | None),
-            "must be the path of a checkpoint, or true for the newest",
-        )
-        check("top_p", 0 < self.top_p <= 1, "must be > 0 and <= 1")
-        check("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1")
-        check("seed", 0 <= self.seed < 2**32, "must be from 0 to 2**32 - 1")
-        check("max_seq_len", self.max_seq_len >= 2, "must be an integer >= 2")
-        check("vllm_server_port", 0 < self.vllm_server_port < 65536, "must be a port, 1 to 65535")
-        host = self.vllm_server_host
-        is_plain = bool(host) and "/" not in host and host.count(":") != 1  # IPv6 has more
-        check("vllm_server_host", is_plain, "must be a name or an address alone, such as "
-              "127.0.0.1; the port is vllm_server_port")  # fmt: skip
-        check("output_dir", self.output_dir != "", "must name a folder, or left out")
         low, high = self.min_reward, self.max_reward
         check(
             "min_reward",
             low is None or high is None or low <= high,
             f"must not be above max_reward={high!r}",
         )
-        check("max_oversampling", self.max_oversampling >= 1, "must be a number >= 1")
         if self.group_filter().lets_all_pass:
             check(
                 "max_oversampling",
@@ -533,43 +594,13 @@ class RLConfig(TrainingArguments):
         else:
             check("shuffle", self.shuffle, "with a filter it must be True, or every epoch would "
                   "leave out the same examples")  # fmt: skip
-        targets = self.lora_target_modules
-        check(
-            "lora_target_modules",
-            targets in (None, "all-linear") or (bool(targets) and _fits(targets, list[str])),
-            "must be a list of names of layers, or 'all-linear', or left out",
-        )
-        check("advantage", self.advantage in ADVANTAGES, f"must be one of {', '.join(ADVANTAGES)}")
-        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
-            check(name, getattr(self, name) != "epoch", "a run has no epochs, only max_steps; set "
-                  f"'steps' and {name.removesuffix('strategy')}steps")  # fmt: skip
         check(
             "eval_steps",
             self.eval_steps is None or self.eval_strategy != "no",
             "without effect unless eval_strategy = 'steps'",
         )
-        check(
-            "metric_for_best_model",
-            self.metric_for_best_model not in ("loss", "eval_loss"),
-            "an evaluation on an environment has no loss; set reward",
-        )
-        for name, reasons in (
-            ("optim", _UNUSABLE_OPTIM),
-            ("lr_scheduler_type", _UNUSABLE_SCHEDULE),
-        ):
-            value = getattr(self, name)
-            for part, reason in reasons.items():
-                is_it = value.startswith(part) or value.endswith(part)
-                check(name, not is_it, f"cannot be used here: {reason}")
-        try:
+        if self.loss in LOSSES:  # a user's own is loaded by the trainer
             self.make_loss()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        check(
-            "rollouts_per_example",
-            self.rollouts_per_example >= 2,
-            "must be >= 2: the baseline is the mean of a group",
-        )
         if self.batch_size % self.rollouts_per_example:
             groups = math.ceil(self.batch_size / self.rollouts_per_example)
             raise ConfigError(
@@ -577,11 +608,10 @@ class RLConfig(TrainingArguments):
                 f"rollouts_per_example={self.rollouts_per_example}; "
                 f"try batch_size={groups * self.rollouts_per_example}"
             )
-        check_each(
-            ("max_prompt_len", "max_tokens"),
-            lambda value: value < self.max_seq_len,
-            f"must be below max_seq_len={self.max_seq_len}",
-        )
+        for name in ("max_prompt_len", "max_tokens"):
+            value = getattr(self, name)
+            check(name, value is None or value < self.max_seq_len,
+                  f"must be below max_seq_len={self.max_seq_len}, or left out")  # fmt: skip
 
     @property
     def token_budget(self) -> int:
@@ -618,7 +648,8 @@ class RLConfig(TrainingArguments):
                 )
             setattr(copied, name, value)
         copied._check_types()
-        copied._check_ranges()
+        copied._check_rules()
+        copied._check_together()
         return copied
 
     def sampling_args(self) -> dict[str, Any]:
@@ -655,86 +686,3 @@ class RLConfig(TrainingArguments):
             "frequency_penalty": 0.0,
         }
         return [name for name, value in neutral.items() if getattr(self, name) != value]
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
-
-
-def _parts(kind: Any) -> list[Any]:
-    """The types of a union. Beside an enum `str` goes: the string has to be a member's value."""
-    is_union = typing.get_origin(kind) in (typing.Union, UnionType)
-    kinds = list(typing.get_args(kind)) if is_union else [kind]
-    return [one for one in kinds if one is not str] if any(map(_is_enum, kinds)) else kinds
-
-
-def _choices(kind: Any) -> list[Any]:
-    """The values of a Literal or an enum."""
-    if _is_enum(kind):
-        return [member.value for member in kind]
-    return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
-
-
-def _from_json(name: str, value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ConfigError(f"{name}={value!r}: not valid JSON: {error}") from error
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether the value is of this declared type. An integer is a number too, a bool is neither."""
-    kinds = _parts(kind)
-    if len(kinds) > 1:
-        return any(_fits(value, one) for one in kinds)
-    kind, inner = kinds[0], typing.get_args(kinds[0])
-    if kind is Any:
-        return True
-    if choices := _choices(kind):
-        return any(value == choice and isinstance(value, type(choice)) for choice in choices)
-    if kind in (int, float):
-        is_number = isinstance(value, int if kind is int else int | float)
-        return is_number and not isinstance(value, bool) and math.isfinite(value)
-    if not isinstance(value, typing.get_origin(kind) or kind):
-        return False
-    if isinstance(value, list | dict) and inner:  # of items; of keys and values
-        items = value.values() if isinstance(value, dict) else value
-        return all(_fits(item, inner[-1]) for item in items)
-    return True
-
-
-_TYPE_NAMES = {
-    bool: ("true or false", "true or false"),
-    int: ("an integer", "integers"),
-    float: ("a number", "numbers"),
-    str: ("a string", "strings"),
-}
-
-
-def _describe(kind: Any) -> str:
-    if choices := _choices(kind):
-        return f"one of {', '.join(map(str, choices))}"
-    inner = (typing.get_args(kind) or (None,))[-1]
-    of_inner = f" of {_TYPE_NAMES[inner][1]}" if inner in _TYPE_NAMES else ""
-    match typing.get_origin(kind) or kind:
-        case builtins.list:
-            return f"a list{of_inner}"
-        case builtins.dict:
-            return f"a table (a dict in Python){of_inner}"
-    return _TYPE_NAMES[kind][0] if kind in _TYPE_NAMES else kind.__name__
-
-
-def _type_rule(value: Any, kind: Any) -> str:
-    """What a value that does not fit must be."""
-    kinds = [one for one in _parts(kind) if one is not NoneType]
-    choices = [str(choice) for one in kinds for choice in _choices(one)]
-    near = [choice for choice in choices if choice.startswith(str(value))]
-    near = near or difflib.get_close_matches(str(value), choices, 1)
-    if near and len(choices) > 8:  # too many to read
-        return f"did you mean {near[0]!r}?"
-    try:
-        is_quoted = isinstance(value, str) and _fits(json.loads(value.lower()), kind)
-    except ValueError:
-        is_quoted = False
-    rule = f"must be {' or '.join(map(_describe, kinds))}{' without quotes' if is_quoted else ''}"
-    return f"{rule}, or left out" if NoneType in _parts(kind) else rule

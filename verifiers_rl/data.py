@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,46 +40,63 @@ def _epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num_examples)
 
 
-class ExampleOrder:
-    """Which example each position of an endless run has, over one or several environments.
+# From positions of an endless run and the number of examples of each environment to the examples at
+# these positions, counted through all environments in turn. It has to follow from the position
+# alone: a resumed run asks for the positions that come next, and nothing else is saved.
+ExampleOrder = Callable[[range, Sequence[int]], Sequence[int]]
+
+
+def order_examples(
+    positions: range,
+    sizes: Sequence[int],
+    weights: Sequence[float] | None = None,
+    shuffle: bool = True,
+    seed: int = 42,
+) -> list[int]:
+    """The `ExampleOrder` of a run that has none of its own.
 
     Positions are dealt to the environments in proportion to their weights by a low-discrepancy
     sequence (multiples of the golden ratio modulo 1), so that every stretch of the run has about
-    its share of each; within an environment, `example_index` says what comes next. All of it
-    follows from the position: nothing has to be saved.
+    its share of each. Within an environment, `example_index` says what comes next.
 
     Args:
+        positions: of an endless run, from 0.
         sizes: examples of each environment; `ENDLESS` of a stream.
         weights: share of each, up to a common factor; equal by default.
         shuffle, seed: see `example_index`.
     """
+    if len(sizes) == 1:
+        return [example_index(p, sizes[0], shuffle, seed) for p in positions]
+    shares = np.array(weights or [1.0] * len(sizes), dtype=np.float64)
+    borders = np.cumsum(shares / shares.sum())[:-1]
+    golden = (5**0.5 - 1) / 2
+    dealt = np.searchsorted(borders, np.arange(positions.stop) * golden % 1, "right")
+    counts = np.bincount(dealt[: positions.start], minlength=len(sizes))
+    examples = []
+    for env in dealt[positions.start :].tolist():
+        own = example_index(int(counts[env]), sizes[env], shuffle, seed)
+        examples.append(sum(sizes[:env]) + own)
+        counts[env] += 1
+    return examples
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        weights: Sequence[float] | None = None,
-        shuffle: bool = True,
-        seed: int = 42,
-    ) -> None:
-        shares = np.array(weights or [1.0] * len(sizes), dtype=np.float64)
-        self._borders = np.cumsum(shares / shares.sum())[:-1]
-        self._sizes = list(sizes)
-        self._shuffle = shuffle
-        self._seed = seed
 
-    def at(self, positions: range) -> list[int]:
-        """The examples of these positions, counted through all environments in turn."""
-        if len(self._sizes) == 1:
-            return [example_index(p, self._sizes[0], self._shuffle, self._seed) for p in positions]
-        golden = (5**0.5 - 1) / 2
-        dealt = np.searchsorted(self._borders, np.arange(positions.stop) * golden % 1, "right")
-        counts = np.bincount(dealt[: positions.start], minlength=len(self._sizes))
-        examples = []
-        for env in dealt[positions.start :].tolist():
-            own = example_index(int(counts[env]), self._sizes[env], self._shuffle, self._seed)
-            examples.append(sum(self._sizes[:env]) + own)
-            counts[env] += 1
-        return examples
+def examples_at(order: ExampleOrder, positions: range, sizes: Sequence[int]) -> list[int]:
+    """What this order has at these positions.
+
+    Raises:
+        ValueError: another number of examples than positions, or one that does not exist.
+    """
+    indices = [int(index) for index in order(positions, sizes)]
+    if len(indices) != len(positions):
+        raise ValueError(
+            f"example_order returned {len(indices)} examples for the {len(positions)} positions "
+            f"{positions.start} to {positions.stop - 1}"
+        )
+    if wrong := [index for index in indices if not 0 <= index < sum(sizes)]:
+        raise ValueError(
+            f"example_order returned example {wrong[0]}; there are 0 to {sum(sizes) - 1}"
+        )
+    return indices
 
 
 def by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:

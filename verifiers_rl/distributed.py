@@ -35,14 +35,14 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
             return Batch(0, 0, [])  # rank 0 is raising its own error
         raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
     if batch is not None:
-        lengths, fields = (tensor.to(device) for tensor in flatten_samples(batch.samples))
+        shapes, fields = (tensor.to(device) for tensor in flatten_samples(batch.samples))
     else:
-        lengths = torch.empty(num_samples, dtype=torch.int64, device=device)
-    distributed.broadcast(lengths, 0)
+        shapes = torch.empty((2, num_samples), dtype=torch.int64, device=device)
+    distributed.broadcast(shapes, 0)
     if batch is None:
-        fields = torch.empty((5, int(lengths.sum())), dtype=torch.float64, device=device)
+        fields = torch.empty((5, int(shapes[0].sum())), dtype=torch.float64, device=device)
     distributed.broadcast(fields, 0)
-    return batch or Batch(step, policy_version, unflatten_samples(lengths.cpu(), fields.cpu()))
+    return batch or Batch(step, policy_version, unflatten_samples(shapes.cpu(), fields.cpu()))
 
 
 def broadcast_metrics(metrics: dict[str, float] | None, device: torch.device) -> dict[str, float]:

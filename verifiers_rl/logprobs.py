@@ -11,17 +11,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+# What to do about the entropy: leave it out (zeros), give its value, or give it with its gradient.
+Entropy = Literal["none", "value", "gradient"]
+
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax of one token a row, and the row's entropy. Each pass over the logits costs, and
-    each new tensor of their size: this keeps one for backward, which makes one more.
+    """log softmax of one token a row, and the row's entropy. Each pass over the logits costs time,
+    and so does each new tensor of their size: this function keeps one for backward, and backward
+    makes one more.
     """
 
     @staticmethod
@@ -30,9 +34,10 @@ class _TokenLogprobs(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         temperature: float,
-        with_entropy: bool,
+        entropy_mode: Entropy,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
+        with_entropy = entropy_mode != "none"
         x = logits.to(torch.float32, copy=not overwrite)
         if temperature != 1:
             x.div_(temperature)
@@ -41,23 +46,32 @@ class _TokenLogprobs(torch.autograd.Function):
         exp_x = x.exp() if with_entropy else x.exp_()
         z = exp_x.sum(-1)
         log_z = z.log()
-        # Where the model rules a token out this is 0 * -inf, which counts as nothing.
+        # Where the model rules a token out, this is 0 * -inf, which counts as nothing.
         entropy = log_z - x.mul_(exp_x).nansum(-1) / z if with_entropy else torch.zeros_like(z)
-        # A finite logprob of a token ruled out keeps sums over a batch finite too.
+        # A finite logprob of a token that is ruled out keeps sums over a batch finite too.
         logprobs = (x_target - log_z).clamp(min=-1e30)
-        ctx.save_for_backward(exp_x, z, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        ctx.mark_non_differentiable(entropy)
+        ctx.entropy_has_gradient = entropy_mode == "gradient"
+        if ctx.entropy_has_gradient:
+            ctx.save_for_backward(exp_x, z, targets, entropy)
+        else:
+            ctx.save_for_backward(exp_x, z, targets)
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # d logprob / d logit_v = (1 if v is the target, else 0) - p(v), over the temperature
-        exp_x, z, targets = ctx.saved_tensors
+        exp_x, z, targets, *saved = ctx.saved_tensors
         grad = grads[0] / ctx.temperature
         grad_logits = exp_x * (-grad / z)[:, None]
         grad_logits.scatter_add_(1, targets[:, None], grad[:, None])
+        if ctx.entropy_has_gradient:
+            # d H / d logit_v = - p(v) (log p(v) + H), over the temperature; p = exp_x / z
+            (entropy,) = saved
+            of_entropy = torch.xlogy(exp_x, exp_x) + exp_x * (entropy - z.log())[:, None]
+            grad_logits -= of_entropy * (grads[1] / ctx.temperature / z)[:, None]
         return grad_logits.to(ctx.dtype), None, None, None, None
 
 
@@ -65,7 +79,7 @@ def token_logprobs_and_entropy(
     logits: Tensor,
     targets: Tensor,
     temperature: float,
-    with_entropy: bool = True,
+    entropy: Entropy = "value",
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution,
@@ -75,21 +89,21 @@ def token_logprobs_and_entropy(
         logits: (N, vocabulary), any float dtype; computed in float32.
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
-        with_entropy: False gives zeros in its place.
+        entropy: "none" gives zeros in its place, "gradient" gives it with its gradient.
         overwrite: compute in the memory of `logits` if they are float32, and if the operation that
             made them does not need them in backward (as tanh does). Their values are lost.
 
     Returns:
-        logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats, detached.
+        logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats.
     """
     # Autograd's nodes have this attribute where they keep their own output, as tanh's does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
-    return _TokenLogprobs.apply(logits, targets, temperature, with_entropy, overwrite)
+    return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite)
 
 
 class _FrozenHead(torch.autograd.Function):
-    """A logprob depends on its own row of hidden states only, so its gradient there is known in the
-    forward, but for a factor. No logits are computed again.
+    """A logprob (and an entropy) depends on its own hidden state only, so its gradient there is
+    known in forward, except for a factor. No logits are computed again.
     """
 
     @staticmethod
@@ -100,29 +114,35 @@ class _FrozenHead(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         num_chunks: int,
-        with_entropy: bool,
+        entropy_mode: Entropy,
     ) -> tuple[Tensor, Tensor]:
         results = []
-        for rows, row_targets in zip(
+        has_gradient = entropy_mode == "gradient"
+        for chunk, chunk_targets in zip(
             hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
         ):
-            rows = rows.detach().requires_grad_()
+            chunk = chunk.detach().requires_grad_()
             with torch.enable_grad():
-                logprobs, entropy = token_logprobs_and_entropy(
-                    head(rows), row_targets, temperature, with_entropy, overwrite=True
+                outputs = token_logprobs_and_entropy(
+                    head(chunk), chunk_targets, temperature, entropy_mode, overwrite=True
                 )
-                (gradient,) = torch.autograd.grad(logprobs.sum(), rows)
-            results.append((logprobs.detach(), entropy, gradient))
-        logprobs, entropy, gradient = (torch.cat(parts) for parts in zip(*results, strict=True))
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(entropy)
+                gradients = [
+                    torch.autograd.grad(output.sum(), chunk, retain_graph=has_gradient)[0]
+                    for output in outputs[: 1 + has_gradient]
+                ]
+            results.append((*(output.detach() for output in outputs), *gradients))
+        logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.save_for_backward(*gradients)
+        if not has_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (grads[0][:, None] * gradient).to(gradient.dtype), None, None, None, None, None
+        gradients = ctx.saved_tensors  # of the logprobs, and of the entropy where it has one
+        terms = [grad[:, None] * gradient for grad, gradient in zip(grads, gradients, strict=False)]
+        return sum(terms[1:], terms[0]).to(gradients[0].dtype), None, None, None, None, None
 
 
 def chunked_logprobs_and_entropy(
@@ -131,12 +151,13 @@ def chunked_logprobs_and_entropy(
     targets: Tensor,
     temperature: float,
     chunk_size: int = 1024,
-    with_entropy: bool = True,
+    entropy: Entropy = "value",
     head_is_trained: bool = True,
     min_chunks: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The same from hidden states, `chunk_size` tokens at a time. Backward computes the logits of
-    all chunks but the last again; of none if the head is frozen.
+    """Like `token_logprobs_and_entropy`, from hidden states, `chunk_size` tokens at a time.
+    Backward recomputes the logits of every chunk except the last; with a frozen head it recomputes
+    none.
 
     Args:
         hidden: (N, hidden_size).
@@ -144,31 +165,33 @@ def chunked_logprobs_and_entropy(
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
         chunk_size: tokens projected at once; the result does not depend on it.
-        with_entropy: False gives zeros in its place.
+        entropy: as of `token_logprobs_and_entropy`.
         head_is_trained: False where nothing in the head takes a gradient.
-        min_chunks: call the head at least so often, with no rows if need be.
+        min_chunks: call the head at least this often, with no tokens if need be.
 
     Returns:
         logprobs (N,) and entropy (N,), as `token_logprobs_and_entropy`.
     """
     num_chunks = max(-(-len(targets) // chunk_size), min_chunks)
     if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
-        return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, with_entropy)
+        return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, entropy)
 
-    def run_chunk(rows: Tensor, row_targets: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
+    def run_chunk(chunk: Tensor, chunk_targets: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
         is_recomputed = False
 
-        def one_chunk(rows: Tensor) -> tuple[Tensor, Tensor]:
+        def project(chunk: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal is_recomputed
-            is_needed, is_recomputed = with_entropy and not is_recomputed, True
+            # Backward does not need an entropy that has no gradient.
+            mode = "none" if is_recomputed and entropy == "value" else entropy
+            is_recomputed = True
             # Else all chunks share one bfloat16 copy of the head, which sums their gradients.
             torch.clear_autocast_cache()
             return token_logprobs_and_entropy(
-                head(rows), row_targets, temperature, is_needed, overwrite=True
+                head(chunk), chunk_targets, temperature, mode, overwrite=True
             )
 
-        # The last chunk is the first of backward, which would only make the same logits again.
-        return one_chunk(rows) if is_last else checkpoint(one_chunk, rows, use_reentrant=False)
+        # Backward begins with the last chunk, and would only make the same logits again.
+        return project(chunk) if is_last else checkpoint(project, chunk, use_reentrant=False)
 
     chunks = [
         run_chunk(h, t, is_last=i == num_chunks - 1)

@@ -1,17 +1,23 @@
 """Losses: pure functions `LossInputs -> LossOutputs` over one microbatch.
 
-A loss returns a SUM over its loss tokens. The trainer divides once by the loss tokens of the global
-batch, so the gradient does not depend on how the batch was split. To try your own, pass any such
-function as `RLTrainer(loss_fn=...)`; extra knobs go through `functools.partial`.
+A loss returns a SUM over the tokens that it is given, all of which carry loss. The trainer divides
+this sum once by a number of the global batch, so the gradient does not depend on how the batch was
+split. To try your own loss, pass any such function as `RLTrainer(loss_fn=...)`, or name it in a
+TOML: `loss = "my_losses:my_loss"`. Extra parameters go through `functools.partial` or `loss_args`.
+
+In the formulas below each term of a sum over tokens t is also multiplied by the token's weight w_t,
+which is 1 unless `loss_normalization` says otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,22 +28,28 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(slots=True)
 class LossInputs:
-    """Flat tensors over the N predicted tokens of a microbatch.
+    """Flat tensors over the N >= 1 loss tokens of a microbatch.
 
     Attributes:
         trainer_logprobs: (N,) float32, with gradient, at the sampling temperature.
         inference_logprobs: (N,) float32, from the server that sampled the tokens.
-        advantages: (N,) float32, times the weight that `loss_normalization` gives the token. Every
-            loss below is proportional to it.
-        loss_mask: (N,) bool.
-        sequence_ids: (N,) int64, the same number for tokens of one sample.
+        advantages: (N,) float32.
+        weights: (N,) float32, what `loss_normalization` gives the token in the batch's loss. Each
+            term of a loss is multiplied by it.
+        sequence_ids: (N,) int64, the same number for the tokens of one sample.
+        entropy: (N,) float32 in nats, of the policy where it predicts the token. It has a gradient
+            if the loss is marked `@needs("entropy_gradient")`.
+        reference_logprobs: (N,) float32 without gradient, under the model that training started
+            from; None unless the loss is marked `@needs("reference_logprobs")`.
     """
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
     advantages: Tensor
-    loss_mask: Tensor
+    weights: Tensor
     sequence_ids: Tensor
+    entropy: Tensor
+    reference_logprobs: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +67,48 @@ class LossOutputs:
 
 
 LossFn = Callable[[LossInputs], LossOutputs]
+Need = Literal["entropy_gradient", "reference_logprobs"]
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+
+def needs(*what: Need) -> Callable[[_T], _T]:
+    """Mark a loss as one that needs what costs time or memory, so it is computed only then.
+
+    Args:
+        what: "entropy_gradient", for an `entropy` with gradient; "reference_logprobs", a forward
+            pass under the reference, and without LoRA a copy of the model.
+    """
+
+    def mark(loss_fn: _T) -> _T:
+        loss_fn.needs = frozenset(what)  # type: ignore[attr-defined]
+        return loss_fn
+
+    return mark
+
+
+def needs_of(loss_fn: Any) -> frozenset[Need]:
+    """What this loss is marked with, also through `functools.partial`."""
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "needs", frozenset())
+
+
+def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
+    """The loss plus these terms, with the metrics of all.
+
+    Raises (when called):
+        TypeError, ValueError: one of them does not keep the contract of a loss.
+    """
+
+    @needs(*frozenset().union(*map(needs_of, (loss_fn, *terms))))
+    def total(inputs: LossInputs) -> LossOutputs:
+        parts = [function(inputs) for function in (loss_fn, *terms)]
+        for outputs in parts:
+            check_outputs(outputs, inputs)
+        metrics = {name: values for part in parts for name, values in part.metrics.items()}
+        return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
+
+    return total
 
 
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:
@@ -76,10 +130,10 @@ def check_outputs(outputs: Any, inputs: LossInputs) -> None:
             "inputs.trainer_logprobs, and not be detached"
         )
     for name, values in outputs.metrics.items():
-        if not isinstance(values, Tensor) or values.shape != inputs.loss_mask.shape:
+        if not isinstance(values, Tensor) or values.shape != inputs.weights.shape:
             raise ValueError(
                 f"loss_fn returned the metric {name!r} of {kind(values)}; expected one number a "
-                f"token, {kind(inputs.loss_mask)}"
+                f"token, {kind(inputs.weights)}"
             )
 
 
@@ -94,15 +148,15 @@ def log_importance_ratio(inputs: LossInputs) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def policy_gradient(inputs: LossInputs, weight: Tensor) -> Tensor:
-    """- sum_t stop_gradient(weight_t) * A_t * logprob_t over the loss tokens. Scalar.
+def policy_gradient(inputs: LossInputs, ratio: Tensor) -> Tensor:
+    """- sum_t w_t * stop_gradient(ratio_t) * A_t * logprob_t. Scalar.
 
     Args:
-        inputs: one microbatch.
-        weight: (N,).
+        inputs: one microbatch, whose `weights` are w.
+        ratio: (N,).
     """
-    weighted = weight.detach() * inputs.advantages * inputs.trainer_logprobs
-    return -torch.where(inputs.loss_mask, weighted, 0.0).sum()
+    per_token = ratio.detach() * inputs.advantages * inputs.trainer_logprobs
+    return -(inputs.weights * per_token).sum()
 
 
 def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
@@ -131,23 +185,6 @@ def reinforce(inputs: LossInputs) -> LossOutputs:
     L = - sum_t A_t * logprob_t. No importance ratio: biased where weights are stale.
     """
     return LossOutputs(policy_gradient(inputs, torch.ones_like(inputs.advantages)))
-
-
-def truncated_is(inputs: LossInputs, max_ratio: float = 2.0) -> LossOutputs:
-    """Token-level truncated importance sampling (Yao et al., 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training"), with one optimizer step a batch.
-
-    L = - sum_t stop_gradient(min(r_t, max_ratio)) * A_t * logprob_t. The formula of `cispo` under
-    the name and with the bound of its own literature.
-
-    Args:
-        inputs: one microbatch.
-        max_ratio: the cap of the ratio, > 0.
-
-    Returns:
-        The summed loss, and `clipped_share`, 1 where the cap was active.
-    """
-    return cispo(inputs, eps_high=max_ratio - 1)
 
 
 def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -> LossOutputs:
@@ -200,11 +237,10 @@ def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> L
     Returns:
         The summed loss, and `clipped_share`, 1 on the tokens of clipped sequences.
     """
-    log_ratio = torch.where(inputs.loss_mask, log_importance_ratio(inputs), 0.0)
-    num_sequences = int(inputs.sequence_ids.max()) + 1
-    zeros = log_ratio.new_zeros(num_sequences)
+    log_ratio = log_importance_ratio(inputs)
+    zeros = log_ratio.new_zeros(int(inputs.sequence_ids.max()) + 1)
     totals = zeros.index_add(0, inputs.sequence_ids, log_ratio)  # (sequences,)
-    counts = zeros.index_add(0, inputs.sequence_ids, inputs.loss_mask.to(log_ratio.dtype))
+    counts = zeros.index_add(0, inputs.sequence_ids, torch.ones_like(log_ratio))
     ratio = (totals / counts.clamp(min=1)).exp()[inputs.sequence_ids]  # (N,)
     return _clipped_surrogate(inputs, ratio, eps_low, eps_high)
 
@@ -214,7 +250,7 @@ def _clipped_surrogate(
 ) -> LossOutputs:
     unclipped = ratio * inputs.advantages
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * inputs.advantages
-    loss = -torch.where(inputs.loss_mask, torch.minimum(unclipped, clipped), 0.0).sum()
+    loss = -(inputs.weights * torch.minimum(unclipped, clipped)).sum()
     return LossOutputs(loss, {"clipped_share": (clipped < unclipped).float()})
 
 
@@ -236,59 +272,111 @@ def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
     moved = (inputs.trainer_logprobs.exp() - inputs.inference_logprobs.exp()).abs()
     leads_away = (ratio - 1) * inputs.advantages > 0
     is_masked = (leads_away & (moved > max_divergence)).detach()
-    kept = inputs.loss_mask & ~is_masked
-    loss = -torch.where(kept, ratio * inputs.advantages, 0.0).sum()
+    per_token = torch.where(is_masked, 0.0, ratio * inputs.advantages)
+    loss = -(inputs.weights * per_token).sum()
     return LossOutputs(loss, {"masked_share": is_masked.float()})
 
 
+# By the name that `RLConfig(loss=...)` takes. "truncated_is" is token-level truncated importance
+# sampling (Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+# Training"): with one optimizer step a batch it is CISPO's formula with a cap of 2.
 LOSSES: dict[str, Callable[..., LossOutputs]] = {
-    function.__name__: function
-    for function in (cispo, ppo, truncated_is, icepop, dppo, gspo, reinforce)
+    "cispo": cispo,
+    "ppo": ppo,
+    "truncated_is": partial(cispo, eps_high=1.0),
+    "icepop": icepop,
+    "dppo": dppo,
+    "gspo": gspo,
+    "reinforce": reinforce,
 }
 
 
-def make_loss(name: str, options: dict[str, float]) -> LossFn:
-    """The named loss with these options.
+def bind_options(loss_fn: Callable[..., LossOutputs], name: str, options: Any) -> LossFn:
+    """The loss with these options in place of its defaults.
+
+    Args:
+        loss_fn: one of `LOSSES`, or a user's own.
+        name: of the loss, for errors.
+        options: by name.
 
     Raises:
-        ValueError: no such loss, or an option it does not have, or a value below 0; says which
-            there are.
+        ValueError: an option that the loss does not have, or for one of `LOSSES` a value that
+            cannot be; says which options there are.
     """
-    if name not in LOSSES:
-        raise ValueError(f"loss={name!r}: must be one of {', '.join(LOSSES)}")
-    known = [p for p in inspect.signature(LOSSES[name]).parameters if p != "inputs"]
     if not isinstance(options, dict):
         raise ValueError(f"loss_args={options!r}: must be a table such as {{eps_high = 4.0}}")
+    parameters = list(inspect.signature(loss_fn).parameters.values())[1:]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    known = [parameter.name for parameter in parameters]
     for option, value in options.items():
-        if option not in known:
+        if option not in known and not takes_any:
             raise ValueError(
                 f"loss_args has {option!r}, which loss={name!r} does not take; "
                 f"it takes {', '.join(known) or 'none'}"
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in LOSSES and not (is_number and value >= 0):
             raise ValueError(f"loss_args: {option}={value!r} must be a number >= 0")
-    if options.get("eps_low", 0) >= 1:
-        raise ValueError(f"loss_args: eps_low={options['eps_low']!r} must be below 1")
-    loss = partial(LOSSES[name], **options)
-    bounds = inspect.signature(loss).parameters
-    if name == "icepop" and bounds["min_ratio"].default >= bounds["max_ratio"].default:
-        raise ValueError(
-            f"loss_args: min_ratio={bounds['min_ratio'].default!r} must be below "
-            f"max_ratio={bounds['max_ratio'].default!r}"
-        )
+    loss = partial(loss_fn, **options)
+    if name in LOSSES:
+        bounds = {p.name: p.default for p in inspect.signature(loss).parameters.values()}
+        if bounds.get("eps_low", 0) >= 1:
+            raise ValueError(f"loss_args: eps_low={bounds['eps_low']!r} must be below 1")
+        if name == "icepop" and bounds["min_ratio"] >= bounds["max_ratio"]:
+            raise ValueError(
+                f"loss_args: min_ratio={bounds['min_ratio']!r} must be below "
+                f"max_ratio={bounds['max_ratio']!r}"
+            )
     return loss
 
 
-def weigh_samples(
-    num_loss_tokens: Sequence[int], normalization: str, constant: float
-) -> tuple[list[float], float]:
-    """How a batch's sum over loss tokens becomes its loss: sum_t weight_t * l_t / denominator.
+# --- Terms beside the loss ------------------------------------------------------------------------
 
-    "token": the mean over loss tokens. "sequence": the mean over samples of each one's mean.
+
+@needs("reference_logprobs")
+def reference_kl(inputs: LossInputs, beta: float) -> LossOutputs:
+    """beta * sum_t w_t * KL_t, which keeps the policy near the model that training started from.
+
+    KL(trainer || reference) at each sampled token by the k3 estimator
+    (http://joschu.net/blog/kl-approx.html), as in GRPO: d - 1 - log d, d = p_reference / p_trainer.
+
+    Args:
+        inputs: one microbatch.
+        beta: weight of the term (`kl_beta`), >= 0.
+
+    Returns:
+        The term, and `reference_kl`, (N,) nats, >= 0, without beta.
+    """
+    assert inputs.reference_logprobs is not None
+    log_ratio = inputs.reference_logprobs - inputs.trainer_logprobs
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kl = log_ratio.exp() - 1 - log_ratio
+    return LossOutputs(beta * (inputs.weights * kl).sum(), {"reference_kl": kl.detach()})
+
+
+@needs("entropy_gradient")
+def entropy_bonus(inputs: LossInputs, beta: float) -> LossOutputs:
+    """- beta * sum_t w_t * H_t, which rewards a policy that stays undecided (A3C,
+    arXiv:1602.01783). H_t is the entropy in nats of the whole distribution that predicts token t.
+
+    Args:
+        inputs: one microbatch.
+        beta: weight of the term (`entropy_beta`), >= 0.
+    """
+    return LossOutputs(-beta * (inputs.weights * inputs.entropy).sum())
+
+
+def weigh_samples(
+    num_loss_tokens: Sequence[int], rollouts: Sequence[int], normalization: str, constant: float
+) -> tuple[list[float], float]:
+    """How a batch's sum over loss tokens becomes its loss: sum_t w_t * l_t / denominator.
+
+    "token": the mean over loss tokens. "sequence": the mean over rollouts of each one's mean.
     "constant": the sum over a number that no batch changes (Dr. GRPO, arXiv:2503.20783).
 
     Args:
         num_loss_tokens: of each sample of the global batch.
+        rollouts: of each sample, a number that the samples of one rollout share.
         normalization: one of the three.
         constant: the denominator of "constant".
 
@@ -296,23 +384,10 @@ def weigh_samples(
         The weight of each sample's loss tokens, and the denominator, > 0.
     """
     if normalization == "sequence":
-        weights = [1 / max(n, 1) for n in num_loss_tokens]
-        return weights, max(sum(n > 0 for n in num_loss_tokens), 1)
+        totals = Counter[int]()
+        for rollout, num_tokens in zip(rollouts, num_loss_tokens, strict=True):
+            totals[rollout] += num_tokens
+        weights = [1 / max(totals[rollout], 1) for rollout in rollouts]
+        return weights, max(sum(total > 0 for total in totals.values()), 1)
     ones = [1.0] * len(num_loss_tokens)
     return ones, constant if normalization == "constant" else max(sum(num_loss_tokens), 1)
-
-
-def reference_kl(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """KL(trainer || reference) at each sampled token by the k3 estimator
-    (http://joschu.net/blog/kl-approx.html), as in GRPO: d - 1 - log d, d = p_reference / p_trainer.
-
-    Args:
-        trainer_logprobs: (N,), with gradient.
-        reference_logprobs: (N,).
-
-    Returns:
-        (N,) nats, >= 0.
-    """
-    log_ratio = reference_logprobs - trainer_logprobs
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.exp() - 1 - log_ratio

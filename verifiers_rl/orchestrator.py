@@ -19,20 +19,29 @@ import asyncio
 import gc
 import itertools
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from verifiers_rl.advantages import ADVANTAGES
-from verifiers_rl.data import ExampleOrder, GroupFilter, by_role, describe_error
+from verifiers_rl.advantages import AdvantageFn, center_on_group_mean, of_rewards
+from verifiers_rl.data import (
+    ExampleOrder,
+    GroupFilter,
+    by_role,
+    describe_error,
+    examples_at,
+    order_examples,
+)
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.process.waiting import result_of
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
-from verifiers_rl.types import LOAD_S, Batch, Progress, Rollout, Slots
+from verifiers_rl.types import LOAD_S, Batch, EnvRunner, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
 
@@ -43,55 +52,33 @@ class RolloutError(RuntimeError):
     """No batch could be generated; the message says what failed first and what to do."""
 
 
-class GroupRunner(Protocol):
-    """What the orchestrator needs of environments: `V1Environment` is one,
-    `environments.MixedEnvironment` several. Their examples are counted through all in turn.
-    """
-
-    def sizes(self, split: Literal["train", "eval"]) -> list[int]: ...
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def run_group(
-        self,
-        split: Literal["train", "eval"],
-        index: int,
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Slots | Progress,
-    ) -> list[Rollout]: ...
-
-
 class Orchestrator:
     """Generates batches in the background.
 
     Args:
-        env: runs one group of rollouts.
+        env: runs groups of rollouts.
         check_server: raises ServerLostError when the server is gone or has lost the policy. Called
             when rollouts fail, to tell a dead server from a failing environment, and at the end of
             each batch, which a server that started anew would have sampled from the wrong weights.
         batch_size: rollouts of a batch.
         rollouts_per_example: rollouts of a group.
         sampling_args: what a rollout request carries.
-        max_concurrent: rollouts in flight at a time.
+        max_concurrent: rollouts in flight at a time; fewer where too few files may be open.
         rollout_timeout_s: deadline of one rollout; a batch may take it once for each wave of
             `max_concurrent`.
-        order: of the training examples; default: shuffled, environments in equal shares.
+        example_order: of the training examples; default: shuffled, environments in equal shares.
         group_filter: groups that do not pass are replaced by new ones as they come in, within the
             first `rollout_timeout_s` of a batch times the batches pending.
-        max_groups: at most so many groups are generated for a batch. Each step has that many
-            examples of the epoch to itself, whether it needs them or not. Default: no more than
-            the batch's.
-        advantage, mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
+        max_groups: the most groups that are generated for a batch. Each step reserves this many
+            examples of the epoch, used or not. Default: the groups of a batch.
+        advantage_fn: from a group's surviving rollouts to their advantages; default: rewards minus
+            their mean. Advantages that an environment has set itself are kept.
+        mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
     """
 
     def __init__(
         self,
-        env: GroupRunner,
+        env: EnvRunner,
         check_server: Callable[[], None],
         *,
         batch_size: int,
@@ -99,10 +86,10 @@ class Orchestrator:
         sampling_args: dict[str, Any],
         max_concurrent: int = 512,
         rollout_timeout_s: float = 600.0,
-        order: ExampleOrder | None = None,
+        example_order: ExampleOrder = order_examples,
         group_filter: GroupFilter | None = None,
         max_groups: int | None = None,
-        advantage: str = "mean",
+        advantage_fn: AdvantageFn | None = None,
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
     ) -> None:
@@ -111,13 +98,13 @@ class Orchestrator:
         self.batch_size = batch_size
         self.rollouts_per_example = rollouts_per_example
         self.sampling_args = sampling_args
-        self.max_concurrent = max_concurrent
+        self.max_concurrent = rollouts_at_once(max_concurrent, env.files_per_rollout)
         self.rollout_timeout_s = rollout_timeout_s
-        self.order = order or ExampleOrder(env.sizes("train"))
+        self.example_order = example_order
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
         self.max_groups = max_groups or self.num_groups
-        self.advantage_fn = ADVANTAGES[advantage]
+        self.advantage_fn = advantage_fn or of_rewards(center_on_group_mean)
         self.mask_truncated_completions = mask_truncated_completions
         self.zero_truncated_completions = zero_truncated_completions
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -274,7 +261,8 @@ class Orchestrator:
     async def _generate(
         self, step: int, model: str, policy_version: int, num_batches: int, progress: Progress
     ) -> Batch:
-        indices = self.order.at(range(step * self.max_groups, (step + 1) * self.max_groups))
+        positions = range(step * self.max_groups, (step + 1) * self.max_groups)
+        indices = examples_at(self.example_order, positions, self.env.sizes("train"))
         start = asyncio.get_running_loop().time()
 
         def finish(group: list[Rollout]) -> bool:
@@ -309,7 +297,7 @@ class Orchestrator:
 
     async def _run_groups(
         self,
-        split: Literal["train", "eval"],
+        split: Split,
         indices: list[int],
         num_rollouts: int,
         model: str,
@@ -376,9 +364,19 @@ class Orchestrator:
             for rollout in survivors:
                 if rollout.is_truncated and self.zero_truncated_completions:
                     rollout.reward = 0.0
-            rewards = torch.tensor([r.reward for r in survivors], dtype=torch.float64)
-            advantages = self.advantage_fn(rewards)
-            for rollout, advantage in zip(survivors, advantages.tolist(), strict=True):
                 if rollout.is_truncated and self.mask_truncated_completions:
                     rollout.leave_out_of_loss()
-                rollout.set_advantage(advantage)
+            if all(rollout.has_own_advantages for rollout in survivors):
+                continue
+            advantages = self.advantage_fn(survivors)
+            if len(advantages) != len(survivors):
+                raise ValueError(
+                    f"advantage_fn returned {len(advantages)} advantages for {len(survivors)} "
+                    "rollouts"
+                )
+            for rollout, advantage in zip(survivors, advantages, strict=True):
+                if not rollout.has_own_advantages:
+                    is_tensor = isinstance(advantage, Tensor)
+                    rollout.set_advantage(advantage.tolist() if is_tensor else advantage)
+                if not math.isfinite(rollout.advantage):
+                    raise ValueError(f"an advantage is {rollout.advantage}")

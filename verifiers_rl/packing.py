@@ -175,18 +175,19 @@ _FIELDS = ("token_ids", "loss_mask", "inference_logprobs", "policy_versions", "a
 
 
 def flatten_samples(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples as two plain tensors that can be broadcast:
-    lengths (S,) int64 and fields (5, tokens) float64.
+    """Samples as two plain tensors that can be broadcast: lengths and rollout ids (2, S) int64,
+    and fields (5, tokens) float64.
     """
-    lengths = torch.tensor([len(s.token_ids) for s in samples], dtype=torch.int64)
-    rows = [[float(v) for s in samples for v in getattr(s, name)] for name in _FIELDS]
-    return lengths, torch.tensor(rows, dtype=torch.float64)
+    shapes = [[len(s.token_ids) for s in samples], [s.rollout_id for s in samples]]
+    fields = [[float(v) for s in samples for v in getattr(s, name)] for name in _FIELDS]
+    return torch.tensor(shapes, dtype=torch.int64), torch.tensor(fields, dtype=torch.float64)
 
 
-def unflatten_samples(lengths: torch.Tensor, fields: torch.Tensor) -> list[Sample]:
+def unflatten_samples(shapes: torch.Tensor, fields: torch.Tensor) -> list[Sample]:
     """Inverse of `flatten_samples`."""
     samples = []
-    for columns in fields.split(lengths.tolist(), dim=1):
+    lengths, rollout_ids = shapes.tolist()
+    for rollout_id, columns in zip(rollout_ids, fields.split(lengths, dim=1), strict=True):
         ids, mask, logprobs, versions, advantages = columns.tolist()
         samples.append(
             Sample(
@@ -195,6 +196,7 @@ def unflatten_samples(lengths: torch.Tensor, fields: torch.Tensor) -> list[Sampl
                 logprobs,
                 [int(v) for v in versions],
                 advantages,
+                rollout_id,
             )
         )
     return samples

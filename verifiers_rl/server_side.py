@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from verifiers_rl.data import ExampleOrder
+from verifiers_rl.advantages import AdvantageFn
+from verifiers_rl.arguments import Replaced
+from verifiers_rl.config import ConfigError
+from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.sync.agreement import check_agreement
 from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
 
 
 class ServerSide(NamedTuple):
@@ -21,55 +26,86 @@ class ServerSide(NamedTuple):
 
     Attributes:
         check_agreement: compares both sides' logprobs; to be called once, with the model whose
-            weights the server has just got, and the name by which requests reach them.
+            weights the server has just got, and the name by which requests reach them. None where
+            batches or weights do not go to a `vf-vllm` server of ours.
     """
 
-    runner: Any
-    orchestrator: Orchestrator
-    weight_sync: WeightSync
-    check_agreement: Callable[[Any, str], None]
+    orchestrator: BatchSource
+    weight_sync: WeightSink
+    check_agreement: Callable[[Any, str], None] | None
 
 
-def connect(policy: Any, env: Any, args: Any, tokenizer: Any) -> ServerSide:
-    """Wait for the server, check that it goes with the policy, and make what talks to it.
+def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced) -> ServerSide:
+    """Wait for the server, check that it goes with the policy, and make what talks to it, except
+    for the parts that are replaced. With both of them replaced there is no server to wait for.
 
     Args:
         policy: the model that is trained.
-        env, args, tokenizer: of the `RLTrainer`.
+        env, args, tokenizer, replaced: of the `RLTrainer`.
 
     Raises:
+        ConfigError: example_order cannot go with environments of different weights.
         InvalidEnvironmentError: the environment cannot be trained on.
         InferenceServerError: no server, or another model's.
     """
+    orchestrator, weight_sync = replaced.orchestrator, replaced.weight_sync
+    if orchestrator is not None and weight_sync is not None:
+        return ServerSide(orchestrator, weight_sync, None)
+    advantage_fn = replaced.advantage_fn or args.make_advantage()
     client = InferenceClient(args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout)
-    runner = make_runner(env, client.base_url, tokenizer, args)
+    runner = None
+    if orchestrator is None:  # before the server is waited for: its errors come at once
+        runner = make_runner(env, client.base_url, tokenizer, args)
     status = client.wait_until_ready()
     if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The server beside us has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
         torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))
     client.check_model(policy.config)
-    warn_of_replies_beyond_use(runner, status["max_model_len"], args)
-    weight_sync = WeightSync(
-        client, args.weight_sync_backend, args.lora_sync, args.vllm_server_timeout
-    )
-    orchestrator = Orchestrator(
+    if weight_sync is None:
+        weight_sync = WeightSync(
+            client, args.weight_sync_backend, args.lora_sync, args.vllm_server_timeout
+        )
+    if runner is not None:
+        warn_of_replies_beyond_use(runner, status["max_model_len"], args)
+        orchestrator = _orchestrate(runner, weight_sync, args, advantage_fn, replaced.example_order)
+    assert orchestrator is not None
+
+    def check(model: Any, model_name: str) -> None:
+        check_agreement(model, client, model_name, tokenizer, args)
+
+    is_ours = replaced.weight_sync is None
+    return ServerSide(orchestrator, weight_sync, check if is_ours else None)
+
+
+def _orchestrate(
+    runner: EnvRunner,
+    weight_sync: WeightSink,
+    args: Any,
+    advantage_fn: AdvantageFn,
+    example_order: ExampleOrder | None,
+) -> Orchestrator:
+    if example_order is None:
+        example_order = partial(
+            order_examples, weights=runner.weights, shuffle=args.shuffle, seed=args.seed
+        )
+    elif len(set(runner.weights)) > 1:
+        raise ConfigError(
+            f"example_order decides which environment comes next, so weights {runner.weights} of "
+            "the environments have no effect; leave them out"
+        )
+    return Orchestrator(
         runner,
         weight_sync.check_server,
         batch_size=args.batch_size,
         rollouts_per_example=args.rollouts_per_example,
         sampling_args=args.sampling_args(),
-        max_concurrent=runner.max_concurrent,
+        max_concurrent=args.max_concurrent,
         rollout_timeout_s=args.generation_timeout,
-        order=ExampleOrder(runner.sizes("train"), runner.weights, args.shuffle, args.seed),
+        example_order=example_order,
         group_filter=args.group_filter(),
         max_groups=args.max_groups_per_batch,
-        advantage=args.advantage,
+        advantage_fn=advantage_fn,
         mask_truncated_completions=args.mask_truncated_completions,
         zero_truncated_completions=args.zero_truncated_completions,
     )
-
-    def check(model: Any, model_name: str) -> None:
-        check_agreement(model, client, model_name, tokenizer, args)
-
-    return ServerSide(runner, orchestrator, weight_sync, check)

@@ -7,9 +7,9 @@
         train on this one                          forward, loss_fn, backward for each microbatch;
                                                    optimizer.step()
 
-With max_off_policy_steps = 1, as above, the batch was sampled by the weights of one step ago, and
-the server works while the trainer does. With 0 the weights are sent and the batch asked for first,
-and both sides wait for each other. With more, so many batches are asked for ahead, and the weights
+With max_off_policy_steps = 1, as above, each batch was sampled by the weights of one step before,
+and the server works while the trainer does. With 0, weights are sent and the batch is requested
+first, and each side waits for the other. With k > 1, k batches are requested in advance, and weights
 change while the server generates.
 
 Everything else (optimizer, schedule, clipping, logging, checkpoints, callbacks) is
@@ -34,8 +34,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from verifiers_rl.arguments import check_arguments
+from verifiers_rl.advantages import AdvantageFn
+from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
     broadcast_batch,
     broadcast_metrics,
@@ -47,6 +49,7 @@ from verifiers_rl.distributed import (
 )
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
+    Entropy,
     chunk_size_for,
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
@@ -54,7 +57,7 @@ from verifiers_rl.logprobs import (
     reason_against_sharing_rows,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.losses import LossFn, LossInputs, check_outputs, reference_kl, weigh_samples
+from verifiers_rl.losses import LossFn, LossInputs, add_terms, needs_of, weigh_samples
 from verifiers_rl.models import absolute_path, check_policy, load_policy
 from verifiers_rl.packing import Layout, collate, plan_microbatches
 from verifiers_rl.process.interrupts import Interrupts
@@ -84,23 +87,28 @@ class RLTrainer(Trainer):
         model: a folder, a name on the hub, or a `PreTrainedModel` (or a PEFT model) that is trained
             as it is.
         env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
-            `verifiers.Environment`, or a list of `WeightedEnv` that are mixed.
+            `verifiers.Environment`, an `EnvRunner`, or a list of `WeightedEnv` that are mixed; None
+            if `orchestrator` is given.
         args: all options.
         processing_class: the tokenizer; default: the model's own.
         loss_fn: `LossInputs -> LossOutputs`, called on each microbatch; replaces `args.loss`.
+        advantage_fn: rollouts of a group to advantages, one a rollout or one a token (see
+            advantages.py); replaces `args.advantage`.
+        example_order: which examples a step gets (see data.py); replaces `args.shuffle`.
         peft_config: any PEFT config in place of the LoRA that `args` describes.
-        orchestrator, weight_sync: replace the parts that talk to the server, for tests and for
-            forks.
+        orchestrator: gives batches in place of the `Orchestrator` of `env`.
+        weight_sync: takes weights in place of the `WeightSync` to the server.
         **trainer_kwargs: `callbacks`, `optimizers` and whatever else `transformers.Trainer` takes.
 
     Raises:
-        ConfigError: an option has a value that cannot work.
+        ConfigError: an option or an argument has a value that cannot work, or no effect.
         InvalidEnvironmentError: the environment cannot be trained on.
         InferenceServerError: no server, another model's server, or one that cannot take these
             weights.
     """
 
     args: RLConfig
+    config_class = RLConfig  # what `vf-train` makes of [trainer.args]
 
     def __init__(
         self,
@@ -111,39 +119,39 @@ class RLTrainer(Trainer):
         loss_fn: LossFn | None = None,
         peft_config: Any = None,
         *,
+        advantage_fn: AdvantageFn | None = None,
+        example_order: ExampleOrder | None = None,
         orchestrator: BatchSource | None = None,
         weight_sync: WeightSink | None = None,
         **trainer_kwargs: Any,
     ) -> None:
-        check_arguments(model, args, processing_class, loss_fn, trainer_kwargs)
+        replaced = Replaced(loss_fn, advantage_fn, example_order, orchestrator, weight_sync)
+        check_arguments(model, env, args, processing_class, replaced, trainer_kwargs)
         model = absolute_path(model)
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(
                 model if isinstance(model, str) else model.name_or_path
             )
+        self.loss_fn = add_terms(loss_fn or args.make_loss(), *args.make_loss_terms())
         set_seed(args.seed)  # a new adapter's weights follow from it too
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
-        self.loss_fn = loss_fn or args.make_loss()
         self.batch: Batch | None = None  # the one being trained on
         self._env = env
         self._sync_metrics: dict[str, float] = {}
         self._waited_s = 0.0  # for this step's batch
         self._is_serving = False
-        is_first = args.process_index == 0
-        self.orchestrator = orchestrator if is_first else None
-        self.weight_sync = weight_sync if is_first else None
-        # With the model and its name at the server, after the first push; None when it is done.
+        self.orchestrator: BatchSource | None = None  # on rank 0 only, as the next
+        self.weight_sync: WeightSink | None = None
+        # Called with the model and its name at the server after the first push, once.
         self._check_agreement: Callable[[nn.Module, str], None] | None = None
-
-        runner = None
-        if orchestrator is None and is_first:
+        if args.process_index == 0:
             from verifiers_rl.server_side import connect
 
-            server_side = connect(policy, env, args, processing_class)
-            runner, self.orchestrator, self.weight_sync, self._check_agreement = server_side
+            server_side = connect(policy, env, args, processing_class, replaced)
+            self.orchestrator, self.weight_sync, self._check_agreement = server_side
         # Trainer insists on one for eval_strategy; what is evaluated is the environment's own.
-        trainer_kwargs["eval_dataset"] = runner.eval_dataset if runner else []
+        trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
             atexit.register(let_gloo_threads_finish)
@@ -159,7 +167,9 @@ class RLTrainer(Trainer):
 
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # until the first step
-        needs_copy = args.kl_beta > 0 and not hasattr(self.model, "disable_adapter")
+        self._needs = needs_of(self.loss_fn)
+        has_adapter = hasattr(self.model, "disable_adapter")
+        needs_copy = "reference_logprobs" in self._needs and not has_adapter
         prepare_sharding(self.accelerator, args, needs_copy)
         self._reference: Any = None  # with LoRA: the model itself, its adapter switched off
         if needs_copy:
@@ -212,9 +222,7 @@ class RLTrainer(Trainer):
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
-        """The orchestrator's thread and the communicator,
-        open during train() or during an evaluate() alone.
-        """
+        """The orchestrator runs during train(), or during an evaluate() alone."""
         if self.orchestrator is None or self.weight_sync is None or self._is_serving:
             yield
             return
@@ -232,9 +240,7 @@ class RLTrainer(Trainer):
     # --- The step ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """One placeholder a step: Trainer counts steps with it,
-        the data comes from the orchestrator.
-        """
+        """One placeholder a step, by which Trainer counts; the orchestrator has the data."""
         steps = [{"step": step} for step in range(self.args.max_steps)]
         return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
 
@@ -271,6 +277,7 @@ class RLTrainer(Trainer):
             plan = []
         weights, denominator = weigh_samples(
             [sample.num_loss_tokens for sample in batch.samples],
+            batch.rollout_ids(),
             args.loss_normalization,
             constant=float(args.batch_size * args.max_seq_len),
         )
@@ -338,15 +345,14 @@ class RLTrainer(Trainer):
     def microbatch_loss(
         self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
     ) -> Tensor:
-        """loss_fn on one microbatch: logprobs of the tokens that carry loss,
-        never of the others. Scalar, a sum.
-        """
+        """loss_fn on one microbatch: only loss tokens get logprobs. Scalar, a sum."""
         device = self.args.device
         # Position t predicts token t + 1.
         predicts = microbatch.loss_mask[:, 1:].clone()  # (B, T - 1)
         has_loss = bool(predicts.any())
         if not has_loss:
-            # The head must take part in every backward, or DDP waits for its gradient.
+            # The head must take part in every backward, or DDP waits for its gradient: a token
+            # without weight, whose loss counts as 0.
             predicts[0, 0] = True
         rows, columns = predicts.nonzero(as_tuple=True)  # (N,)
 
@@ -354,37 +360,35 @@ class RLTrainer(Trainer):
             return values[rows, columns + 1].to(device)
 
         targets = Targets(rows.to(device), columns.to(device), of_targets(microbatch.input_ids))
-        logprobs, entropy = self.token_logprobs(model, microbatch, targets)
-        inference_logprobs = of_targets(microbatch.inference_logprobs)
-        advantages, weights = (
-            of_targets(values) for values in (microbatch.advantages, microbatch.loss_weights)
+        logprobs, entropy = self.token_logprobs(
+            model, microbatch, targets, "gradient" if "entropy_gradient" in self._needs else "value"
         )
+        inference_logprobs = of_targets(microbatch.inference_logprobs)
+        reference_logprobs = None
+        if "reference_logprobs" in self._needs:
+            reference_logprobs = self.reference_logprobs(microbatch, targets)
         inputs = LossInputs(
             trainer_logprobs=logprobs,
             # NaN marks tokens that no policy sampled (mask_env_responses=False): ratio 1.
             inference_logprobs=torch.where(
                 inference_logprobs.isnan(), logprobs.detach(), inference_logprobs
             ),
-            advantages=advantages * weights,
-            loss_mask=torch.full_like(advantages, has_loss, dtype=torch.bool),
+            advantages=of_targets(microbatch.advantages),
+            weights=of_targets(microbatch.loss_weights),
             sequence_ids=of_targets(microbatch.sequence_ids).clamp(min=0),
+            entropy=entropy,
+            reference_logprobs=reference_logprobs,
         )
         outputs = self.loss_fn(inputs)
-        check_outputs(outputs, inputs)
-        loss, extra = outputs.loss, {"entropy": entropy, "advantage_abs": advantages.abs()}
-        if self.args.kl_beta > 0:
-            kl = reference_kl(logprobs, self.reference_logprobs(microbatch, targets))
-            kl_loss = torch.where(inputs.loss_mask, weights * kl, 0.0).sum()
-            loss, extra["reference_kl"] = loss + self.args.kl_beta * kl_loss, kl
-        means.add(inputs, {**extra, **outputs.metrics})
-        return loss
+        means.add(inputs, outputs.metrics, counts=has_loss)
+        return outputs.loss if has_loss else outputs.loss * 0.0
 
     def token_logprobs(
         self,
         model: nn.Module,
         microbatch: Microbatch,
         targets: Targets,
-        with_entropy: bool = True,
+        entropy: Entropy = "value",
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of the targets, and the entropy where each is predicted. (N,) each."""
         temperature = self.args.temperature
@@ -399,12 +403,11 @@ class RLTrainer(Trainer):
         # accelerate gives it to forward; the head runs outside, and the reference is not prepared.
         with self.accelerator.autocast():
             if self._why_full_logits:
-                logits = model(**model_inputs).logits[
-                    targets.rows, targets.columns
-                ]  # (N, vocabulary)
+                logits = model(**model_inputs).logits  # (B, T, vocabulary)
                 return token_logprobs_and_entropy(
-                    logits, targets.token_ids, temperature, with_entropy, overwrite=True
-                )
+                    logits[targets.rows, targets.columns], targets.token_ids, temperature,
+                    entropy, overwrite=True,
+                )  # fmt: skip
             with hidden_states_in_place_of_logits(base) as to_logits:
                 hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
             head = list(base.get_output_embeddings().parameters())
@@ -413,7 +416,7 @@ class RLTrainer(Trainer):
                 num_chunks = -(-len(targets.token_ids) // chunk_size)
                 min_chunks = max_over_ranks(num_chunks, self.args.device)
             return chunked_logprobs_and_entropy(
-                hidden, to_logits, targets.token_ids, temperature, chunk_size, with_entropy,
+                hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
                 head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
             )  # fmt: skip
 
@@ -423,12 +426,12 @@ class RLTrainer(Trainer):
         from. (N,)
         """
         if self._reference is not None:
-            return self.token_logprobs(self._reference, microbatch, targets, with_entropy=False)[0]
+            return self.token_logprobs(self._reference, microbatch, targets, "none")[0]
         model: Any = self.accelerator.unwrap_model(self.model)
         model.eval()
         try:
             with model.disable_adapter():
-                return self.token_logprobs(model, microbatch, targets, with_entropy=False)[0]
+                return self.token_logprobs(model, microbatch, targets, "none")[0]
         finally:
             model.train()
 
@@ -599,9 +602,7 @@ class RLTrainer(Trainer):
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means over the steps since the last line to Trainer's own numbers,
-        and shows a few rollouts.
-        """
+        """Adds means over the steps since the last line to Trainer's own, and shows rollouts."""
         if "loss" in logs and self._window.steps:
             logs |= self._window.take()
             if self.batch is not None and self.is_world_process_zero():

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-LOAD_S = 300.0  # an environment has so long to start, or generation_timeout if longer
+# Seconds that an environment may take to start; generation_timeout if that is longer.
+LOAD_S = 300.0
+Split = Literal["train", "eval"]
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class Sample:
             NaN where a token is trained that no policy sampled (`mask_env_responses=False`).
         policy_versions: version of the policy that sampled the token; -1 where not sampled.
         advantages: advantage of each token; 0 where `loss_mask` is False.
+        rollout_id: position of its rollout in the batch; -1 for a rollout of one sample.
     """
 
     token_ids: list[int]
@@ -35,6 +38,7 @@ class Sample:
     inference_logprobs: list[float]
     policy_versions: list[int]
     advantages: list[float] = field(default_factory=list)
+    rollout_id: int = -1
 
     def __post_init__(self) -> None:
         if not self.advantages:
@@ -60,9 +64,12 @@ class Sample:
     def num_loss_tokens(self) -> int:
         return sum(self.loss_mask)
 
-    def set_advantage(self, advantage: float) -> None:
-        """Give every loss token the same advantage."""
-        self.advantages = [advantage if masked_in else 0.0 for masked_in in self.loss_mask]
+    def set_advantage(self, advantage: float | Sequence[float]) -> None:
+        """Give every loss token this advantage, or each token its own of (T,)."""
+        if isinstance(advantage, int | float):
+            advantage = [advantage] * len(self.loss_mask)
+        pairs = zip(advantage, self.loss_mask, strict=True)
+        self.advantages = [float(value) if has_loss else 0.0 for value, has_loss in pairs]
 
 
 @dataclass(slots=True)
@@ -82,7 +89,8 @@ class Rollout:
         is_truncated: a turn was cut by a length limit.
         generation_s: seconds from the first request to the last reply.
         error: why it failed; such a rollout enters neither the baseline nor the batch.
-        advantage: set once its group is complete.
+        advantage: set once its group is complete; the mean over its loss tokens where they differ.
+        has_own_advantages: the environment has set those of its samples, and they are kept.
     """
 
     example_id: int
@@ -98,12 +106,36 @@ class Rollout:
     generation_s: float = 0.0
     error: BaseException | None = None
     advantage: float = 0.0
+    has_own_advantages: bool = False
 
-    def set_advantage(self, advantage: float) -> None:
-        """Of the rollout and of every loss token of its samples."""
-        self.advantage = advantage
+    def set_advantage(self, advantage: float | Sequence[float]) -> None:
+        """Set the advantage of the rollout and of the loss tokens of its samples.
+
+        Args:
+            advantage: of all of them, or one number for each token of its samples, one sample
+                after the other.
+
+        Raises:
+            ValueError: another number of advantages than tokens.
+        """
+        if isinstance(advantage, int | float):
+            self.advantage = float(advantage)
+            for sample in self.samples:
+                sample.set_advantage(advantage)
+            return
+        num_tokens = sum(len(sample.token_ids) for sample in self.samples)
+        if len(advantage) != num_tokens:
+            raise ValueError(
+                f"{len(advantage)} advantages for a rollout whose samples have {num_tokens} tokens"
+            )
+        start = 0
         for sample in self.samples:
-            sample.set_advantage(advantage)
+            end = start + len(sample.token_ids)
+            sample.set_advantage(advantage[start:end])
+            start = end
+        num_loss_tokens = sum(sample.num_loss_tokens for sample in self.samples)
+        total = sum(sum(sample.advantages) for sample in self.samples)
+        self.advantage = total / max(num_loss_tokens, 1)
 
     def leave_out_of_loss(self) -> None:
         """Its tokens stay in the batch, none of them with loss."""
@@ -189,9 +221,19 @@ class Batch:
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for number, rollout in enumerate(self.rollouts):
+            for sample in rollout.samples:
+                sample.rollout_id = number
+
     @property
     def num_loss_tokens(self) -> int:
         return sum(sample.num_loss_tokens for sample in self.samples)
+
+    def rollout_ids(self) -> list[int]:
+        """Of each sample, a number that the samples of one rollout share, and only these."""
+        ids = (sample.rollout_id for sample in self.samples)
+        return [known if known >= 0 else -1 - i for i, known in enumerate(ids)]
 
     def staleness(self) -> dict[str, float]:
         """Optimizer steps between the weights that sampled a token and those that train on it:
@@ -243,9 +285,67 @@ class Targets:
     token_ids: Tensor
 
 
+@runtime_checkable
+class EnvRunner(Protocol):
+    """What runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an
+    object with these members as it is; `envs/` has one for each kind of environment.
+
+    Examples are counted through all of its environments in turn.
+
+    Attributes:
+        name: of its environment, the prefix of its metrics.
+        description: a line for the start of a run, or "".
+        weights: share of the groups of each of its environments, up to a common factor.
+        num_overlong_prompts: examples left out because of `max_prompt_len`.
+        bounds_replies: whether it ends each reply at `max_seq_len`; else the server's
+            `max_model_len` does.
+        files_per_rollout: sockets and pipes that one rollout holds in this process at most.
+        first_prompt: messages of the first training example.
+    """
+
+    name: str
+    description: str
+    weights: list[float]
+    num_overlong_prompts: int
+    bounds_replies: bool
+    files_per_rollout: int
+    first_prompt: list[Any]
+
+    def sizes(self, split: Split) -> list[int]:
+        """Examples of this split, one number for each environment; `data.ENDLESS` of a stream."""
+        ...
+
+    async def open(self) -> None:
+        """Get ready, on the event loop that will run the groups."""
+        ...
+
+    async def close(self) -> None: ...
+
+    async def run_group(
+        self,
+        split: Split,
+        index: int,
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: Slots | Progress,
+    ) -> list[Rollout]:
+        """Run and score `num_rollouts` rollouts of one example, or that many episodes, each with a
+        rollout for each agent. An error costs its own rollout only, which gets it as `error`.
+
+        Args:
+            model: what requests ask the server for.
+            sampling_args: what a request carries, unless the environment has its own.
+            policy_version: for tokens of which the server does not say it.
+            slots: to be entered by each rollout while it uses the server.
+        """
+        ...
+
+
 class BatchSource(Protocol):
-    """What the trainer needs of an orchestrator;
-    a stub with these methods makes it run without a server.
+    """What the trainer needs of an orchestrator. A stub with these methods makes the trainer run
+    without a server.
     """
 
     @property
@@ -263,7 +363,12 @@ class BatchSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """What the trainer needs of a weight sync."""
+    """What the trainer and its orchestrator need of a weight sync.
+
+    Attributes:
+        policy_version: of the weights that the server has; None when it has to get them anew.
+        model_name: what rollout requests ask the server for.
+    """
 
     policy_version: int | None
 
@@ -272,5 +377,6 @@ class WeightSink(Protocol):
     def push(
         self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
     ) -> dict[str, float]: ...
+    def check_server(self) -> None: ...
     def wait_for_server(self) -> None: ...
     def close(self) -> None: ...

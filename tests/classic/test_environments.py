@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from tests.helpers import EXAMPLE, load_example
 from verifiers_rl.config import RLConfig
-from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
 from verifiers_rl.envs.classic import ClassicEnvironment, load_environment, samples_from_trajectory
 from verifiers_rl.envs.classic_clients import TokenClient, make_client
 from verifiers_rl.envs.make import make_runner
@@ -127,8 +127,13 @@ class WordTokenizer:
         return [0] * len(messages[-1]["content"])
 
 
+def with_options(**options):
+    options = {"tokenizer": WordTokenizer(), "max_seq_len": 64, **options}
+    return RunnerOptions("http://unused", **options)
+
+
 def run_group(env, reply, num_rollouts=3, **options):
-    runner = ClassicEnvironment(env, "http://unused", WordTokenizer(), max_seq_len=64, **options)
+    runner = ClassicEnvironment(env, with_options(**options))
     runner._client = ScriptedClient(reply)
 
     async def run():
@@ -237,7 +242,7 @@ def test_an_image_in_the_first_prompt_is_refused_at_the_start():
         rubric=vf.Rubric(funcs=[lambda completion: 1.0]),
     )
     with pytest.raises(InvalidEnvironmentError, match="'image_url': images and other media"):
-        ClassicEnvironment(env, "http://unused", None, max_seq_len=64)
+        ClassicEnvironment(env, with_options(tokenizer=None))
 
 
 def test_max_seq_len_cuts_and_marks_as_truncated():
@@ -251,9 +256,7 @@ def test_max_seq_len_cuts_and_marks_as_truncated():
 def test_max_prompt_len_leaves_examples_out(caplog):
     dataset = Dataset.from_dict({"question": ["a", "abc", "abcdef"], "answer": ["", "", ""]})
     env = vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
-    runner = ClassicEnvironment(
-        env, "http://unused", WordTokenizer(), max_seq_len=64, max_prompt_len=3
-    )
+    runner = ClassicEnvironment(env, with_options(max_prompt_len=3))
     assert runner.sizes("train") == [2]
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
     with pytest.raises(InvalidEnvironmentError, match=r"training dataset is empty, \d were longer"):
@@ -261,10 +264,7 @@ def test_max_prompt_len_leaves_examples_out(caplog):
             vf.SingleTurnEnv(
                 dataset=dataset.select([2]), rubric=vf.Rubric(funcs=[lambda completion: 1.0])
             ),
-            "http://unused",
-            WordTokenizer(),
-            max_seq_len=64,
-            max_prompt_len=3,
+            with_options(max_prompt_len=3),
         )
 
 
@@ -371,7 +371,7 @@ def test_the_renderer_client_passes_all_sampling_options_on(monkeypatch):
 
 def test_something_else_than_an_environment_is_refused():
     with pytest.raises(InvalidEnvironmentError, match=r"expected a verifiers.Environment.*got str"):
-        ClassicEnvironment("reverse-text", "http://unused", None, max_seq_len=64)
+        ClassicEnvironment("reverse-text", with_options())
 
 
 def test_an_empty_dataset_is_refused(tmp_path):
@@ -380,7 +380,7 @@ def test_an_empty_dataset_is_refused(tmp_path):
         rubric=vf.Rubric(funcs=[lambda completion: 1.0]),
     )
     with pytest.raises(InvalidEnvironmentError, match="training dataset is empty"):
-        ClassicEnvironment(env, "http://unused", WordTokenizer(), max_seq_len=64)
+        ClassicEnvironment(env, with_options())
 
 
 def test_a_module_beside_the_toml_is_found_without_installing_it():

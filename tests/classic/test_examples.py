@@ -6,6 +6,7 @@ import pytest
 
 from tests.classic.test_environments import ScriptedClient, WordTokenizer
 from tests.helpers import ROOT, load_example
+from verifiers_rl.envs.base import RunnerOptions
 from verifiers_rl.envs.classic import ClassicEnvironment
 
 NAMES = ["reverse_text", "alphabet_sort", "letter_hunt", "calculator"]
@@ -13,7 +14,9 @@ NAMES = ["reverse_text", "alphabet_sort", "letter_hunt", "calculator"]
 
 def play(env, reply, num_examples=20):
     """One rollout of each of the first examples, by what `reply(last message)` says."""
-    runner = ClassicEnvironment(env, "http://unused", WordTokenizer(), max_seq_len=512)
+    runner = ClassicEnvironment(
+        env, RunnerOptions("http://unused", WordTokenizer(), max_seq_len=512)
+    )
 
     async def answer(text):
         return reply(text)

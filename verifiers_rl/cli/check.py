@@ -195,13 +195,12 @@ class Preflight:
         return check_versions(requires("verifiers-rl") or [], self.config.inference_gpus > 0)
 
     def check_options(self) -> str:
-        from verifiers_rl.config import RLConfig
-
         check_trainer_options(self.config)
+        self.config.load_own_code()
         options = {"use_cpu": self.config.trainer_gpus == 0, **self.config.trainer_args}
         if "GPUs" not in self.passed:
             options |= {"use_cpu": True, "bf16": False}  # for the checks that need no GPU
-        self.args = args = RLConfig(**options)
+        self.args = args = self.config.config_class()(**options)
         self.client = InferenceClient(
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout
         )

@@ -25,14 +25,17 @@ gpus = 1                         # 0: CPU
 
 [trainer]
 gpus = 1                         # 0: CPU
-[trainer.args]                   # fields of RLConfig
+class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module beside this file
+[trainer.args]                   # fields of RLConfig; loss and advantage may be "module:function"
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import json
+import sys
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -40,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_rl.inference.checkpoint import model_error
+from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
 
 class TomlError(ValueError):
@@ -84,11 +88,61 @@ class RunConfig:
     inference_gpus: int = 1
     inference_args: dict[str, Any] = field(default_factory=dict)
     trainer_gpus: int = 1
+    trainer_class_name: str = ""
     trainer_args: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
         return self.path.parent
+
+    def trainer_class(self) -> Any:
+        """`RLTrainer`, or the class that [trainer] names.
+
+        Raises:
+            TomlError: no such class.
+        """
+        if not self.trainer_class_name:
+            from verifiers_rl.trainer import RLTrainer
+
+            return RLTrainer
+        from transformers import Trainer
+
+        make_importable(self.folder)
+        try:
+            found = load_user_code(self.trainer_class_name, "class")
+        except UserCodeError as error:
+            raise TomlError(f"{self.path}: [trainer] {error}") from error
+        if not (isinstance(found, type) and issubclass(found, Trainer)):
+            raise TomlError(
+                f"{self.path}: [trainer] class={self.trainer_class_name!r}: must be a class that "
+                "extends transformers.Trainer, as RLTrainer does"
+            )
+        return found
+
+    def config_class(self) -> Any:
+        """What [trainer.args] are the fields of: `RLConfig`, or the `config_class` of the class
+        that [trainer] names. Imports transformers.
+        """
+        from verifiers_rl.config import RLConfig
+
+        if not self.trainer_class_name:
+            return RLConfig  # without the trainer, which takes seconds to import
+        return getattr(self.trainer_class(), "config_class", RLConfig)
+
+    def load_own_code(self) -> None:
+        """Load what the TOML names as "module:name", to see whether it can be.
+
+        Raises:
+            ConfigError, TomlError: it cannot.
+        """
+        args = self.trainer_args
+        if self.trainer_class_name or any(
+            ":" in str(args.get(name, "")) for name in ("loss", "advantage")
+        ):
+            make_importable(self.folder)
+            checked = self.config_class()(**{**args, "use_cpu": True, "bf16": False})
+            checked.make_loss()
+            checked.make_advantage()
 
     def load_envs(self) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s.
@@ -137,7 +191,11 @@ def load_run_config(path: Path, checks_model: bool = True) -> RunConfig:
         ("trainer", trainer, "options of the trainer"),
     ):
         advice = f"{what} belong into [{name}.args]"
-        check_keys(section, ("gpus", "args"), f"{path}: [{name}]", advice)
+        known = ("gpus", "class", "args") if name == "trainer" else ("gpus", "args")
+        check_keys(section, known, f"{path}: [{name}]", advice)
+    class_name = trainer.get("class", "")
+    if "class" in trainer and not (isinstance(class_name, str) and names_user_code(class_name)):
+        raise TomlError(f"{path}: [trainer] class={class_name!r}: must be of the form module:name")
     if not isinstance(data.get("model"), str) or not data["model"]:
         raise TomlError(f"{path}: model is missing; set it to a string")
     gpus = {}
@@ -162,6 +220,7 @@ def load_run_config(path: Path, checks_model: bool = True) -> RunConfig:
             table(inference, "inference.args"), f"{path}: [inference.args]"
         ),
         trainer_gpus=gpus["trainer"],
+        trainer_class_name=class_name,
         trainer_args=table(trainer, "trainer.args"),
     )
     elsewhere = {
@@ -242,17 +301,24 @@ def check_keys(table: dict[str, Any], known: Iterable[str], where: str, advice: 
 
 
 def check_trainer_args(config: RunConfig) -> None:
-    """Raise TomlError for a key of [trainer.args] that is no field of RLConfig.
+    """Raise TomlError for a key of [trainer.args] that is no field of the trainer's config.
     Imports transformers.
     """
     from dataclasses import fields
 
-    from verifiers_rl.config import RLConfig, unknown_option_hint
+    from verifiers_rl.config import unknown_option_hint
 
-    known = {f.name for f in fields(RLConfig)}
+    known = {f.name for f in fields(config.config_class())}
     if unknown := [name for name in config.trainer_args if name not in known]:
         hints = "; ".join(f"{name!r}; {unknown_option_hint(name)}" for name in unknown)
         raise TomlError(f"{config.path}: [trainer.args] has an unknown key {hints}")
+
+
+def make_importable(folder: Path) -> None:
+    """Modules in this folder, the TOML's, can be imported."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
 
 
 def server_flags(args: dict[str, Any]) -> list[str]:

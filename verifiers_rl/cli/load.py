@@ -1,7 +1,8 @@
-"""Loads the environments of a TOML and writes what is wrong with them, or nothing, into a file.
+"""Loads the environments of a TOML and the code that it names, and writes what is wrong with them,
+or nothing, into a file.
 
-`vf-rl` runs it before it starts the server: an environment may start threads or CUDA, and hold
-memory, so it is loaded in a process that ends.
+`vf-rl` runs this module before it starts the server: an environment may start threads or CUDA, and
+hold memory, so it is loaded in a process that ends.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.cli.config import TomlError, load_run_config
 
 
 def main() -> None:
@@ -20,12 +21,15 @@ def main() -> None:
         die_with_parent(int(parent))
     path, answer = map(Path, sys.argv[1:])
     from verifiers_rl.envs.base import InvalidEnvironmentError
+    from verifiers_rl.option_rules import ConfigError
 
     problem = ""
     try:
-        load_run_config(path, checks_model=False).load_envs()
-    except InvalidEnvironmentError as error:
-        problem = str(error)
+        config = load_run_config(path, checks_model=False)
+        config.load_own_code()
+        config.load_envs()
+    except (InvalidEnvironmentError, ConfigError, TomlError) as error:
+        problem = str(error).removeprefix(f"{path}: ")
     except Exception as error:  # of the environment's own code
         import traceback
 

@@ -101,7 +101,7 @@ def check_trainer_options(config: RunConfig) -> Any:
     start. The result says nothing about devices.
     """
     from verifiers_rl.cli.config import check_trainer_args
-    from verifiers_rl.config import ConfigError, RLConfig
+    from verifiers_rl.config import ConfigError
 
     check_trainer_args(config)
     for name in ("fsdp", "deepspeed"):
@@ -112,7 +112,7 @@ def check_trainer_options(config: RunConfig) -> Any:
             )
     try:
         # On the CPU: this process must not touch a GPU.
-        return RLConfig(**{**config.trainer_args, "use_cpu": True, "bf16": False})
+        return config.config_class()(**{**config.trainer_args, "use_cpu": True, "bf16": False})
     except (ConfigError, ValueError, TypeError) as error:
         raise TomlError(f"{config.path}: [trainer.args] {error}") from error
 

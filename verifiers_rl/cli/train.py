@@ -48,6 +48,7 @@ def train(interrupt: Interrupt) -> None:
         add_folder_options,
         check_trainer_args,
         load_run_config,
+        make_importable,
         toml_argument,
     )
 
@@ -59,6 +60,7 @@ def train(interrupt: Interrupt) -> None:
         path, rest = toml_argument(sys.argv[1:])
         options = parser.parse_args(rest)
         config = load_run_config(path)
+        make_importable(config.folder)
         check_trainer_args(config)
     except TomlError as error:
         fail(error)
@@ -69,19 +71,19 @@ def train(interrupt: Interrupt) -> None:
             f"@ {config.path}"
         )
 
-    from verifiers_rl.config import ConfigError, RLConfig
+    from verifiers_rl.config import ConfigError
     from verifiers_rl.envs.base import InvalidEnvironmentError
     from verifiers_rl.inference.client import InferenceServerError
     from verifiers_rl.orchestrator import RolloutError
     from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
-    from verifiers_rl.trainer import RLTrainer
 
     trainer = None
     try:
         trainer_args = dict(config.trainer_args)
         if options.overwrite:
             trainer_args["overwrite_output_dir"] = True
-        args = RLConfig(**{"use_cpu": config.trainer_gpus == 0, **trainer_args})
+        trainer_class = config.trainer_class()
+        args = config.config_class()(**{"use_cpu": config.trainer_gpus == 0, **trainer_args})
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
             prepare_run_folder(
@@ -90,10 +92,16 @@ def train(interrupt: Interrupt) -> None:
                 overwrite=args.overwrite_output_dir,
                 max_steps=args.max_steps,
             )
-        trainer = RLTrainer(config.model, config.load_envs(), args)
+        trainer = trainer_class(config.model, config.load_envs(), args)
         interrupt.handle_signals()  # verifiers' environments put handlers of their own
         trainer.train(resume_from_checkpoint=options.resume)
-    except (ConfigError, InvalidEnvironmentError, InferenceServerError, RunFolderError) as error:
+    except (
+        ConfigError,
+        InvalidEnvironmentError,
+        InferenceServerError,
+        RunFolderError,
+        TomlError,
+    ) as error:
         fail(error, is_training=trainer is not None)
     except RolloutError as error:
         import traceback

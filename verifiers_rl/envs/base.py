@@ -1,10 +1,10 @@
-"""Environments of both generations of `verifiers` as one: what the orchestrator runs.
+"""What all kinds of environment share. Each kind is a class that keeps `types.EnvRunner`:
 
-    classic.py  `verifiers.Environment`, up to verifiers 0.3
-    v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
-    make.py     chooses between them, for what a user passes as `env`
-
-Each imports its own part of `verifiers`, and only where there is an environment of its kind.
+classic.py  `verifiers.Environment`, up to verifiers 0.3
+v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
+workers.py  classic environments in processes of their own
+mixed.py    several of any kind
+make.py     chooses between them, for what a user passes as `env`
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 logger = logging.getLogger(__name__)
-
-
-Split = Literal["train", "eval"]
 
 
 class InvalidEnvironmentError(ValueError):
@@ -67,6 +64,40 @@ def text_of(messages: Any) -> str:
             text += f" [{_field(call, 'name')}({_field(call, 'arguments')})]"
         lines.append(text if len(messages) == 1 else f"{_field(message, 'role')}: {text}")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """What an environment is run with.
+
+    Attributes:
+        base_url: of the inference server, without /v1.
+        tokenizer: the model's; measures prompts (without one, none is left out), and makes the
+            tokens of new messages.
+        max_seq_len: longest sequence in tokens. A rollout ends there, and counts as truncated.
+        max_prompt_len: examples whose first prompt has more tokens are left out; None for no limit.
+        mask_env_responses: leave tokens that the environment put between turns out of the loss.
+        timeout_s: deadline of one rollout, seconds.
+        client_type: of classic environments, see `classic_clients.py`.
+        name: prefix of its metrics.
+        sampling_args: of every request, in place of those that `run_group` is given.
+        num_eval_tasks: of a stream, for evaluations.
+        num_workers: processes for a classic environment; 0 runs it in this one.
+        max_concurrent: rollouts in flight in one of these processes.
+    """
+
+    base_url: str
+    tokenizer: Any
+    max_seq_len: int
+    max_prompt_len: int | None = None
+    mask_env_responses: bool = True
+    timeout_s: float = 600.0
+    client_type: str = "openai_chat_completions_token"
+    name: str = "env"
+    sampling_args: dict[str, Any] | None = None
+    num_eval_tasks: int = 64
+    num_workers: int = 0
+    max_concurrent: int = 512
 
 
 @dataclass

@@ -18,10 +18,15 @@ from typing import Any
 
 import verifiers as vf
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, Split, text_of, versions_of_tokens
-from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    RunnerOptions,
+    text_of,
+    versions_of_tokens,
+)
+from verifiers_rl.envs.chat_template import as_vllm_renders, reason_against_chat_template
 from verifiers_rl.envs.classic_clients import make_client
-from verifiers_rl.types import Rollout, Sample, Slots
+from verifiers_rl.types import Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +106,10 @@ def samples_from_trajectory(
         spans = getattr(step.get("response"), "policy_versions", None) or [(0, policy_version)]
         versions = versions_of_tokens(spans, len(completion))
         parts.append((completion, [True] * len(completion), logprobs, versions))
-        columns = [[value for part in parts for value in part[column]] for column in range(4)]
-        samples.append(Sample(*columns))
+        token_ids, loss_mask, inference_logprobs, policy_versions = (
+            [value for part in parts for value in part[column]] for column in range(4)
+        )
+        samples.append(Sample(token_ids, loss_mask, inference_logprobs, policy_versions))
     return samples
 
 
@@ -114,59 +121,31 @@ def _segment(
 
 
 class ClassicEnvironment:
-    """A classic `verifiers.Environment` behind the few calls that the orchestrator makes.
+    """The `EnvRunner` of a classic `verifiers.Environment`; `EnvGroup` and its subclasses too.
 
-    Args:
-        env: the environment; `verifiers.EnvGroup` and its subclasses work too.
-        base_url: of the inference server, without /v1.
-        tokenizer: the model's; measures prompts (without one none is left out), and gives the
-            client the tokens of new messages.
-        max_seq_len: longest sequence in tokens; `verifiers` cuts a longer one and marks it
-            truncated.
-        max_prompt_len: examples whose first prompt has more tokens are left out, None for no limit.
-        mask_env_responses: see `samples_from_trajectory`.
-        timeout_s: deadline of one rollout.
-        client_type: see `classic_clients.py`.
-        name: prefix of its metrics.
-        sampling_args: of every request, in place of those that `run_group` is given.
+    `verifiers` cuts a sequence at `max_seq_len`, and marks it truncated.
 
     Raises:
         InvalidEnvironmentError: not a classic environment, or no training example is left.
     """
 
-    RUNS_IN_WORKERS = True
     bounds_replies = False
+    files_per_rollout = 1  # a connection to the server
+    description = ""
 
-    def __init__(
-        self,
-        env: Any,
-        base_url: str,
-        tokenizer: Any,
-        max_seq_len: int,
-        max_prompt_len: int | None = None,
-        mask_env_responses: bool = True,
-        timeout_s: float = 600.0,
-        client_type: str = "openai_chat_completions_token",
-        name: str = "env",
-        sampling_args: dict[str, Any] | None = None,
-    ) -> None:
-        if not isinstance(env, vf.Environment):
+    def __init__(self, env: Any, options: RunnerOptions) -> None:
+        if not self.can_run(env):
             raise InvalidEnvironmentError(
                 "env: expected a verifiers.Environment, or an Env or a Taskset of verifiers.v1, "
                 f"got {type(env).__name__}; pass the result of verifiers.load_environment(...)"
             )
         self.env = env
-        self.base_url = base_url
-        self.mask_env_responses = mask_env_responses
-        self.timeout_s = timeout_s
-        self.tokenizer = tokenizer
-        self.client_type = client_type
-        self.name = name
+        self.options = options
+        self.name = options.name
         self.weights = [1.0]
-        self.sampling_args = sampling_args
         self.num_overlong_prompts = 0
         self._client: Any = None
-        env.set_max_seq_len(max_seq_len)
+        env.set_max_seq_len(options.max_seq_len)
         _report_reward_errors(env.rubric)
         try:
             splits = {"train": env.get_dataset(), "eval": env.get_eval_dataset()}
@@ -175,41 +154,56 @@ class ClassicEnvironment:
                 f"the environment's dataset cannot be read: {error}"
             ) from error
         self._examples = {
-            name: self._within(split, tokenizer, max_prompt_len) for name, split in splits.items()
+            name: self._within(split, options.tokenizer, options.max_prompt_len)
+            for name, split in splits.items()
         }
         if not len(self._examples["train"]):
             left_out = (
                 f", {self.num_overlong_prompts} were longer than max_prompt_len"
-                if max_prompt_len
+                if options.max_prompt_len
                 else ""
             )
             raise InvalidEnvironmentError(f"the environment's training dataset is empty{left_out}")
         try:
+            self.first_prompt = list(self._examples["train"][0]["prompt"])
             for message in self.first_prompt:
                 as_vllm_renders(dict(message))
         except ValueError as error:
             raise InvalidEnvironmentError(f"the first training example: {error}") from error
+        renders_anew = options.client_type == "openai_chat_completions" and self._is_multi_turn
+        template_problem = (
+            reason_against_chat_template(options.tokenizer)
+            if renders_anew and options.tokenizer
+            else None
+        )
+        if template_problem:
+            logger.warning(
+                "%s: each turn will start a sequence of its own, and be trained as one. "
+                'client_type="openai_chat_completions_token" goes on with the tokens as sampled',
+                template_problem,
+            )
+
+    @staticmethod
+    def can_run(env: Any) -> bool:
+        return isinstance(env, vf.Environment)
 
     def sizes(self, split: Split) -> list[int]:
         """Examples of this split, one number for each environment."""
         return [len(self._examples[split])]
 
     @property
-    def is_multi_turn(self) -> bool:
+    def _is_multi_turn(self) -> bool:
         envs = getattr(self.env, "envs", [self.env])  # an EnvGroup's
         return any(getattr(env, "max_turns", 1) != 1 for env in envs)
 
-    @property
-    def first_prompt(self) -> list[Any]:
-        return list(self._examples["train"][0]["prompt"])
-
-    @property
-    def eval_dataset(self) -> Any:
-        return self._examples["eval"]
-
     async def open(self) -> None:
         """Make the HTTP client; called on the event loop that will use it."""
-        self._client = make_client(self.client_type, self.base_url, self.tokenizer, self.timeout_s)
+        self._client = make_client(
+            self.options.client_type,
+            self.options.base_url,
+            self.options.tokenizer,
+            self.options.timeout_s,
+        )
 
     async def close(self) -> None:
         if self._client is not None:
@@ -223,7 +217,7 @@ class ClassicEnvironment:
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: Slots,
+        slots: Slots | Progress,
     ) -> list[Rollout]:
         """Roll out and score one example `num_rollouts` times.
         An error costs its own rollout only.
@@ -235,7 +229,7 @@ class ClassicEnvironment:
             row,
             num_rollouts,
             model,
-            self.sampling_args or sampling_args,
+            self.options.sampling_args or sampling_args,
             policy_version,
             slots,
         )
@@ -248,7 +242,7 @@ class ClassicEnvironment:
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: Slots,
+        slots: Slots | Progress,
     ) -> list[Rollout]:
         """`run_group` for this example, which stands at `index` of its split.
 
@@ -261,7 +255,7 @@ class ClassicEnvironment:
         scoring_error: Exception | None = None
         if states:
             try:
-                async with asyncio.timeout(self.timeout_s) as deadline:
+                async with asyncio.timeout(self.options.timeout_s) as deadline:
                     await self.env.rubric.score_group(states)
                 for state in states:
                     await self.env.rubric.cleanup(state)
@@ -277,12 +271,12 @@ class ClassicEnvironment:
         row: dict[str, Any],
         model: str,
         sampling_args: dict[str, Any],
-        slots: Slots,
+        slots: Slots | Progress,
     ) -> tuple[Any, BaseException | None]:
         async with slots:
             start = time.monotonic()
             try:
-                async with asyncio.timeout(self.timeout_s) as deadline:
+                async with asyncio.timeout(self.options.timeout_s) as deadline:
                     state = await self.env.rollout(row, self._client, model, dict(sampling_args))
             except Exception as error:  # whatever the environment's own code raises
                 return None, self._explain(error, deadline, "a rollout")
@@ -297,7 +291,9 @@ class ClassicEnvironment:
         """The error, in our words if it is the deadline's; the environment may have its own."""
         if not (deadline.expired() and isinstance(error, TimeoutError)):
             return error
-        return TimeoutError(f"{what} took longer than generation_timeout ({self.timeout_s:g} s)")
+        return TimeoutError(
+            f"{what} took longer than generation_timeout ({self.options.timeout_s:g} s)"
+        )
 
     def _rollout(
         self,
@@ -313,7 +309,7 @@ class ClassicEnvironment:
         if error is None:
             try:
                 rollout.samples = samples_from_trajectory(
-                    state["trajectory"], policy_version, self.mask_env_responses
+                    state["trajectory"], policy_version, self.options.mask_env_responses
                 )
                 if not rollout.num_sampled_tokens:
                     raise ValueError(

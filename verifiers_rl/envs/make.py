@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
-from verifiers_rl.envs.chat_template import reason_against_chat_template
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
 from verifiers_rl.envs.mixed import MixedEnvironment
-from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.types import EnvRunner
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +33,30 @@ def _what(env: Any) -> str:
     return type(env).__name__
 
 
-def _runner_class(env: Any, name: str) -> Any:
-    homes = {base.__module__ for base in type(env).__mro__}
-    if any(home.startswith("verifiers.v1.") for home in homes):
-        from verifiers_rl.envs.v1 import V1Environment
+def _runner(env: Any, options: RunnerOptions) -> EnvRunner:
+    """What runs one environment, of whatever kind."""
+    if isinstance(env, EnvRunner):
+        return env
+    from verifiers_rl.envs.v1 import V1Environment
+    from verifiers_rl.envs.v1_loading import load_v1_environment
 
-        return V1Environment
-    if any(home.startswith("verifiers.") for home in homes):
+    if isinstance(env, str):
+        env = load_v1_environment({"taskset": {"id": env}})
+    if V1Environment.can_run(env):
+        if options.num_workers:
+            raise InvalidEnvironmentError(
+                f"environment {options.name!r}: env_workers={options.num_workers}: environments of "
+                "verifiers.v1 run in the trainer's process only; leave env_workers out"
+            )
+        return V1Environment(env, options)
+    if find_spec("verifiers.legacy") is not None:
         from verifiers_rl.envs.classic import ClassicEnvironment
+        from verifiers_rl.envs.workers import WorkerEnvironment
 
-        return ClassicEnvironment
+        if ClassicEnvironment.can_run(env):
+            return (WorkerEnvironment if options.num_workers else ClassicEnvironment)(env, options)
     raise InvalidEnvironmentError(
-        f"environment {name!r}: expected an Env or a Taskset of verifiers.v1, or a classic "
+        f"environment {options.name!r}: expected an Env or a Taskset of verifiers.v1, or a classic "
         f"verifiers.Environment, got {_what(env)}. Prompts and a reward function become one by "
         "env_from(prompts, reward)"
     )
@@ -56,14 +68,13 @@ def make_runner(
     tokenizer: Any,
     args: Any,
     report: Callable[[str], None] = print,
-) -> Any:
-    """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed. Its
-    `max_concurrent` is `args.max_concurrent`, or less where fewer files may be open; what is played
+) -> EnvRunner:
+    """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed. What is played
     where is printed.
 
     Args:
         env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
-            `verifiers.Environment`, or WeightedEnvs.
+            `verifiers.Environment`, an `EnvRunner`, or WeightedEnvs.
         base_url: of the inference server, without /v1.
         tokenizer: the model's.
         args: the `RLConfig`.
@@ -90,52 +101,23 @@ def make_runner(
             "importance ratios will be off, watch mismatch_kl",
             biased,
         )
-    parts: list[Any] = []
+    parts: list[EnvRunner] = []
     for one, sampled in zip(mixed, sampling, strict=True):
-        options = {
-            "base_url": base_url,
-            "tokenizer": tokenizer,
-            "max_seq_len": args.max_seq_len,
-            "max_prompt_len": args.max_prompt_len,
-            "mask_env_responses": args.mask_env_responses,
-            "timeout_s": args.generation_timeout,
-            "client_type": args.client_type,
-            "name": one.name,
-            "sampling_args": sampled.sampling_args() if one.sampling_args else None,
-        }
-        environment = one.env
-        if isinstance(environment, str):
-            from verifiers_rl.envs.v1_loading import load_v1_environment
-
-            environment = load_v1_environment({"taskset": {"id": environment}})
-        runner_class = _runner_class(environment, one.name)
-        if args.env_workers:
-            if not runner_class.RUNS_IN_WORKERS:
-                raise InvalidEnvironmentError(
-                    f"environment {one.name!r}: env_workers={args.env_workers}: environments of "
-                    "verifiers.v1 run in the trainer's process only; leave env_workers out"
-                )
-            from verifiers_rl.envs.workers import WorkerEnvironment
-
-            options |= {"num_workers": args.env_workers, "max_concurrent": args.max_concurrent}
-            parts.append(WorkerEnvironment(environment, **options))
-            continue
-        if not runner_class.RUNS_IN_WORKERS:
-            options["num_eval_tasks"] = args.eval_examples
-        parts.append(runner_class(environment, **options))
-        if description := getattr(parts[-1], "description", ""):
-            report(description)
-    runner: Any = parts[0]
-    if len(parts) > 1:
-        runner = MixedEnvironment(parts, [one.weight for one in mixed])
-    # Each environment keeps connections for a while; a classic rollout holds one, to the server.
-    files_per_rollout = sum(getattr(part, "files_per_rollout", 1) for part in parts)
-    runner.max_concurrent = rollouts_at_once(args.max_concurrent, files_per_rollout)
-    renders_anew = args.client_type == "openai_chat_completions" and runner.is_multi_turn
-    if renders_anew and tokenizer and (problem := reason_against_chat_template(tokenizer)):
-        logger.warning(
-            "%s: each turn will start a sequence of its own, and be trained as one. "
-            'client_type="openai_chat_completions_token" goes on with the tokens as sampled',
-            problem,
+        options = RunnerOptions(
+            base_url=base_url,
+            tokenizer=tokenizer,
+            max_seq_len=args.max_seq_len,
+            max_prompt_len=args.max_prompt_len,
+            mask_env_responses=args.mask_env_responses,
+            timeout_s=args.generation_timeout,
+            client_type=args.client_type,
+            name=one.name,
+            sampling_args=sampled.sampling_args() if one.sampling_args else None,
+            num_eval_tasks=args.eval_examples,
+            num_workers=args.env_workers,
+            max_concurrent=args.max_concurrent,
         )
-    return runner
+        parts.append(_runner(one.env, options))
+        if description := parts[-1].description:
+            report(description)
+    return parts[0] if len(parts) == 1 else MixedEnvironment(parts, [one.weight for one in mixed])

@@ -8,42 +8,35 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, Split
-from verifiers_rl.types import Rollout
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.types import EnvRunner, Rollout, Split
 
 
 class MixedEnvironment:
-    """Several environments as one; their examples are counted through all in turn.
+    """An `EnvRunner` of several; their examples are counted through all in turn.
 
     Raises:
         InvalidEnvironmentError: two of one name.
     """
 
-    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[EnvRunner], weights: Sequence[float]) -> None:
         names = [part.name for part in parts]
         if twice := [name for name in names if names.count(name) > 1]:
             raise InvalidEnvironmentError(
                 f"two environments are named {twice[0]!r}; give one another name"
             )
         self.parts = list(parts)
+        self.name = ", ".join(names)
+        self.description = "\n".join(part.description for part in parts if part.description)
         self.weights = list(weights)
         self.bounds_replies = all(part.bounds_replies for part in parts)
         self.num_overlong_prompts = sum(part.num_overlong_prompts for part in parts)
+        self.first_prompt = parts[0].first_prompt
+        # Each environment keeps its connections for a while.
+        self.files_per_rollout = sum(part.files_per_rollout for part in parts)
 
     def sizes(self, split: Split) -> list[int]:
         return [size for part in self.parts for size in part.sizes(split)]
-
-    @property
-    def is_multi_turn(self) -> bool:
-        return any(part.is_multi_turn for part in self.parts)
-
-    @property
-    def first_prompt(self) -> list[Any]:
-        return self.parts[0].first_prompt
-
-    @property
-    def eval_dataset(self) -> Any:
-        return self.parts[0].eval_dataset
 
     async def open(self) -> None:
         await asyncio.gather(*(part.open() for part in self.parts))

@@ -35,7 +35,12 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 
 from verifiers_rl.data import ENDLESS, describe_sizes
-from verifiers_rl.envs.base import InvalidEnvironmentError, Split, text_of, versions_of_tokens
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    RunnerOptions,
+    text_of,
+    versions_of_tokens,
+)
 from verifiers_rl.envs.chat_template import as_vllm_renders
 from verifiers_rl.envs.v1_loading import (
     IN_PROCESS,
@@ -50,6 +55,7 @@ from verifiers_rl.envs.v1_loading import (
 from verifiers_rl.envs.v1_loading import load_v1_environment as load_v1_environment
 from verifiers_rl.envs.v1_tasks import MAX_OVERLONG, TaskStream, check_text_only, first_messages
 from verifiers_rl.envs.v1_versions import (
+    advantages_of,
     is_for_training,
     is_infinite,
     prompt_too_long,
@@ -57,7 +63,7 @@ from verifiers_rl.envs.v1_versions import (
     tokens_so_far,
 )
 from verifiers_rl.inference import ServerClient, policy_versions
-from verifiers_rl.types import LOAD_S, Rollout, Sample, Slots
+from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
 
@@ -89,54 +95,38 @@ class EpisodeError(RuntimeError):
 
 
 class V1Environment:
-    """An environment of `verifiers.v1` for the orchestrator, with the calls of
-    `environments_classic.ClassicEnvironment`.
+    """The `EnvRunner` of an environment of `verifiers.v1`.
 
     An agent in the `null` harness, or for whom nobody chose one, gets `chat_harness.ChatHarness`,
     and the local runtime unless another is set; other harnesses run as they are.
 
-    A taskset without end is a stream: trained in its order, each task once. Evaluations then use
-    its first tasks, which training leaves out, unless they have a taskset of their own.
+    A taskset without end is a stream: its tasks are trained in its order, each once. Evaluations
+    then use its first `num_eval_tasks`, which training leaves out, unless they have a taskset of
+    their own.
 
     Args:
         env: an `Env`, or a taskset, which the environment of its module plays, else one agent.
             Evaluations use its attribute `eval_taskset`, if it has one, else its taskset.
-        base_url, tokenizer, max_prompt_len, mask_env_responses, timeout_s, name, sampling_args: as
-            for `ClassicEnvironment`.
-        max_seq_len: replies end there, and the trace counts as truncated.
-        client_type: only the default.
-        num_eval_tasks: of a stream, for evaluations.
+        options: `client_type` must be the default.
 
     Raises:
         InvalidEnvironmentError: no tasks, images in their prompts, tools of the script that runs, a
             remote sandbox without its key, another client_type.
     """
 
-    RUNS_IN_WORKERS = False
     bounds_replies = True  # to what is left of max_seq_len
 
-    def __init__(
-        self,
-        env: Any,
-        base_url: str,
-        tokenizer: Any,
-        max_seq_len: int,
-        max_prompt_len: int | None = None,
-        mask_env_responses: bool = True,
-        timeout_s: float = 600.0,
-        client_type: str = "openai_chat_completions_token",
-        name: str = "env",
-        sampling_args: dict[str, Any] | None = None,
-        num_eval_tasks: int = 64,
-    ) -> None:
-        if not isinstance(env, vf.Env | vf.Taskset):
+    def __init__(self, env: Any, options: RunnerOptions) -> None:
+        name = options.name
+        if not self.can_run(env):
             raise InvalidEnvironmentError(
                 f"environment {name!r}: expected an Env or a Taskset, got {type(env).__name__}"
             )
-        if client_type != "openai_chat_completions_token":
+        if options.client_type != "openai_chat_completions_token":
             raise InvalidEnvironmentError(
-                f"environment {name!r}: client_type={client_type!r}: environments of verifiers.v1 "
-                'are run with "openai_chat_completions_token" only; leave client_type out'
+                f"environment {name!r}: client_type={options.client_type!r}: environments of "
+                'verifiers.v1 are run with "openai_chat_completions_token" only; leave client_type '
+                "out"
             )
         of_evaluation = getattr(env, "eval_taskset", None)
         module = sys.modules.get(type(getattr(env, "taskset", env)).__module__)
@@ -151,33 +141,31 @@ class V1Environment:
             warn_of_plain_functions(self.env)
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
-        self.base_url = base_url
-        self.tokenizer = tokenizer
+        self.options = options
+        self.tokenizer = tokenizer = options.tokenizer
         self.special_ids: set[int] = set()
         if tokenizer is not None:
             self.special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        self.max_seq_len = max_seq_len
-        self.mask_env_responses = mask_env_responses
-        self.timeout_s = timeout_s
         self.name = name
-        self.sampling_args = sampling_args
         self.weights = [1.0]
-        self.is_multi_turn = True
         self._warned: set[tuple[str, str]] = set()  # agent, option
         # Of each trace that is running: replies, and the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
         self.num_overlong_prompts = 0
-        self.max_prompt_len = None if tokenizer is None else max_prompt_len
+        self.max_prompt_len = None if tokenizer is None else options.max_prompt_len
         self._eval_tasks: list[vf.Task] = []
         self._tasks: list[vf.Task] | TaskStream
         try:
-            self._take_tasks(env.taskset, of_evaluation, num_eval_tasks)
+            self._take_tasks(env.taskset, of_evaluation)
         except InvalidEnvironmentError as error:
             raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
+        self.files_per_rollout = self._files_per_rollout()
+        self.description = self._describe()
         self._serving: asyncio.Task[None] | None = None
         self.endpoint_session: aiohttp.ClientSession | None = None  # of `chat_harness`
 
-    def _take_tasks(self, taskset: Any, of_evaluation: Any, num_eval_tasks: int) -> None:
+    def _take_tasks(self, taskset: Any, of_evaluation: Any) -> None:
+        num_eval_tasks = self.options.num_eval_tasks
         if of_evaluation is not None:
             tasks = self._iterate(of_evaluation)
             limit = num_eval_tasks if is_infinite(of_evaluation) else None
@@ -231,17 +219,16 @@ class V1Environment:
         limit = self.max_prompt_len
         return limit is not None and len(self.render(first_messages(task))) > limit
 
+    @staticmethod
+    def can_run(env: Any) -> bool:
+        return isinstance(env, vf.Env | vf.Taskset)
+
     def sizes(self, split: Split) -> list[int]:
         """Tasks of this split, one number for each environment; `ENDLESS` of a stream."""
         tasks = self._tasks if split == "train" else self._eval_tasks
         return [ENDLESS if isinstance(tasks, TaskStream) else len(tasks)]
 
-    @property
-    def eval_dataset(self) -> Any:
-        return self._eval_tasks
-
-    @property
-    def files_per_rollout(self) -> int:
+    def _files_per_rollout(self) -> int:
         """Sockets and pipes that a rollout holds in this process at most: both ends of the
         connection between agent and endpoint, one to the server; those of an agent's program, and
         of tools.
@@ -255,8 +242,7 @@ class V1Environment:
             num_files += 5
         return num_files * (config.max_concurrent_agents or len(harnesses))
 
-    @property
-    def description(self) -> str:
+    def _describe(self) -> str:
         """One line for the start of a run."""
         num_held_out = len(self._eval_tasks)
         of_evaluation = f", {num_held_out} for evaluations"
@@ -301,7 +287,7 @@ class V1Environment:
                 is_up.set_exception(error)
 
         self._serving = asyncio.create_task(serve())
-        deadline_s = max(self.timeout_s, LOAD_S)
+        deadline_s = max(self.options.timeout_s, LOAD_S)
         try:
             await asyncio.wait_for(is_up, deadline_s)
         except TimeoutError as error:
@@ -347,15 +333,15 @@ class V1Environment:
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: Slots,
+        slots: Slots | Progress,
     ) -> list[Rollout]:
         """`num_rollouts` episodes of one task, each a rollout for each trace of a trained agent. An
         error costs its own episode only.
         """
         config = _TokenClientConfig(
-            base_url=self.base_url,
+            base_url=self.options.base_url,
             api_key_var="VLLM_API_KEY",
-            sampling=self.sampling_args or sampling_args,
+            sampling=self.options.sampling_args or sampling_args,
         )
         config._environment = self
         context = vf.ModelContext(model=model, client=config)
@@ -371,7 +357,7 @@ class V1Environment:
             return self._eval_tasks[index]
         if not isinstance(self._tasks, TaskStream):
             return self._tasks[index]
-        deadline_s = max(self.timeout_s, LOAD_S)
+        deadline_s = max(self.options.timeout_s, LOAD_S)
         try:
             # On a thread: a resumed run makes all tasks before it, and a stream may read files.
             return await asyncio.wait_for(asyncio.to_thread(self._tasks.at, index), deadline_s)
@@ -382,13 +368,13 @@ class V1Environment:
             ) from error
 
     async def _run(
-        self, task: vf.Task, context: vf.ModelContext, policy_version: int, slots: Slots
+        self, task: vf.Task, context: vf.ModelContext, policy_version: int, slots: Slots | Progress
     ) -> list[Rollout]:
         (slot,) = self.env.slots(task)
         failed = Rollout(0, task.data.prompt_text, env=self.name)
         async with slots:
             try:
-                async with asyncio.timeout(self.timeout_s) as deadline:
+                async with asyncio.timeout(self.options.timeout_s) as deadline:
                     episode = await self.env.run_slot(slot, context)
                 if not episode.ok:
                     raise _failure_of(episode)
@@ -406,7 +392,8 @@ class V1Environment:
                 failed.error = error
                 if deadline.expired() and isinstance(error, TimeoutError):
                     failed.error = TimeoutError(
-                        f"an episode took longer than generation_timeout ({self.timeout_s:g} s)"
+                        "an episode took longer than generation_timeout "
+                        f"({self.options.timeout_s:g} s)"
                     )
             finally:
                 for trace in slot.traces:
@@ -439,11 +426,16 @@ class V1Environment:
             role=trace.agent.name,
             reward=float(trace.reward),
             metrics={name: float(value) for name, value in scores.items()},
-            samples=samples_from_trace(trace, versions, policy_version, self.mask_env_responses),
+            samples=samples_from_trace(
+                trace, versions, policy_version, self.options.mask_env_responses
+            ),
             num_turns=trace.num_turns,
             is_truncated=is_cut or trace.stop_condition == "context_length",
             generation_s=trace.timing.agent.duration,
         )
+        rollout.has_own_advantages = any(advantages_of(b) is not None for b in trace.branches)
+        if rollout.has_own_advantages:
+            rollout.set_advantage([a for sample in rollout.samples for a in sample.advantages])
         if not rollout.num_sampled_tokens:
             raise ValueError(
                 "no token was sampled: the prompt fills max_seq_len, or the agent took no turn"
@@ -477,7 +469,8 @@ def samples_from_trace(
     policy_version: int,
     mask_env_responses: bool = True,
 ) -> list[Sample]:
-    """One sample for each branch; what branches share is in the loss of the first.
+    """One sample for each branch; what branches share is in the loss of the first. Advantages that
+    the environment gave to the tokens of a branch become those of its sample.
 
     Args:
         trace: a `verifiers.v1.Trace`.
@@ -510,7 +503,10 @@ def samples_from_trace(
                 versions_of.append(version if is_new else -1)
                 has_begun = has_begun or is_sampled
         if any(loss_mask):
-            samples.append(Sample(token_ids, loss_mask, inference_logprobs, versions_of))
+            sample = Sample(token_ids, loss_mask, inference_logprobs, versions_of)
+            if (advantages := advantages_of(branch)) is not None:
+                sample.set_advantage(advantages)
+            samples.append(sample)
     return samples
 
 
@@ -531,7 +527,7 @@ class _TokenClient(vf.Client):
         self._env = config._environment
         self._sampling = {**config.sampling}
         self._sampling |= self._sampling.pop("extra_body", {})
-        self._http = ServerClient(f"{config.base_url}/v1", self._env.timeout_s)
+        self._http = ServerClient(f"{config.base_url}/v1", self._env.options.timeout_s)
 
     async def get_response(
         self,
@@ -557,12 +553,12 @@ class _TokenClient(vf.Client):
             prompt_ids = self._prompt_ids(body["messages"], turn, template)
         except ValueError as error:  # an image
             raise ProviderError(str(error), status_code=400) from error
-        room = self._env.max_seq_len - len(prompt_ids)
+        room = self._env.options.max_seq_len - len(prompt_ids)
         if room < 1:
             raise prompt_too_long(
                 turn,
                 f"maximum context length: {len(prompt_ids)} tokens fill max_seq_len="
-                f"{self._env.max_seq_len}",
+                f"{self._env.options.max_seq_len}",
                 IN_PROCESS,
             )
         request = body | options | {"tokens": prompt_ids}

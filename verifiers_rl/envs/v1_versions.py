@@ -107,6 +107,13 @@ def is_for_training(branch: Any) -> bool:
     return getattr(branch, "trainable", True)
 
 
+def advantages_of(branch: Any) -> list[float] | None:
+    """The advantages that the environment has given to the tokens of a branch, (T,), 0 where a
+    token was not sampled; None where it gave none, or verifiers does not have them.
+    """
+    return getattr(branch, "advantages", None)
+
+
 def ran_out_of_time(trace: Any) -> bool:
     """Whether a deadline of the agent passed. In 0.3 that is one of the trace's errors."""
     return getattr(trace, "is_timeout", False)

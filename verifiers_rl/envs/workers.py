@@ -27,13 +27,14 @@ import subprocess
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from typing import Any
 
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.classic import ClassicEnvironment, load_environment
 from verifiers_rl.process.parent import die_with_parent
-from verifiers_rl.types import LOAD_S, Rollout, Slots
+from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +54,14 @@ class WorkerEnvironment(ClassicEnvironment):
     Args:
         env: made by `verifiers.load_environment`; what was changed in it since is not in the
             workers.
-        num_workers: processes.
-        max_concurrent: rollouts in flight in one process.
-        options: of `ClassicEnvironment`.
 
     Raises:
         InvalidEnvironmentError: it has no id to be loaded by, or arguments that cannot be pickled.
     """
 
-    def __init__(self, env: Any, *, num_workers: int, max_concurrent: int, **options: Any) -> None:
-        super().__init__(env, **options)
+    def __init__(self, env: Any, options: RunnerOptions) -> None:
+        super().__init__(env, options)
+        num_workers = options.num_workers
         if not env.env_id:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: env_workers={num_workers} loads it again in other "
@@ -73,8 +72,7 @@ class WorkerEnvironment(ClassicEnvironment):
             "env_id": env.env_id,
             "env_args": env.env_args,
             # Examples come from here, already measured.
-            "options": options | {"max_prompt_len": None},
-            "max_concurrent": max_concurrent,
+            "options": replace(options, max_prompt_len=None),
             "looks": _looks(env),
         }
         try:
@@ -84,7 +82,7 @@ class WorkerEnvironment(ClassicEnvironment):
                 f"environment {self.name!r}: env_workers={num_workers}: its arguments or the "
                 f"tokenizer cannot be sent to another process: {error}; set env_workers=0"
             ) from error
-        deadline_s = max(self.timeout_s, LOAD_S)
+        deadline_s = max(options.timeout_s, LOAD_S)
         self._workers = [_Worker(self.name, frame, deadline_s) for _ in range(num_workers)]
 
     async def open(self) -> None:
@@ -106,7 +104,7 @@ class WorkerEnvironment(ClassicEnvironment):
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: Slots,
+        slots: Slots | Progress,
     ) -> list[Rollout]:
         """As the base does, with a slot for each rollout until all are done."""
         try:
@@ -316,7 +314,7 @@ def main(descriptor: int, parent: int) -> None:
                 f"{_looks(env)}, and the trainer's {setup['looks']}: what is changed after "
                 "load_environment is not in the workers; set env_workers=0"
             )
-        runner = ClassicEnvironment(env, **setup["options"])
+        runner = ClassicEnvironment(env, setup["options"])
     except Exception as error:  # whatever the environment's own code raises
         problem = describe_error(error)
     connection.sendall(_frame(problem))
@@ -325,15 +323,13 @@ def main(descriptor: int, parent: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.collect()
         gc.freeze()  # as Orchestrator.start does
-        asyncio.run(_serve(connection, runner, setup["max_concurrent"]))
+        asyncio.run(_serve(connection, runner))
 
 
-async def _serve(
-    connection: socket.socket, runner: ClassicEnvironment, max_concurrent: int
-) -> None:
+async def _serve(connection: socket.socket, runner: ClassicEnvironment) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     await runner.open()
-    slots = Slots(max_concurrent)
+    slots = Slots(runner.options.max_concurrent)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(number: int, args: tuple[Any, ...]) -> None:

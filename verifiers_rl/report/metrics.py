@@ -43,11 +43,13 @@ class TokenMeans:
         self._sums: dict[str, Tensor] = {}
         self._max: dict[str, Tensor] = {}
 
-    def add(self, inputs: LossInputs, metrics: dict[str, Tensor]) -> None:
-        """Add one microbatch. `metrics` are (N,) tensors over its predicted tokens, of which only
-        those in `inputs.loss_mask` count.
+    def add(self, inputs: LossInputs, metrics: dict[str, Tensor], counts: bool = True) -> None:
+        """Add one microbatch: (N,) tensors over its loss tokens.
+
+        Args:
+            counts: False for a microbatch without loss tokens, of which only the names count: the
+                ranks add up the same ones.
         """
-        mask = inputs.loss_mask
         log_ratio = log_importance_ratio(inputs).detach()
         ratio = log_ratio.exp()
         tokens = {
@@ -56,12 +58,16 @@ class TokenMeans:
             # k3 of http://joschu.net/blog/kl-approx.html
             "mismatch_kl": ratio - 1 - log_ratio,
             "clamped_share": (log_ratio.abs() >= MAX_LOG_RATIO).float(),
+            "entropy": inputs.entropy,
+            "advantage_abs": inputs.advantages.abs(),
             **metrics,
         }
         for name, values in tokens.items():
-            total = torch.where(mask, values.detach().float(), 0.0).sum().double()
+            total = (
+                values.detach().float().sum().double() if counts else ratio.new_zeros(()).double()
+            )
             self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
-        largest = torch.where(mask, ratio, 0.0).max()
+        largest = ratio.max() if counts else ratio.new_zeros(())
         self._max["importance_ratio_max"] = torch.maximum(
             largest, self._max.get("importance_ratio_max", largest)
         )

@@ -1,0 +1,154 @@
+"""What a value of an option may be: rules that stand in the types of `RLConfig`'s fields, and a
+check of the types themselves. Each names the value and the fix.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import json
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal
+
+from verifiers_rl.user_code import names_user_code
+
+
+class ConfigError(ValueError):
+    """An option has a value that cannot work;
+    the message names the field, the value and the fix.
+    """
+
+
+# From a value that is not None to what is wrong with it, or None.
+Rule = Callable[[Any], str | None]
+
+
+def must(text: str, holds: Callable[[Any], bool]) -> Rule:
+    """Wrong are values for which `holds` is false."""
+    return lambda value: None if holds(value) else f"must {text}"
+
+
+positive = must("be a number > 0", lambda value: value > 0)
+not_negative = must("be a number >= 0", lambda value: value >= 0)
+share_below_1 = must("be >= 0 and < 1", lambda value: 0 <= value < 1)
+PositiveInt = Annotated[int, must("be an integer >= 1", lambda value: value >= 1)]
+NotNegativeInt = Annotated[int, must("be an integer >= 0", lambda value: value >= 0)]
+PositiveNumber = Annotated[float, positive]
+NotNegativeNumber = Annotated[float, not_negative]
+ShareBelow1 = Annotated[float, share_below_1]
+Penalty = Annotated[float, must("be from -2 to 2", lambda value: -2 <= value <= 2)]
+
+
+def rules_of(kind: Any) -> list[Rule]:
+    """The rules in a declared type, also in a part of a union."""
+    if typing.get_origin(kind) is Annotated:
+        return list(kind.__metadata__)
+    return [rule for part in typing.get_args(kind) for rule in rules_of(part)]
+
+
+def usable(reasons_against: Mapping[str, str]) -> Rule:
+    """No name that begins or ends with one of these; each has its reason."""
+
+    def problem(value: str) -> str | None:
+        for part, reason in reasons_against.items():
+            if value.startswith(part) or value.endswith(part):
+                return f"cannot be used here: {reason}"
+        return None
+
+    return problem
+
+
+def one_of(names: Iterable[str]) -> Rule:
+    """One of these names, or "module:name"."""
+    return must(
+        f"be one of {', '.join(names)}, or module:function",
+        lambda value: value in names or names_user_code(value),
+    )
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _parts(kind: Any) -> list[Any]:
+    """The types of a union. Beside an enum `str` goes: the string has to be a member's value."""
+    is_union = typing.get_origin(kind) in (typing.Union, UnionType)
+    kinds = list(typing.get_args(kind)) if is_union else [kind]
+    return [one for one in kinds if one is not str] if any(map(_is_enum, kinds)) else kinds
+
+
+def _choices(kind: Any) -> list[Any]:
+    """The values of a Literal or an enum."""
+    if _is_enum(kind):
+        return [member.value for member in kind]
+    return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
+
+
+def from_json(name: str, value: str) -> Any:
+    """The value of an option that came as JSON. Raises ConfigError."""
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r}: not valid JSON: {error}") from error
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether the value is of this declared type. An integer is a number too, a bool is neither."""
+    kinds = _parts(kind)
+    if len(kinds) > 1:
+        return any(fits(value, one) for one in kinds)
+    kind, inner = kinds[0], typing.get_args(kinds[0])
+    if kind is Any:
+        return True
+    if choices := _choices(kind):
+        return any(value == choice and isinstance(value, type(choice)) for choice in choices)
+    if kind in (int, float):
+        is_number = isinstance(value, int if kind is int else int | float)
+        return is_number and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, typing.get_origin(kind) or kind):
+        return False
+    if isinstance(value, list | dict) and inner:  # of items; of keys and values
+        items = value.values() if isinstance(value, dict) else value
+        return all(fits(item, inner[-1]) for item in items)
+    return True
+
+
+_TYPE_NAMES = {
+    bool: ("true or false", "true or false"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+}
+
+
+def _describe(kind: Any) -> str:
+    if choices := _choices(kind):
+        return f"one of {', '.join(map(str, choices))}"
+    inner = (typing.get_args(kind) or (None,))[-1]
+    of_inner = f" of {_TYPE_NAMES[inner][1]}" if inner in _TYPE_NAMES else ""
+    match typing.get_origin(kind) or kind:
+        case builtins.list:
+            return f"a list{of_inner}"
+        case builtins.dict:
+            return f"a table (a dict in Python){of_inner}"
+    return _TYPE_NAMES[kind][0] if kind in _TYPE_NAMES else kind.__name__
+
+
+def type_rule(value: Any, kind: Any) -> str:
+    """What a value that does not fit must be."""
+    kinds = [one for one in _parts(kind) if one is not NoneType]
+    choices = [str(choice) for one in kinds for choice in _choices(one)]
+    near = [choice for choice in choices if choice.startswith(str(value))]
+    near = near or difflib.get_close_matches(str(value), choices, 1)
+    if near and len(choices) > 8:  # too many to read
+        return f"did you mean {near[0]!r}?"
+    try:
+        is_quoted = isinstance(value, str) and fits(json.loads(value.lower()), kind)
+    except ValueError:
+        is_quoted = False
+    rule = f"must be {' or '.join(map(_describe, kinds))}{' without quotes' if is_quoted else ''}"
+    return f"{rule}, or left out" if NoneType in _parts(kind) else rule

@@ -1,0 +1,45 @@
+"""Functions and classes that a user names as "module:name", in an option or in a TOML."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+
+class UserCodeError(ValueError):
+    """The name cannot be loaded; the message says which field has it, and why."""
+
+
+def names_user_code(value: str) -> bool:
+    """Whether this value has the form "module:name"."""
+    return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value))
+
+
+def load_user_code(value: str, field: str) -> Any:
+    """What "module:name" stands for.
+
+    Args:
+        value: the module is installed, or stands beside the script that runs or the TOML.
+        field: that has this value, for errors.
+
+    Raises:
+        UserCodeError: no such module, or it does not have this name, or is not callable. An error
+            of the module's own code is raised as it is.
+    """
+    if not names_user_code(value):
+        raise UserCodeError(f"{field}={value!r}: must be of the form module:name")
+    module_name, _, name = value.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # of something that the module imports
+        raise UserCodeError(
+            f"{field}={value!r}: no module {error.name!r}, neither installed nor beside the TOML "
+            "or the script that runs"
+        ) from error
+    if not callable(found := getattr(module, name, None)):
+        what = "it is not callable" if hasattr(module, name) else f"it has no {name!r}"
+        raise UserCodeError(f"{field}={value!r}: in {module.__file__}, {what}")
+    return found
