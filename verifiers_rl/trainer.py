@@ -9,8 +9,8 @@
 
 With max_off_policy_steps = 1, as above, each batch was sampled by the weights of one step before,
 and the server works while the trainer does. With 0, weights are sent and the batch is requested
-first, and each side waits for the other. With k > 1, k batches are requested in advance, and weights
-change while the server generates.
+first, and each side waits for the other. With k > 1, k batches are requested in advance, and
+weights change while the server generates.
 
 Everything else (optimizer, schedule, clipping, logging, checkpoints, callbacks) is
 transformers.Trainer's own.
