@@ -365,6 +365,19 @@ def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path)
     assert '"abs_loss"' in logged and '"clipped_share"' not in logged
 
 
+def test_the_one_file_example_raises_the_reward(server, warm_start):
+    script = ROOT / "examples" / "one_file.py"
+    assert len(script.read_text().splitlines()) <= 200
+    command = [sys.executable, str(script), "--model", str(warm_start), "--steps", "50"]
+    done = subprocess.run(
+        [*command, "--port", str(server.port)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rewards = [float(reward) for reward in re.findall(r"  reward ([\d.]+)", done.stdout)]
+    assert len(rewards) == 50
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.05
+
+
 # --- vf-rl --------------------------------------------------------------------------------------
 
 
@@ -409,6 +422,66 @@ def test_vf_rl_trains_all_weights_in_a_terminal_and_ends_clean(warm_start, tmp_p
     assert (tmp_path / "run" / "curves.png").is_file()
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert processes_of(tmp_path) == {}
+
+
+OWN_CODE = """
+import torch
+from verifiers_rl import LossOutputs
+
+def my_loss(inputs, scale):
+    per_token = -scale * inputs.weights * inputs.advantages * inputs.trainer_logprobs
+    return LossOutputs(per_token.sum(), {"my_scale": torch.full_like(inputs.weights, scale)})
+
+def my_advantage(group):
+    return [3.0 if i % 2 else -3.0 for i in range(len(group))]
+"""
+
+
+def test_a_copied_trainer_and_code_of_ones_own_run_from_a_toml(warm_start, tmp_path):
+    # Copied and edited: one more option, one more metric.
+    trainer = (ROOT / "verifiers_rl" / "trainer.py").read_text()
+    for old, new in (
+        ("class RLTrainer(Trainer):", "class MyTrainer(Trainer):"),
+        (
+            '            "wait_s": ',
+            '            "my_mark": self.args.my_mark,\n            "wait_s": ',
+        ),
+        ("    config_class = RLConfig", "    config_class = MyConfig"),
+        (
+            "class MyTrainer",
+            "@dataclasses.dataclass\nclass MyConfig(RLConfig):\n    my_mark: float = 0.0\n\n\n"
+            "class MyTrainer",
+        ),
+        ("import copy\n", "import copy\nimport dataclasses\n"),
+    ):
+        assert trainer.count(old) == 1, old
+        trainer = trainer.replace(old, new)
+    (tmp_path / "my_trainer.py").write_text(trainer)
+    (tmp_path / "my_code.py").write_text(OWN_CODE)
+    toml = write_run(
+        tmp_path,
+        warm_start,
+        max_steps=2,
+        my_mark=42.5,
+        loss='"my_code:my_loss"',
+        loss_args="{ scale = 0.5 }",
+        advantage='"my_code:my_advantage"',
+        eval_on_start="false",
+        eval_strategy='"no"',
+        eval_steps=None,
+    )
+    text = toml.read_text()
+    assert text.count("[trainer]\n") == 1
+    toml.write_text(text.replace("[trainer]\n", '[trainer]\nclass = "my_trainer:MyTrainer"\n'))
+    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
+    # From another folder than the TOML's, whose modules are found all the same.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "reward" in row]
+    assert [row["my_mark"] for row in rows] == [42.5, 42.5]
+    assert [row["my_scale"] for row in rows] == [0.5, 0.5]
+    assert [row["advantage_abs"] for row in rows] == [3.0, 3.0]
 
 
 def test_a_killed_vf_rl_leaves_no_process_behind(warm_start, tmp_path):

@@ -1,0 +1,113 @@
+"""Functions and classes that an option or a TOML names as "module:name"."""
+
+import textwrap
+
+import pytest
+
+from verifiers_rl import LossOutputs, RLConfig
+from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.option_rules import ConfigError
+from verifiers_rl.types import Rollout
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a module of a user's, which can be imported from it."""
+    (tmp_path / "code_of_user.py").write_text(
+        textwrap.dedent("""
+        from verifiers_rl import LossOutputs, RLConfig, RLTrainer
+
+        number = 3
+
+        def loss(inputs, scale=1.0):
+            return LossOutputs(scale * inputs)
+
+        def advantage(group):
+            return [rollout.reward * 2 for rollout in group]
+
+        class Config(RLConfig):
+            pass
+
+        class MyTrainer(RLTrainer):
+            config_class = Config
+        """)
+    )
+    (tmp_path / "broken_code.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def config(tmp_path, **options):
+    return RLConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+def test_a_loss_and_an_advantage_are_found_by_their_names(folder):
+    args = config(
+        folder,
+        loss="code_of_user:loss",
+        loss_args={"scale": 2.5},
+        advantage="code_of_user:advantage",
+    )
+    assert args.make_loss()(4.0) == LossOutputs(10.0)
+    assert args.make_advantage()([Rollout(0, "", reward=1.5)]) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "no_such_module:loss"}, "loss='no_such_module:loss': no module 'no_such_module'"),
+        ({"loss": "code_of_user:lost"}, r"loss='code_of_user:lost': in .*py, it has no 'lost'"),
+        ({"loss": "code_of_user:number"}, "code_of_user.py, it is not callable"),
+        (
+            {"loss": "code_of_user:loss", "loss_args": {"size": 1}},
+            "'size', which loss='code_of_user:loss' does not take; it takes scale",
+        ),
+        ({"advantage": "no.such:name"}, "advantage='no.such:name': no module 'no'"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_one_clear_error(folder, options, message):
+    args = config(folder, **options)
+    with pytest.raises(ConfigError, match=message):
+        args.make_loss()
+        args.make_advantage()
+
+
+def test_an_error_of_the_users_own_module_is_shown_as_it_is(folder):
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        config(folder, loss="broken_code:loss").make_loss()
+
+
+@pytest.mark.parametrize("loss", ["my loss", "a:b:c", "module.loss", "module:"])
+def test_what_is_no_name_of_code_is_no_loss(tmp_path, loss):
+    with pytest.raises(ConfigError, match=r"must be one of cispo, .* or module:function"):
+        config(tmp_path, loss=loss)
+
+
+def write_toml(folder, trainer):
+    path = folder / "rl.toml"
+    path.write_text(f'model = "m/m"\n[env]\nid = "e"\n[trainer]\n{trainer}\n')
+    return load_run_config(path, checks_model=False)
+
+
+def test_a_toml_names_the_class_of_its_trainer(folder):
+    run = write_toml(folder, 'class = "code_of_user:MyTrainer"\n[trainer.args]\nbatch_size = 32')
+    assert run.trainer_class().__name__ == "MyTrainer"
+    assert run.config_class().__name__ == "Config"
+    run.load_own_code()
+    assert write_toml(folder, "gpus = 1").config_class() is RLConfig
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ("class = 3", r"\[trainer\] class=3: must be of the form module:name"),
+        ('class = "MyTrainer"', "class='MyTrainer': must be of the form module:name"),
+        ('class = "code_of_user:loss"', "code_of_user:loss': must be a class that extends tra"),
+        ('class = "code_of_user:Lost"', r"\[trainer\] class='code_of_user:Lost': in .* has no"),
+        ('[trainer.args]\nloss = "code_of_user:lost"', "loss='code_of_user:lost': in .* has no"),
+        ('[trainer.args]\nadvantage = "nowhere:f"', "advantage='nowhere:f': no module 'nowhere'"),
+    ],
+)
+def test_a_toml_with_a_name_that_leads_nowhere_is_one_clear_error(folder, trainer, message):
+    with pytest.raises((TomlError, ConfigError), match=message):
+        write_toml(folder, trainer).load_own_code()
