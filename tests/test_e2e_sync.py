@@ -60,21 +60,33 @@ def models(tmp_path_factory):
     return folders
 
 
-BOTH = {"params": [False, True], "ids": ["untied", "tied"]}
+# Servers that tests share, each with the folder of its model; a test leaves them able to take a
+# trainer. A test that needs other flags, or ends its server, starts one of its own and says why.
 
 
-@pytest.fixture(scope="module", **BOTH)
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def full_server(request, models, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
     with running_server(models[request.param], log, *SMALL_BLOCKS) as server:
         yield models[request.param], server
 
 
-@pytest.fixture(scope="module", **BOTH)
-def lora_server(request, models, tmp_path_factory):
+@pytest.fixture(scope="module")
+def lora_server(models, tmp_path_factory):
+    """Of the tied model. Adapters of the untied one arrive in several engines, below."""
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(models[request.param], log, *SMALL_BLOCKS, *LORA) as server:
-        yield models[request.param], server
+    with running_server(models[True], log, *SMALL_BLOCKS, *LORA) as server:
+        yield models[True], server
+
+
+@pytest.fixture(scope="module", params=[(False, False), (True, True)], ids=["full", "adapter"])
+def bfloat16_server(request, models, tmp_path_factory):
+    """In two halves, of the untied model for full weights, and of the tied one for adapters."""
+    tied, with_lora = request.param
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = (*SMALL_BLOCKS, "--tensor-parallel-size", "2", *(LORA if with_lora else ()))
+    with running_server(models[tied], log, *flags, dtype="bfloat16") as server:
+        yield models[tied], server, ["adapter"] if with_lora else ["full", "merged"]
 
 
 @pytest.fixture
@@ -194,14 +206,9 @@ def test_merged_weights_arrive_exactly(full_server, connect, with_whole_modules)
         assert largest_difference(model, server, sync.model_name) < 1e-4, version
 
 
-@pytest.mark.parametrize(
-    ("kind", "tied"),
-    [("full", False), ("merged", True), ("adapter", False)],
-)
-def test_weights_arrive_in_both_halves_of_a_bfloat16_server(models, connect, tmp_path, kind, tied):
-    flags = (*SMALL_BLOCKS, "--tensor-parallel-size", "2", *(LORA if kind == "adapter" else ()))
-    folder = models[tied]
-    with running_server(folder, tmp_path / "server.log", *flags, dtype="bfloat16") as server:
+def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, connect):
+    folder, server, kinds = bfloat16_server
+    for kind in kinds:
         sync = connect(server, lora_sync="merged" if kind == "merged" else "adapter")
         assert sync.client.status()["world_size"] == 2
         for version in range(3):
@@ -219,6 +226,7 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(models, connect, tmp
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path, kind):
+    """Both servers end in the test: one by a worker that is killed in a push, one as a whole."""
     flags = (*SMALL_BLOCKS, "--data-parallel-size", "2", *(LORA if kind == "adapter" else ()))
     with running_server(models[False], tmp_path / "server.log", *flags) as server:
         sync = connect(server)
@@ -240,6 +248,8 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
             while left := group_of(server):
                 assert time.monotonic() < deadline, left
                 time.sleep(0.2)  # they are no children of ours: nothing to await
+        else:
+            check_a_killed_worker(model, sync, server)
 
 
 def test_experts_arrive_exactly(connect, tmp_path):
@@ -602,42 +612,46 @@ def test_a_push_that_fails_after_its_first_bucket_is_told_at_once(full_server, c
     assert largest_difference(model, server, sync.model_name) < 1e-4
 
 
-def test_a_worker_killed_in_a_push_is_a_lost_server(models, connect, tmp_path):
-    with running_server(models[False], tmp_path / "server.log", *SMALL_BLOCKS) as server:
-        model, sync = load(models[False]), connect(server)
-        sync.push(model, 0)
-        send, sent = sync._transport.send, []
+def check_a_killed_worker(model, sync, server):
+    """A worker killed in a push is a lost server: the push fails in seconds, and so does a request
+    that the push has frozen.
+    """
+    send, sent = sync._transport.send, []
 
-        def send_and_kill(buffer):
-            send(buffer)
-            sent.append(buffer)
-            if len(sent) == 2:
-                os.kill(worker_of(server), signal.SIGKILL)
+    def send_and_kill(buffer):
+        send(buffer)
+        sent.append(buffer)
+        if len(sent) == 2:
+            os.kill(worker_of(server), signal.SIGKILL)
 
-        sync._transport.send = send_and_kill
-        lost = []
+    sync._transport.send = send_and_kill
+    lost = []
 
-        def ask():
-            try:
-                completion(server, sync.model_name, max_tokens=80, ignore_eos=True)
-            except (AssertionError, httpx.HTTPError) as error:
-                lost.append(error)
+    def ask(engine):
+        try:
+            completion(server, sync.model_name, engine, max_tokens=80, ignore_eos=True)
+        except (AssertionError, httpx.HTTPError) as error:
+            lost.append(error)
 
-        asking = threading.Thread(target=ask)  # frozen in the push
-        asking.start()
-        time.sleep(0.05)
-        start = time.monotonic()
-        with pytest.raises(ServerLostError):
-            sync.push(model, 1)
-        assert time.monotonic() - start < 30
-        server.process.wait(60)  # vf-rl then starts another
-        asking.join(60)
-        assert lost
+    asking = [threading.Thread(target=ask, args=[engine]) for engine in range(2)]
+    for thread in asking:
+        thread.start()
+    time.sleep(0.05)
+    start = time.monotonic()
+    with pytest.raises(ServerLostError):
+        sync.push(model, 9)
+    assert time.monotonic() - start < 30
+    server.process.wait(60)  # vf-rl then starts another
+    for thread in asking:
+        thread.join(60)
+    assert len(lost) == 2
 
 
 def worker_of(server):
-    (worker,) = (p for p in group_of(server) if b"Worker" in (p / "cmdline").read_bytes())
-    return int(worker.name)
+    """One of its two workers."""
+    workers = [p for p in group_of(server) if b"Worker" in (p / "cmdline").read_bytes()]
+    assert len(workers) == 2
+    return int(workers[0].name)
 
 
 def test_what_vllm_refuses_to_load_is_told_to_the_trainer(lora_server, connect, monkeypatch):

@@ -286,7 +286,8 @@ def test_a_trainer_killed_in_a_push_goes_on_with_the_same_server(server, warm_st
     assert before + after.of_steps == expected
 
 
-def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
+def test_a_server_killed_in_a_push_costs_nothing_but_time(server, warm_start, tmp_path):
+    """The server that dies is one of its own; the one that the run goes on with is the shared."""
     port = free_port()
     flags = ("--enable-lora", "--max-lora-rank", "16")
     env = example_env()
@@ -301,12 +302,12 @@ def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
     def make():
         return RLTrainer(str(warm_start), env, RLConfig(**options))
 
-    with running_server(warm_start, tmp_path / "first.log", *flags, port=port) as server:
+    with running_server(warm_start, tmp_path / "first.log", *flags, port=port) as first:
         trainer = make()
         killed = []
 
         def kill_server():
-            os.kill(server.process.pid, signal.SIGKILL)
+            os.kill(first.process.pid, signal.SIGKILL)
             killed.append(time.monotonic())
 
         after_a_bucket(trainer, 3, kill_server)
@@ -315,14 +316,13 @@ def test_a_server_killed_in_a_push_costs_nothing_but_time(warm_start, tmp_path):
         assert time.monotonic() - killed[0] < 45
         # vLLM's engine and workers go with its API server, though nobody told them.
         deadline = time.monotonic() + 20
-        while group_of(server.process.pid):
-            assert time.monotonic() < deadline, group_of(server.process.pid)
+        while group_of(first.process.pid):
+            assert time.monotonic() < deadline, group_of(first.process.pid)
             time.sleep(0.2)
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
-    options["vllm_server_timeout"] = 60.0
-    with running_server(warm_start, tmp_path / "second.log", *flags, port=port):
-        trainer = make()
-        trainer.train(resume_from_checkpoint=True)
+    options |= {"vllm_server_timeout": 60.0, "vllm_server_port": server.port}
+    trainer = make()
+    trainer.train(resume_from_checkpoint=True)
     assert history(trainer, "reward")[3:] and trainer.state.global_step == 6
     assert history(trainer, "policy_version") == [0, 0, 1, 3, 3, 4]
     # The first batch after the restart was sampled by the very weights it is trained on.
@@ -406,24 +406,6 @@ def server_pids(folder):
     return [pid for pid, line in processes_of(folder).items() if command in line]
 
 
-def test_vf_rl_trains_all_weights_in_a_terminal_and_ends_clean(warm_start, tmp_path):
-    toml = write_run(tmp_path, warm_start, use_lora="false", learning_rate=3e-4)
-    environment = {**os.environ, "VF_RL_TEST": str(tmp_path)}
-    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "[inference] " in done.stdout and "[trainer] " in done.stdout
-    assert "completion" in done.stdout and "advantage" in done.stdout  # the table of rollouts
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
-    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3, 4]
-    assert (tmp_path / "run" / "curves.png").is_file()
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-    assert processes_of(tmp_path) == {}
-
-
 OWN_CODE = """
 import torch
 from verifiers_rl import LossOutputs
@@ -437,21 +419,15 @@ def my_advantage(group):
 """
 
 
-def test_a_copied_trainer_and_code_of_ones_own_run_from_a_toml(warm_start, tmp_path):
+def test_vf_rl_trains_all_weights_with_a_copied_trainer_and_code_of_ones_own(warm_start, tmp_path):
     # Copied and edited: one more option, one more metric.
     trainer = (ROOT / "verifiers_rl" / "trainer.py").read_text()
+    config = "@dataclasses.dataclass\nclass MyConfig(RLConfig):\n    my_mark: float = 0.0\n\n\n"
     for old, new in (
         ("class RLTrainer(Trainer):", "class MyTrainer(Trainer):"),
-        (
-            '            "wait_s": ',
-            '            "my_mark": self.args.my_mark,\n            "wait_s": ',
-        ),
+        ('    "wait_s": ', '    "my_mark": self.args.my_mark,\n            "wait_s": '),
         ("    config_class = RLConfig", "    config_class = MyConfig"),
-        (
-            "class MyTrainer",
-            "@dataclasses.dataclass\nclass MyConfig(RLConfig):\n    my_mark: float = 0.0\n\n\n"
-            "class MyTrainer",
-        ),
+        ("class MyTrainer", f"{config}class MyTrainer"),
         ("import copy\n", "import copy\nimport dataclasses\n"),
     ):
         assert trainer.count(old) == 1, old
@@ -461,27 +437,35 @@ def test_a_copied_trainer_and_code_of_ones_own_run_from_a_toml(warm_start, tmp_p
     toml = write_run(
         tmp_path,
         warm_start,
-        max_steps=2,
+        use_lora="false",
+        learning_rate=3e-4,
         my_mark=42.5,
         loss='"my_code:my_loss"',
         loss_args="{ scale = 0.5 }",
         advantage='"my_code:my_advantage"',
-        eval_on_start="false",
-        eval_strategy='"no"',
-        eval_steps=None,
     )
     text = toml.read_text()
     assert text.count("[trainer]\n") == 1
     toml.write_text(text.replace("[trainer]\n", '[trainer]\nclass = "my_trainer:MyTrainer"\n'))
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
+    environment = {**os.environ, "VF_RL_TEST": str(tmp_path)}
     # From another folder than the TOML's, whose modules are found all the same.
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd="/"
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "[inference] " in done.stdout and "[trainer] " in done.stdout
+    assert "completion" in done.stdout and "advantage" in done.stdout  # the table of rollouts
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "reward" in row]
-    assert [row["my_mark"] for row in rows] == [42.5, 42.5]
-    assert [row["my_scale"] for row in rows] == [0.5, 0.5]
-    assert [row["advantage_abs"] for row in rows] == [3.0, 3.0]
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    for name, expected in (("my_mark", 42.5), ("my_scale", 0.5), ("advantage_abs", 3.0)):
+        assert [row[name] for row in steps] == [expected] * 4
+    assert (tmp_path / "run" / "curves.png").is_file()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert processes_of(tmp_path) == {}
 
 
 def test_a_killed_vf_rl_leaves_no_process_behind(warm_start, tmp_path):

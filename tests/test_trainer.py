@@ -2,6 +2,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from tests.helpers import (
+    ROOT,
     StubSink,
     StubSource,
     load_example,
@@ -39,7 +41,8 @@ from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
-from verifiers_rl.losses import LossInputs
+from verifiers_rl.losses import LossInputs, needs
+from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, model_flops
 from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_rows
 from verifiers_rl.types import Batch, Rollout
@@ -642,6 +645,58 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     assert given["group_filter"].min_reward == 0.5 and given["max_groups"] == 8
     expected = [example_index(position, 40, True, seed=3) for position in range(4)]
     assert given["example_order"](range(4), [40]) == expected != [0, 1, 2, 3]
+
+
+def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment(
+    tokenizer, tmp_path, monkeypatch
+):
+    made = {}
+
+    class Client:
+        base_url = "http://gpu-box:7"
+
+        def __init__(self, *args): ...
+
+        def wait_until_ready(self):
+            made["waited"] = True
+            return {"device": "cuda", "max_model_len": 16}
+
+        def check_model(self, config): ...
+
+    def make_orchestrator(runner, check_server, **options):
+        made.update(options, runner=runner, check_server=check_server)
+        return StubSource()
+
+    runner = SimpleNamespace(weights=[1.0], bounds_replies=True)
+    for name, part in (
+        ("InferenceClient", Client),
+        ("make_runner", lambda *args: runner),
+        ("Orchestrator", make_orchestrator),
+        ("WeightSync", lambda *args: pytest.fail("the caller has given one")),
+    ):
+        monkeypatch.setattr(f"verifiers_rl.server_side.{name}", part)
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no")
+    sink, own = StubSink(), {"advantage_fn": lambda group: [0.0], "example_order": lambda p, s: [0]}
+    trainer = RLTrainer(make_tiny_model(), "env", args, tokenizer, weight_sync=sink, **own)
+    assert made["check_server"] == sink.check_server and made["runner"] is runner
+    assert {name: made[name] for name in own} == own
+    trainer.train()
+    assert sink.pushed == [0, 1]
+
+    # The other way round: batches of one's own, and weights to the server.
+    made.clear()
+    synced = StubSink()
+    monkeypatch.setattr("verifiers_rl.server_side.WeightSync", lambda *args: synced)
+    monkeypatch.setattr(
+        "verifiers_rl.server_side.check_agreement", lambda *args: made.update(checked=True)
+    )
+    args.overwrite_output_dir = True
+    RLTrainer(make_tiny_model(), None, args, tokenizer, orchestrator=StubSource()).train()
+    assert synced.pushed == [0, 1] and made == {"waited": True, "checked": True}
+
+    runner.weights = [1.0, 2.0]
+    with pytest.raises(ConfigError, match=r"example_order decides .* weights \[1.0, 2.0\]"):
+        RLTrainer(make_tiny_model(), "env", args, tokenizer, example_order=own["example_order"])
 
 
 # --- The loop -------------------------------------------------------------------------------------
@@ -1403,3 +1458,61 @@ def test_max_grad_norm_bounds_the_update(make_trainer):
 
     assert grad_norm_seen(0) > 0.02
     assert grad_norm_seen(0.01) == pytest.approx(0.01, rel=1e-3)
+
+
+# --- What a loss may ask for --------------------------------------------------------------------
+
+
+def test_what_a_loss_needs_is_computed_only_for_it(make_trainer):
+    seen = {}
+
+    def plain(inputs):
+        seen["plain"] = (inputs.entropy.requires_grad, inputs.reference_logprobs)
+        return cispo(inputs)
+
+    @needs("entropy_gradient", "reference_logprobs")
+    def needy(inputs):
+        seen["needy"] = (inputs.entropy.requires_grad, inputs.reference_logprobs)
+        away = inputs.trainer_logprobs - inputs.reference_logprobs
+        return LossOutputs((inputs.weights * (away.square() - inputs.entropy)).sum())
+
+    assert make_trainer(loss_fn=plain)._reference is None
+    batch_gradients(make_trainer(loss_fn=plain), make_samples(4))
+    assert seen["plain"] == (False, None)
+    trainer = make_trainer(loss_fn=needy)
+    loss, _ = batch_gradients(trainer, make_samples(4))
+    has_gradient, reference = seen["needy"]
+    assert has_gradient and not reference.requires_grad
+    # Before any step the policy is its reference: what is left is the entropy.
+    assert loss == pytest.approx(-trainer._window.steps[0]["entropy"], rel=1e-5)
+    # With LoRA the reference is the model under its adapter, and nothing is copied.
+    assert make_trainer(loss_fn=needy, use_lora=True, lora_rank=4)._reference is None
+
+
+def test_the_entropy_bonus_moves_the_policy_towards_indecision(make_trainer):
+    def entropy_after(beta):
+        trainer = make_trainer(max_steps=3, entropy_beta=beta, overwrite_output_dir=True)
+        trainer.train()
+        return trainer.state.log_history[2]["entropy"]
+
+    low, none, high = map(entropy_after, (0.0, 1e-9, 10.0))
+    assert low == pytest.approx(none, rel=1e-4) and high > low
+
+
+# --- What is logged -----------------------------------------------------------------------------
+
+
+def test_every_logged_metric_is_documented(make_trainer):
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `([\w@]+)`", table, re.MULTILINE))
+    logged = set(batch_metrics([[Rollout(0, "", reward=1.0)]]))
+    for loss in ("cispo", "icepop"):
+        options = {"kl_beta": 0.1, "entropy_beta": 0.1, "overwrite_output_dir": True}
+        trainer = make_trainer(loss=loss, max_steps=1, **options)
+        trainer.train()
+        logged |= {name for row in trainer.state.log_history for name in row}
+    own = {name for name in logged if not name.startswith("train_")} - {"step", "epoch"}
+    assert {"loss", "grad_norm", "reference_kl", "masked_share", "clipped_share", "sync_s"} < own
+    # From the real server and its orchestrator, and of a GPU.
+    own |= {"sync_bytes", "generation_s", "num_samples", "filtered_share", "mfu"}
+    assert own <= documented, own - documented
