@@ -1,6 +1,6 @@
 """Reinforcement learning for language models on `verifiers` environments.
 
-The heavy names load on first use, so that `import verifiers_rl` stays fast.
+The public names load on first use, so that `import verifiers_rl` stays fast.
 """
 
 from typing import TYPE_CHECKING

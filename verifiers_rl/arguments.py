@@ -1,4 +1,4 @@
-"""What `RLTrainer` is called with, looked at before anything is loaded."""
+"""Checks the arguments of `RLTrainer` before anything is loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OTHERS_NAMES = {
 
 
 class Replaced(NamedTuple):
-    """The parts of an `RLTrainer` that its caller gives in place of its own; None for its own."""
+    """Parts that the caller gives in place of the `RLTrainer`'s own; None keeps its own part."""
 
     loss_fn: LossFn | None = None
     advantage_fn: AdvantageFn | None = None
@@ -56,12 +56,12 @@ def check_arguments(
     replaced: Replaced,
     others: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for what cannot work or would do nothing.
+    """Raise ConfigError for arguments that cannot work or would have no effect.
 
     Args:
         model, env, args, processing_class: as `RLTrainer` takes them.
         replaced: the parts that the caller gives.
-        others: what goes to `transformers.Trainer`.
+        others: the arguments that go to `transformers.Trainer`.
     """
     if not isinstance(args, RLConfig):
         raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
@@ -84,7 +84,7 @@ def check_arguments(
 
 
 def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
-    """Each part is a function, or has the methods that are called; none makes another useless."""
+    """Raise ConfigError if a part lacks what is called, or makes another argument useless."""
     for name, options in (
         ("loss_fn", {"loss": "cispo", "loss_args": {}}),
         ("advantage_fn", {"advantage": "mean"}),

@@ -1,4 +1,4 @@
-"""Which examples a step gets, and which groups of rollouts teach anything. Pure functions."""
+"""Which examples a step gets, and which groups of rollouts are trained on. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from verifiers_rl.types import Rollout
 
-# Size of a stream, which has no end. A number that no run reaches, so that examples of several
-# environments are counted through all in turn with streams among them.
+# Size of a stream, which has no end. No run reaches this number, so examples can be numbered
+# consecutively over several environments even if some are streams.
 ENDLESS = 2**60
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
-    """How many examples these environments have, for people."""
+    """Describe how many examples these environments have, as text for people."""
     num_streams = sum(size >= ENDLESS for size in sizes)
     streams = {0: [], 1: ["a stream"]}.get(num_streams, [f"{num_streams} streams"])
     num_examples = sum(size for size in sizes if size < ENDLESS)
@@ -24,8 +24,8 @@ def describe_sizes(sizes: Sequence[int]) -> str:
 
 
 def example_index(position: int, num_examples: int, shuffle: bool, seed: int) -> int:
-    """The example at this position of an endless run:
-    every epoch has each once, in an order of its own. A stream has its own order and one epoch.
+    """Return the example at this position of an endless run. Every epoch has each example once, in
+    another order. A stream has its own order and a single epoch.
     """
     if num_examples >= ENDLESS:
         return position
@@ -35,14 +35,14 @@ def example_index(position: int, num_examples: int, shuffle: bool, seed: int) ->
     return int(_epoch_order(num_examples, seed, epoch)[offset])
 
 
-@lru_cache(maxsize=32)  # a step asks for many positions of an epoch or two, of each environment
+@lru_cache(maxsize=32)  # a step uses many positions of one or two epochs of each environment
 def _epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num_examples)
 
 
-# From positions of an endless run and the number of examples of each environment to the examples at
-# these positions, counted through all environments in turn. It has to follow from the position
-# alone: a resumed run asks for the positions that come next, and nothing else is saved.
+# Takes positions of an endless run and the number of examples of each environment. Returns the
+# examples at these positions, numbered consecutively over all environments. An example must depend
+# on its position alone: a resumed run continues at the next position, and nothing else is saved.
 ExampleOrder = Callable[[range, Sequence[int]], Sequence[int]]
 
 
@@ -53,16 +53,16 @@ def order_examples(
     shuffle: bool = True,
     seed: int = 42,
 ) -> list[int]:
-    """The `ExampleOrder` of a run that has none of its own.
+    """Choose examples for positions: the `ExampleOrder` of a run that sets no other.
 
     Positions are dealt to the environments in proportion to their weights by a low-discrepancy
-    sequence (multiples of the golden ratio modulo 1), so that every stretch of the run has about
-    its share of each. Within an environment, `example_index` says what comes next.
+    sequence (multiples of the golden ratio modulo 1), so that every part of the run has about the
+    right share of each. Within an environment, `example_index` chooses the next example.
 
     Args:
-        positions: of an endless run, from 0.
-        sizes: examples of each environment; `ENDLESS` of a stream.
-        weights: share of each, up to a common factor; equal by default.
+        positions: positions of an endless run, from 0.
+        sizes: number of examples of each environment; `ENDLESS` for a stream.
+        weights: share of each environment, up to a common factor; equal by default.
         shuffle, seed: see `example_index`.
     """
     if len(sizes) == 1:
@@ -81,10 +81,10 @@ def order_examples(
 
 
 def examples_at(order: ExampleOrder, positions: range, sizes: Sequence[int]) -> list[int]:
-    """What this order has at these positions.
+    """Return the examples that this order has at these positions.
 
     Raises:
-        ValueError: another number of examples than positions, or one that does not exist.
+        ValueError: the order returns too few or too many examples, or one that does not exist.
     """
     indices = [int(index) for index in order(positions, sizes)]
     if len(indices) != len(positions):
@@ -100,7 +100,7 @@ def examples_at(order: ExampleOrder, positions: range, sizes: Sequence[int]) -> 
 
 
 def by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The surviving rollouts of each agent."""
+    """Return the surviving rollouts of each agent."""
     roles: dict[str, list[Rollout]] = {}
     for rollout in group:
         if rollout.error is None:
@@ -110,13 +110,13 @@ def by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Which groups are worth training on, by the rewards of their surviving rollouts; with several
-    agents, those of any. A group without survivors passes: were it replaced, an environment that
-    always fails would end later.
+    """Decides by the rewards of surviving rollouts whether a group is worth training on. A group of
+    several agents passes if the rewards of any agent pass. A group without survivors passes,
+    because replacing it would delay the error of an environment that always fails.
 
     Attributes:
-        min_reward_variance: a smaller variance (over n) does not pass; 0 lets all pass.
-        min_reward, max_reward: bounds of the mean; None for none.
+        min_reward_variance: a group with a smaller variance (over n) does not pass; 0: all pass.
+        min_reward, max_reward: bounds of the mean reward; None for no bound.
     """
 
     min_reward_variance: float = 0.0
@@ -143,7 +143,7 @@ class GroupFilter:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the exception and what caused it."""
+    """Describe in one line the exception and what caused it."""
     parts = []
     link: BaseException | None = error
     while link is not None:

@@ -1,4 +1,6 @@
-"""From rank 0 to the others: batches and metrics, as plain tensors; what sharding needs."""
+"""Sends batches and metrics from rank 0 to the others as plain tensors; checks losses and gradients
+on all ranks; prepares sharding.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from verifiers_rl.types import Batch
 
 
 def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
-    """Rank 0's batch on every rank; None on rank 0 means that it failed.
+    """Return rank 0's batch on every rank. Rank 0 passes None if it failed.
 
     Raises:
         RuntimeError: on the other ranks, when rank 0 failed.
@@ -46,7 +48,7 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
 
 
 def broadcast_metrics(metrics: dict[str, float] | None, device: torch.device) -> dict[str, float]:
-    """Rank 0's numbers on every rank; None on rank 0 means that it failed.
+    """Return rank 0's numbers on every rank. Rank 0 passes None if it failed.
 
     Raises:
         RuntimeError: on the other ranks, when rank 0 failed.
@@ -64,15 +66,15 @@ def broadcast_metrics(metrics: dict[str, float] | None, device: torch.device) ->
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:
-    """The largest of the ranks' numbers, on every rank."""
+    """Return the largest of the ranks' numbers, on every rank."""
     largest = torch.tensor(number, device=device)
     distributed.all_reduce(largest, distributed.ReduceOp.MAX)
     return int(largest)
 
 
 def raise_if_not_finite(loss: torch.Tensor, world_size: int) -> None:
-    """On every rank, where any rank's loss is infinite or NaN: the optimizer would carry it into
-    all weights.
+    """Raise FloatingPointError on every rank if any rank's loss is infinite or NaN. The optimizer
+    would carry it into all weights.
     """
     total = loss.clone()
     if world_size > 1:
@@ -85,24 +87,24 @@ def raise_if_not_finite(loss: torch.Tensor, world_size: int) -> None:
 
 
 def raise_if_gradient_not_finite(model: torch.nn.Module, world_size: int) -> None:
-    """On every rank, where any rank's gradient is infinite or NaN though its loss is not. Clipping
-    makes NaN of all gradients then, and the optimizer of all weights.
+    """Raise FloatingPointError on every rank if any rank's gradient is infinite or NaN, even though
+    its loss is finite. Clipping would turn all gradients into NaN, and the optimizer all weights.
     """
     norm_of_deepspeed: Any = getattr(model, "get_global_grad_norm", None)
-    if norm_of_deepspeed is not None:  # its engine has taken the step, or left it out
+    if norm_of_deepspeed is not None:  # its engine has taken the step already, or skipped it
         norm = norm_of_deepspeed()
         if norm is not None and not math.isfinite(norm):
             raise _gradient_error("by DeepSpeed's norm")
         return
     grads = {
-        name: grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2's part of it
+        name: grad.to_local() if hasattr(grad, "to_local") else grad  # this rank's part under FSDP2
         for name, parameter in model.named_parameters()
         if (grad := parameter.grad) is not None
     }
     largest = torch.nn.utils.get_total_norm(
         [grad for grad in grads.values() if grad.numel()], norm_type=math.inf
     )
-    # On the model's device, which the norm of no gradient at all is not.
+    # Moved to the model's device: without any gradient, the norm is on the CPU.
     is_bad = (~torch.isfinite(largest)).float().to(next(model.parameters()).device)
     if world_size > 1:
         distributed.all_reduce(is_bad, distributed.ReduceOp.MAX)
@@ -121,17 +123,17 @@ def _gradient_error(where: str) -> FloatingPointError:
 
 
 def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
-    """What FSDP2 and DeepSpeed need before the model is prepared.
+    """Check and set what FSDP2 and DeepSpeed need before the model is prepared.
 
     Args:
-        accelerator: that of the Trainer.
-        args: the Trainer's.
+        accelerator: the Trainer's accelerator.
+        args: the Trainer's options.
         needs_copy: whether each rank keeps a copy of the model, as the KL penalty's reference.
 
     Raises:
-        ConfigError: a way to split the model that would not work here.
+        ConfigError: the model would be split in a way that does not work here.
     """
-    if args.n_gpu > 1:  # Trainer would copy the model to each for every forward
+    if args.n_gpu > 1:  # Trainer would copy the model to each GPU in every forward
         raise ConfigError(
             f"{args.n_gpu} GPUs are visible to one process, which uses one: choose it with "
             "CUDA_VISIBLE_DEVICES (not the server's), or start a process for each: accelerate "
@@ -155,16 +157,16 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
             "with FSDP or DeepSpeed; set use_lora = true, or kl_beta = 0"
         )
     if fsdp is not None and accelerator.mixed_precision == "bf16":
-        # accelerate's own also sums gradients in bfloat16.
+        # The policy of accelerate also sums gradients in bfloat16.
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def let_gloo_threads_finish() -> None:
-    """To be called before the interpreter ends. A gloo thread lets go of its last collective's
-    tensors some time after that collective is done, for which it takes the interpreter's lock.
-    Before Python 3.14 a process aborts where this happens while the interpreter ends
-    (python/cpython#87135, pytorch/pytorch#179291). Nothing tells when it has happened, and
-    destroying the group joins its threads only if nothing else holds it, as
+    """Wait for gloo's threads; call this before the interpreter ends. A gloo thread releases the
+    tensors of its last collective some time after the collective is done, and takes the GIL for
+    this. Before Python 3.14 the process aborts if that happens while the interpreter ends
+    (python/cpython#87135, pytorch/pytorch#179291). Nothing tells when the thread is done.
+    Destroying the group joins its threads only if nothing else holds the group, but
     DistributedDataParallel does.
     """
     time.sleep(0.5)

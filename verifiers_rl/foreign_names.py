@@ -1,5 +1,5 @@
-"""What other libraries call the options of `RLConfig`: TRL, verl, OpenRLHF, prime-rl, vLLM.
-Only for hints: none of these names is taken.
+"""Names that other libraries (TRL, verl, OpenRLHF, prime-rl, vLLM) have for the options of
+`RLConfig`. They are for hints only: `RLConfig` accepts none of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _OTHER = {
     "set min_reward_variance, min_reward or max_reward": "filter_groups dynamic_sampling",
     "the reference is the model at the start; see kl_beta": "ref_model sync_ref_model",
 }
-# By the other library's name.
+# The key is the other library's name.
 HINTS = {name: f"here it is {ours}" for ours, names in _SAME.items() for name in names.split()} | {
     name: hint for hint, names in _OTHER.items() for name in names.split()
 }

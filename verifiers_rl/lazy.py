@@ -1,4 +1,4 @@
-"""Names of a package that load on first use."""
+"""Loads the public names of a package on first use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 def load_on_first_use(
     package: str, home: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__` (PEP 562).
+    """Make a package's `__getattr__` and `__dir__` (PEP 562).
 
     Args:
-        package: its name.
-        home: each public name, and the module inside the package that has it.
+        package: the package's name.
+        home: for each public name, the module inside the package that has it.
     """
 
     def get(name: str) -> Any:

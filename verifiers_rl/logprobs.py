@@ -3,7 +3,7 @@ Pure functions.
 
 The full logits (tokens x vocabulary) are the largest tensor of a training step: 8 sequences of 2048
 tokens over Qwen3's 151,936 entries take 10 GB in float32, several times that with gradients. Here
-they exist for one chunk of tokens at a time; where the head is trained, backward makes them again.
+they exist for one chunk of tokens at a time. If the head is trained, backward recomputes them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# What to do about the entropy: leave it out (zeros), give its value, or give it with its gradient.
+# How to return the entropy: not at all (zeros), its value, or its value with gradient.
 Entropy = Literal["none", "value", "gradient"]
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax of one token a row, and the row's entropy. Each pass over the logits costs time,
-    and so does each new tensor of their size: this function keeps one for backward, and backward
-    makes one more.
+    """Log softmax of one token per position, and the entropy there. Each pass over the logits costs
+    time, and so does each new tensor of their size. So this function keeps only one such tensor for
+    backward, and backward makes one more.
     """
 
     @staticmethod
@@ -46,9 +46,9 @@ class _TokenLogprobs(torch.autograd.Function):
         exp_x = x.exp() if with_entropy else x.exp_()
         z = exp_x.sum(-1)
         log_z = z.log()
-        # Where the model rules a token out, this is 0 * -inf, which counts as nothing.
+        # A token with logit -inf gives 0 * -inf = NaN, and nansum counts it as 0.
         entropy = log_z - x.mul_(exp_x).nansum(-1) / z if with_entropy else torch.zeros_like(z)
-        # A finite logprob of a token that is ruled out keeps sums over a batch finite too.
+        # The clamp keeps sums over a batch finite even if a target has logit -inf.
         logprobs = (x_target - log_z).clamp(min=-1e30)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.entropy_has_gradient = entropy_mode == "gradient"
@@ -82,28 +82,30 @@ def token_logprobs_and_entropy(
     entropy: Entropy = "value",
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of its distribution,
+    """Return the log-probability of each target, and the entropy of its distribution,
     softmax(logits / temperature).
 
     Args:
         logits: (N, vocabulary), any float dtype; computed in float32.
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
-        entropy: "none" gives zeros in its place, "gradient" gives it with its gradient.
-        overwrite: compute in the memory of `logits` if they are float32, and if the operation that
-            made them does not need them in backward (as tanh does). Their values are lost.
+        entropy: "none" returns zeros in its place, "gradient" returns it with gradient.
+        overwrite: compute in the memory of `logits` and lose their values. This happens only if
+            they are float32, and if the operation that made them does not need them in backward
+            (tanh needs them).
 
     Returns:
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats.
     """
-    # Autograd's nodes have this attribute where they keep their own output, as tanh's does.
+    # An autograd node has this attribute if it saves its own output, as the node of tanh does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
     return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite)
 
 
 class _FrozenHead(torch.autograd.Function):
-    """A logprob (and an entropy) depends on its own hidden state only, so its gradient there is
-    known in forward, except for a factor. No logits are computed again.
+    """Logprobs and entropy for a head without trained weights. Each value depends on one hidden
+    state only, so forward computes its gradient with respect to that state, except for a factor.
+    Backward recomputes no logits.
     """
 
     @staticmethod
@@ -140,7 +142,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors  # of the logprobs, and of the entropy where it has one
+        gradients = ctx.saved_tensors  # of the logprobs, and of the entropy if it has one
         terms = [grad[:, None] * gradient for grad, gradient in zip(grads, gradients, strict=False)]
         return sum(terms[1:], terms[0]).to(gradients[0].dtype), None, None, None, None, None
 
@@ -165,12 +167,12 @@ def chunked_logprobs_and_entropy(
         targets: (N,) int64.
         temperature: the sampling temperature, > 0.
         chunk_size: tokens projected at once; the result does not depend on it.
-        entropy: as of `token_logprobs_and_entropy`.
-        head_is_trained: False where nothing in the head takes a gradient.
-        min_chunks: call the head at least this often, with no tokens if need be.
+        entropy: as in `token_logprobs_and_entropy`.
+        head_is_trained: False if no weight of the head requires a gradient.
+        min_chunks: call the head at least this often, if necessary with no tokens.
 
     Returns:
-        logprobs (N,) and entropy (N,), as `token_logprobs_and_entropy`.
+        logprobs (N,) and entropy (N,), as from `token_logprobs_and_entropy`.
     """
     num_chunks = max(-(-len(targets) // chunk_size), min_chunks)
     if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
@@ -184,13 +186,13 @@ def chunked_logprobs_and_entropy(
             # Backward does not need an entropy that has no gradient.
             mode = "none" if is_recomputed and entropy == "value" else entropy
             is_recomputed = True
-            # Else all chunks share one bfloat16 copy of the head, which sums their gradients.
+            # Otherwise all chunks share one bfloat16 copy of the head and sum gradients in it.
             torch.clear_autocast_cache()
             return token_logprobs_and_entropy(
                 head(chunk), chunk_targets, temperature, mode, overwrite=True
             )
 
-        # Backward begins with the last chunk, and would only make the same logits again.
+        # Backward begins with the last chunk, so a checkpoint of it would save nothing.
         return project(chunk) if is_last else checkpoint(project, chunk, use_reentrant=False)
 
     chunks = [
@@ -202,12 +204,12 @@ def chunked_logprobs_and_entropy(
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
 
 
-# Logits of a chunk: 256 MB in float32.
+# Number of logits in a chunk: 256 MB in float32.
 _CHUNK_ELEMENTS = 2**26
 
 
 def chunk_size_for(vocab_size: int) -> int:
-    """Tokens whose logits take 256 MB in float32: 441 at Qwen3's 151,936 entries."""
+    """Return how many tokens have 256 MB of float32 logits: 441 at Qwen3's 151,936 entries."""
     return max(_CHUNK_ELEMENTS // vocab_size, 1)
 
 
@@ -221,9 +223,9 @@ def hidden_states_in_place_of_logits(
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """While open, the causal LM returns hidden states as its `logits`: its head passes them on.
 
-    A scale that the model puts on its logits (Granite, Cohere) then falls on the hidden states,
-    which comes to the same. The soft cap of Gemma does not; it is taken off and put on again here.
-    `reason_against_chunking` proves both for a given model.
+    If the model scales its logits (Granite, Cohere), it then scales the hidden states, with the
+    same result. Gemma's soft cap of the logits would give another result, so it is removed from the
+    model and applied here. `reason_against_chunking` tests both for a given model.
 
     Yields:
         Hidden states (n, hidden_size) -> logits (n, vocabulary).
@@ -231,8 +233,8 @@ def hidden_states_in_place_of_logits(
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     config = _text_config(model)
     real_forward, cap = head.forward, getattr(config, "final_logit_softcapping", None)
-    # ZeRO-3 gathers weights in hooks around a module's call, forward and backward. FSDP2 leaves the
-    # head's gathered until the backward, and its hooks expect one call.
+    # ZeRO-3 gathers weights in hooks around the call of a module, in forward and backward. FSDP2
+    # keeps the head's weights gathered until the backward, and its hooks expect a single call.
     has_to_gather = any(hasattr(p, "ds_id") for p in head.parameters())
 
     def to_logits(hidden: Tensor) -> Tensor:
@@ -240,7 +242,7 @@ def hidden_states_in_place_of_logits(
             logits = head(hidden) if has_to_gather else real_forward(hidden)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    # A copy: FSDP2 cannot hook a view.
+    # A copy, because FSDP2 cannot hook a view.
     with _with_forward(head, lambda hidden: hidden.clone()):
         if cap is not None:
             config.final_logit_softcapping = None
@@ -253,23 +255,23 @@ def hidden_states_in_place_of_logits(
 
 @contextmanager
 def _with_forward(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    patched = module.__dict__.get("forward")  # by a hook of accelerate, say
+    patched = module.__dict__.get("forward")  # for example by a hook of accelerate
     module.forward = forward
     try:
         yield
     finally:
-        del module.forward  # the class's own forward shows again
+        del module.forward  # the class's own forward applies again
         if patched is not None:
             module.forward = patched
 
 
 def _difference(given: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference relative to that of what is expected."""
+    """Return the root mean square of the difference, relative to that of `expected`."""
     return ((given - expected).float().norm() / expected.float().norm().clamp(min=1e-12)).item()
 
 
 def _probe(model: nn.Module) -> tuple[Tensor, float]:
-    """Token ids (1, 16), and the relative error that is rounding in the dtype of computation."""
+    """Return token ids (1, 16), and the relative error that rounding explains in this dtype."""
     weight = next(model.parameters())
     vocabulary = _text_config(model).vocab_size
     ids = (torch.arange(16, device=weight.device) * 7919 + 11) % vocabulary
@@ -281,13 +283,13 @@ def _probe(model: nn.Module) -> tuple[Tensor, float]:
 
 @torch.no_grad()
 def reason_against_chunking(model: nn.Module, base: nn.Module | None = None) -> str | None:
-    """Why this model's logits cannot be taken chunk by chunk from its head; None when they can.
+    """Return why the model's logits cannot be taken chunk by chunk from its head; None if they can.
 
-    Tried on 16 tokens: both ways must give the same logits.
+    The test uses 16 tokens: both ways must give the same logits.
 
     Args:
-        model: what is called: the causal LM, or what PEFT, DDP or DeepSpeed have put around it.
-        base: the causal LM itself, where `model` is not.
+        model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
+        base: the causal LM itself, if `model` is not.
     """
     base = base or model
     if getattr(base, "get_output_embeddings", lambda: None)() is None:
@@ -308,10 +310,10 @@ def reason_against_chunking(model: nn.Module, base: nn.Module | None = None) -> 
 
 @torch.no_grad()
 def reason_against_sharing_rows(model: nn.Module, base: nn.Module | None = None) -> str | None:
-    """Why samples in one row would see each other in this model; None when they do not.
+    """Return why samples in one row would see each other in this model; None if they do not.
 
-    Tried on a row of two sequences of 8 tokens: the second must get the logits that it gets alone.
-    Arguments as of `reason_against_chunking`.
+    The test uses a row of two sequences of 8 tokens. The second must get the same logits as alone.
+    The arguments are those of `reason_against_chunking`.
     """
     base = base or model
     if "position_ids" not in inspect.signature(base.forward).parameters:

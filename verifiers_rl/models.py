@@ -1,4 +1,4 @@
-"""The model that is trained: loaded in the dtype that training needs, under its adapter."""
+"""Loads the model that is trained, in the dtype that training needs, with its adapter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def absolute_path(model: Any) -> Any:
-    """A folder as an absolute path, so that what is saved finds its base model from anywhere;
-    anything else as it is.
+    """Return a folder as an absolute path, so that a saved adapter finds its base model from any
+    directory. Return anything else unchanged.
     """
     if not isinstance(model, str):
         return model
@@ -26,14 +26,14 @@ def absolute_path(model: Any) -> Any:
 
 
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
-    """The policy to train.
+    """Load the policy to train.
 
-    Full finetuning keeps float32 masters: in bfloat16 a small update is rounded away. Under an
-    adapter the frozen weights stay in bfloat16 where `args.bf16` computes in it.
+    Full finetuning keeps float32 master weights, because bfloat16 rounds small updates away. Under
+    an adapter, the frozen weights stay in bfloat16 if `args.bf16` computes in it.
 
     Args:
-        model: a folder, a name on the hub, or a model that is there already; one that has an
-            adapter is trained on under that adapter, a folder of one too.
+        model: a folder, a name on the hub, or a loaded model. If the model or the folder has an
+            adapter, that adapter is trained further.
         args: `use_lora`, `bf16` and the options of LoRA.
         peft_config: any PEFT config in place of the LoRA that `args` describes.
     """
@@ -50,7 +50,7 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
     switch_off_dropout(model)
     if peft_config is None and not args.use_lora:
         if any(hasattr(p, "ds_id") for p in model.parameters()):
-            return model  # loaded under ZeRO-3: DeepSpeed keeps the masters
+            return model  # loaded under ZeRO-3: DeepSpeed keeps the master weights
         if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
             logger.warning("the model's weights become float32 masters for full finetuning")
         return model.float()
@@ -62,7 +62,7 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        # A command line makes a list of it.
+        # The command line gives this value as a list.
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         modules_to_save=args.lora_modules_to_save,
         use_rslora=args.lora_use_rslora,
@@ -75,14 +75,14 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
         return get_peft_model(model, peft_config)
 
 
-# Linear layers by which a mixture of experts chooses and weighs them: a small change there changes
-# which experts a token gets.
+# Linear layers by which a mixture of experts chooses and weighs its experts. A small change of
+# their weights changes which experts a token gets.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
-    """The linear layers of the decoder's blocks by name: no head, no vision tower, no router and no
-    expert. In a PEFT model, those inside its adapters.
+    """Return the linear layers of the decoder's blocks by name, without head, vision tower, routers
+    and experts. In a PEFT model these are the layers inside its adapters.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     num_blocks = model.config.get_text_config().num_hidden_layers
@@ -103,11 +103,11 @@ def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
 
 
 def default_target_modules(model: Any) -> list[str]:
-    """Names for PEFT of all `linear_layers`: the shortest that mean no other module. Of most models
-    that is q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+    """Return names of all `linear_layers` for PEFT: the shortest that match no other module. For
+    most models these are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the model has no such layers.
     """
     wanted = linear_layers(model)
     if not wanted:
@@ -116,7 +116,8 @@ def default_target_modules(model: Any) -> list[str]:
             "name its layers, or set use_lora=False"
         )
     others = [name for name, _ in model.named_modules() if name and name not in wanted]
-    # Experts may be one tensor a layer, which PEFT takes for the layers of a checkpoint.
+    # A layer's experts may be one tensor. PEFT would take the three names below for its parts in a
+    # checkpoint, and adapt the experts.
     has_experts = any(name.endswith(".experts") for name in others)
     names: dict[str, None] = {}
     for name in wanted:
@@ -131,7 +132,7 @@ def default_target_modules(model: Any) -> list[str]:
 
 
 def describe_adapter(policy: Any) -> str:
-    """What share of the model an adapter changes, in one line."""
+    """Describe in one line what share of the model an adapter changes."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
@@ -162,11 +163,11 @@ def describe_adapter(policy: Any) -> str:
 
 
 def _num_weights(layer: Any) -> int:
-    return int(getattr(layer.weight, "ds_numel", layer.weight.numel()))  # ZeRO-3 leaves it empty
+    return int(getattr(layer.weight, "ds_numel", layer.weight.numel()))  # ZeRO-3 empties the weight
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """The policy that is trained is the one that the server samples with, which has none."""
+    """Set dropout to 0: the server samples without it, and must sample from the trained policy."""
     switched_off = set()
     for module in model.modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
@@ -180,8 +181,8 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
 
 
 def check_policy(model: Any, args: RLConfig) -> None:
-    """Raise ConfigError where the options do not go with what is trained; warn of what is not
-    exact; say what an adapter changes.
+    """Raise ConfigError if the options do not fit the model. Warn if its logprobs will be inexact.
+    Print what an adapter changes.
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
         print(describe_adapter(model), flush=True)
@@ -189,7 +190,7 @@ def check_policy(model: Any, args: RLConfig) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not args.ddp_find_unused_parameters:
         return
-    in_forward = {id(p) for p in model.get_input_embeddings().parameters()}  # a tied head
+    in_forward = {id(p) for p in model.get_input_embeddings().parameters()}  # with a tied head
     if any(p.requires_grad and id(p) not in in_forward for p in head.parameters()):
         raise ConfigError(
             "ddp_find_unused_parameters=True: where the LM head is trained it must be False: the "
@@ -198,8 +199,9 @@ def check_policy(model: Any, args: RLConfig) -> None:
 
 
 def warn_of_changing_rope(model: Any, max_seq_len: int) -> None:
-    """Some models rotate all of a batch by what its longest sequence needs, once that is longer
-    than they were first trained for, and vLLM by what the longest possible one needs.
+    """Warn if the rotary embeddings of a sequence depend on its batch. If the longest sequence of a
+    batch is longer than in the model's first training, some models rotate the whole batch for it.
+    vLLM always rotates for the longest possible sequence.
     """
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,5 +1,5 @@
-"""What a value of an option may be: rules that stand in the types of `RLConfig`'s fields, and a
-check of the types themselves. Each names the value and the fix.
+"""Which values an option may have: rules inside the types of `RLConfig`'s fields, and a check of
+the types themselves. Each error names the value and the fix.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from verifiers_rl.user_code import names_user_code
 
 
 class ConfigError(ValueError):
-    """An option has a value that cannot work;
-    the message names the field, the value and the fix.
-    """
+    """An option has a value that cannot work. The message names field, value and fix."""
 
 
-# From a value that is not None to what is wrong with it, or None.
+# Takes a value that is not None, and returns what is wrong with it, or None.
 Rule = Callable[[Any], str | None]
 
 
 def must(text: str, holds: Callable[[Any], bool]) -> Rule:
-    """Wrong are values for which `holds` is false."""
+    """Make a rule that refuses values for which `holds` is false."""
     return lambda value: None if holds(value) else f"must {text}"
 
 
@@ -44,14 +42,14 @@ Penalty = Annotated[float, must("be from -2 to 2", lambda value: -2 <= value <= 
 
 
 def rules_of(kind: Any) -> list[Rule]:
-    """The rules in a declared type, also in a part of a union."""
+    """Return the rules in a declared type, including those in the parts of a union."""
     if typing.get_origin(kind) is Annotated:
         return list(kind.__metadata__)
     return [rule for part in typing.get_args(kind) for rule in rules_of(part)]
 
 
 def usable(reasons_against: Mapping[str, str]) -> Rule:
-    """No name that begins or ends with one of these; each has its reason."""
+    """Make a rule that refuses names which begin or end with a key; its value is the reason."""
 
     def problem(value: str) -> str | None:
         for part, reason in reasons_against.items():
@@ -63,7 +61,7 @@ def usable(reasons_against: Mapping[str, str]) -> Rule:
 
 
 def one_of(names: Iterable[str]) -> Rule:
-    """One of these names, or "module:name"."""
+    """Make a rule that accepts these names and "module:name"."""
     return must(
         f"be one of {', '.join(names)}, or module:function",
         lambda value: value in names or names_user_code(value),
@@ -75,21 +73,23 @@ def _is_enum(kind: Any) -> bool:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """The types of a union. Beside an enum `str` goes: the string has to be a member's value."""
+    """Return the types of a union. Beside an enum, `str` is left out, because the string has to be
+    the value of a member.
+    """
     is_union = typing.get_origin(kind) in (typing.Union, UnionType)
     kinds = list(typing.get_args(kind)) if is_union else [kind]
     return [one for one in kinds if one is not str] if any(map(_is_enum, kinds)) else kinds
 
 
 def _choices(kind: Any) -> list[Any]:
-    """The values of a Literal or an enum."""
+    """Return the values of a Literal or an enum."""
     if _is_enum(kind):
         return [member.value for member in kind]
     return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
 
 
 def from_json(name: str, value: str) -> Any:
-    """The value of an option that came as JSON. Raises ConfigError."""
+    """Parse the value of an option that came as JSON. Raises ConfigError."""
     try:
         return json.loads(value)
     except ValueError as error:
@@ -97,7 +97,7 @@ def from_json(name: str, value: str) -> Any:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether the value is of this declared type. An integer is a number too, a bool is neither."""
+    """Return whether the value is of this type. An integer is also a number; a bool is neither."""
     kinds = _parts(kind)
     if len(kinds) > 1:
         return any(fits(value, one) for one in kinds)
@@ -111,7 +111,7 @@ def fits(value: Any, kind: Any) -> bool:
         return is_number and not isinstance(value, bool) and math.isfinite(value)
     if not isinstance(value, typing.get_origin(kind) or kind):
         return False
-    if isinstance(value, list | dict) and inner:  # of items; of keys and values
+    if isinstance(value, list | dict) and inner:  # types of items, or of keys and values
         items = value.values() if isinstance(value, dict) else value
         return all(fits(item, inner[-1]) for item in items)
     return True
@@ -139,7 +139,7 @@ def _describe(kind: Any) -> str:
 
 
 def type_rule(value: Any, kind: Any) -> str:
-    """What a value that does not fit must be."""
+    """Describe what a value that does not fit must be."""
     kinds = [one for one in _parts(kind) if one is not NoneType]
     choices = [str(choice) for one in kinds for choice in _choices(one)]
     near = [choice for choice in choices if choice.startswith(str(value))]

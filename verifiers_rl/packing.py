@@ -1,15 +1,15 @@
-"""Samples to microbatches of bounded size, the same number on every rank. Pure functions.
+"""Packs samples into microbatches of bounded size, the same number on every rank. Pure functions.
 
 A microbatch is a grid of rows. Three layouts:
 
-    flat     one row, sample after sample, no padding; for attention kernels that take the
+    flat     one row with sample after sample and no padding; for attention kernels that take the
              sequences' lengths (flash attention)
-    rows     rows as wide as the microbatch's longest sample, shorter ones share a row up to
-             MAX_SHARED_WIDTH; for attention with a mask (SDPA, eager, flex)
-    padded   one sample a row, for models that cannot keep the sequences of a row apart
+    rows     rows as wide as the microbatch's longest sample. Shorter samples share a row if it is
+             at most MAX_SHARED_WIDTH wide; for attention with a mask (SDPA, eager, flex)
+    padded   one sample per row; for models that cannot keep the sequences of a row apart
 
-Where several samples share a row, `position_ids` start anew with each, which is how transformers
-tells them apart.
+If several samples share a row, `position_ids` start at 0 in each of them. transformers tells the
+samples apart by this.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from verifiers_rl.types import Microbatch, Sample
 
 Layout = Literal["flat", "rows", "padded"]
-Rows = list[list[int]]  # of each row, positions of its samples
-# Rows that are shared need a mask of width^2 entries each, where a row of one sample needs none:
-# beyond this the mask costs more than the padding that it saves.
+Rows = list[list[int]]  # for each row, the indices of its samples
+# A shared row needs a mask of width^2 entries, a row of one sample needs none. Beyond this width,
+# the mask costs more than the padding that it saves.
 MAX_SHARED_WIDTH = 4096
 
 
@@ -38,24 +38,24 @@ def plan_microbatches(
 ) -> list[list[Rows]]:
     """Split samples into microbatches and deal them to the ranks.
 
-    First-fit-decreasing: samples from the longest on, each into the first place with room. Each
+    First-fit-decreasing: from the longest on, each sample goes into the first place with room. Each
     rank gets the same number of microbatches, because a rank that skips a backward would leave the
-    others waiting in the gradient all-reduce: where there are too few, a rank gets empty ones.
+    others waiting in the gradient all-reduce. A rank with too few gets empty ones.
 
     Args:
-        lengths: tokens of each sample.
-        max_tokens: tokens of a microbatch, padding included; a longer sample gets one of its own.
+        lengths: number of tokens of each sample.
+        max_tokens: tokens of a microbatch, with padding; a longer sample gets one of its own.
         num_ranks: trainer processes, >= 1.
         layout: see above.
-        hidden_size: of the model; the longer a row relative to it, the more its attention costs.
+        hidden_size: of the model. The longer a row is relative to it, the more attention costs.
 
     Returns:
-        For each rank, for each microbatch, its rows of positions in `lengths`.
+        For each rank, for each microbatch, its rows of indices into `lengths`.
     """
     microbatches = _fill(lengths, max_tokens, layout)
     if num_ranks > 1 and lengths:
-        # No rank shall be idle while another fills a microbatch to the brim: the smallest bound
-        # with which as many rounds are enough.
+        # Lower the bound, so that no rank idles while another has a full microbatch: take the
+        # smallest bound that needs no more rounds.
         rounds = math.ceil(len(microbatches) / num_ranks)
         bound = max(math.ceil(sum(lengths) / (rounds * num_ranks)), max(lengths))
         while bound < max_tokens:
@@ -66,13 +66,14 @@ def plan_microbatches(
             bound = math.ceil(bound * 1.05)
 
     def cost(rows: Rows) -> float:
-        # Of a layer: 24 h^2 operations a token in its matrices, 4 h a pair of tokens in attention.
+        # Operations per layer, divided by 4 h: 24 h^2 per token in its matrices, 4 h per pair of
+        # tokens in attention.
         widths = [sum(lengths[i] for i in row) for row in rows]
         if layout != "flat":
             return len(rows) * max(widths) * (6 * hidden_size + max(widths))
         return sum(lengths[i] * (6 * hidden_size + lengths[i]) for i in rows[0])
 
-    # From the dearest on, each to the rank that has had the least so far and may still get one.
+    # From the costliest on, each goes to the rank with the least cost so far that has a place left.
     per_rank = max(math.ceil(len(microbatches) / num_ranks), 1)
     dealt: list[list[Rows]] = [[] for _ in range(num_ranks)]
     spent = [0.0] * num_ranks
@@ -99,7 +100,7 @@ def _fill(lengths: Sequence[int], max_tokens: int, layout: Layout) -> list[Rows]
 def _first_fit(
     order: list[int], lengths: Sequence[int], max_tokens: int, layout: Layout
 ) -> tuple[Rows, list[int]]:
-    """One microbatch, and the samples that found no place in it."""
+    """Return one microbatch, and the samples that found no place in it."""
     longest = lengths[order[0]]
     width = max(max_tokens, longest) if layout == "flat" else longest
     max_rows = max(max_tokens // width, 1)
@@ -110,7 +111,7 @@ def _first_fit(
         place = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
         if layout == "padded" or (layout == "rows" and width > MAX_SHARED_WIDTH):
             place = None
-        # A short sample opens no row: in the next microbatch rows are shorter.
+        # A short sample opens no row, because the rows of the next microbatch are narrower.
         if place is None and len(rows) < max_rows and (2 * lengths[i] > width or not rows):
             place = len(rows)
             rows.append([])
@@ -126,18 +127,18 @@ def _first_fit(
 def collate(
     samples: Sequence[Sample], rows: Rows, weights: Sequence[float], pad_token_id: int
 ) -> Microbatch:
-    """Lay samples out as rows of one width. No rows give one without loss tokens.
+    """Lay out samples as rows of equal width. Without rows, return one padding row without loss.
 
     Args:
         samples: of the whole batch.
-        rows: positions in `samples`, from `plan_microbatches`.
-        weights: of each sample's loss tokens in the batch's loss.
-        pad_token_id: fills the rows.
+        rows: indices into `samples`, from `plan_microbatches`.
+        weights: weight of each sample's loss tokens in the batch's loss.
+        pad_token_id: fills the rest of each row.
     """
-    # Two at least: a row of one token predicts nothing.
+    # At least 2, because a row of one token predicts nothing.
     width = max([2, *(sum(len(samples[i].token_ids) for i in row) for row in rows)])
     shape = (max(len(rows), 1), width)
-    # Padding goes on counting, so that a row of one sample reads as one sequence.
+    # The positions continue in the padding, so that a row of one sample looks like one sequence.
     position_ids = torch.arange(width).repeat(shape[0], 1)
     sequence_ids = torch.full(shape, -1)
     input_ids = torch.full(shape, pad_token_id)
@@ -169,14 +170,14 @@ def collate(
     )
 
 
-# One column per token of a batch on its way from rank 0:
-# float64 holds token ids exactly (below 2**53).
+# Values of each token that rank 0 sends. They go as float64, which represents token ids exactly
+# (integers below 2**53).
 _FIELDS = ("token_ids", "loss_mask", "inference_logprobs", "policy_versions", "advantages")
 
 
 def flatten_samples(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples as two plain tensors that can be broadcast: lengths and rollout ids (2, S) int64,
-    and fields (5, tokens) float64.
+    """Turn S samples into two plain tensors that can be broadcast: lengths and rollout ids
+    (2, S) int64, and fields (5, tokens) float64.
     """
     shapes = [[len(s.token_ids) for s in samples], [s.rollout_id for s in samples]]
     fields = [[float(v) for s in samples for v in getattr(s, name)] for name in _FIELDS]
@@ -184,7 +185,7 @@ def flatten_samples(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tens
 
 
 def unflatten_samples(shapes: torch.Tensor, fields: torch.Tensor) -> list[Sample]:
-    """Inverse of `flatten_samples`."""
+    """Invert `flatten_samples`."""
     samples = []
     lengths, rollout_ids = shapes.tolist()
     for rollout_id, columns in zip(rollout_ids, fields.split(lengths, dim=1), strict=True):

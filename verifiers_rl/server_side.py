@@ -1,4 +1,4 @@
-"""What rank 0 has of the inference server: its client, the environment, rollouts, weights."""
+"""Connects rank 0 to the inference server: client, environment, orchestrator, weight sync."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
 
 
 class ServerSide(NamedTuple):
-    """What `connect` makes.
+    """The parts that `connect` makes.
 
     Attributes:
-        check_agreement: compares both sides' logprobs; to be called once, with the model whose
-            weights the server has just got, and the name by which requests reach them. None where
-            batches or weights do not go to a `vf-vllm` server of ours.
+        check_agreement: compares the logprobs of trainer and server. The caller calls it once,
+            with the model whose weights the server has just received, and the name by which
+            requests reach these weights. None if `weight_sync` is replaced, because the weights
+            may then go to another server than our `vf-vllm`.
     """
 
     orchestrator: BatchSource
@@ -36,17 +37,17 @@ class ServerSide(NamedTuple):
 
 
 def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced) -> ServerSide:
-    """Wait for the server, check that it goes with the policy, and make what talks to it, except
-    for the parts that are replaced. With both of them replaced there is no server to wait for.
+    """Wait for the server, check that it serves the policy's model, and make the parts that talk to
+    it, except those that are replaced. If both are replaced, there is no server to wait for.
 
     Args:
         policy: the model that is trained.
-        env, args, tokenizer, replaced: of the `RLTrainer`.
+        env, args, tokenizer, replaced: those of the `RLTrainer`.
 
     Raises:
-        ConfigError: example_order cannot go with environments of different weights.
+        ConfigError: example_order is given beside environments of different weights.
         InvalidEnvironmentError: the environment cannot be trained on.
-        InferenceServerError: no server, or another model's.
+        InferenceServerError: there is no server, or it serves another model.
     """
     orchestrator, weight_sync = replaced.orchestrator, replaced.weight_sync
     if orchestrator is not None and weight_sync is not None:
@@ -54,11 +55,11 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
     advantage_fn = replaced.advantage_fn or args.make_advantage()
     client = InferenceClient(args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout)
     runner = None
-    if orchestrator is None:  # before the server is waited for: its errors come at once
+    if orchestrator is None:  # made before waiting for the server, so its errors come at once
         runner = make_runner(env, client.base_url, tokenizer, args)
     status = client.wait_until_ready()
     if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # The server beside us has pinned its threads to the first half of the cores.
+        # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
         torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))
     client.check_model(policy.config)

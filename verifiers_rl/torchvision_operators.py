@@ -1,32 +1,34 @@
-"""Makes a torchvision importable whose compiled operators do not load beside the installed torch.
+"""Makes torchvision importable if its compiled operators do not load with the installed torch.
 
-The package index's torchvision is built for CUDA. Beside a CPU build of torch its library does not
-load, and `import torchvision` ends in "operator torchvision::nms does not exist", on which
-`from transformers import Trainer` ends as well. Only image models' box operators need that library;
-what vLLM and transformers import of torchvision does not. So where it is missing, the operators are
-declared without a kernel, and torchvision's own error says that they are when one is called.
+The package index's torchvision is built for CUDA. With a CPU build of torch its library does not
+load, and `import torchvision` fails with "operator torchvision::nms does not exist"; so does
+`from transformers import Trainer`. Only the box operators of image models need that library; the
+parts of torchvision that vLLM and transformers import do not. So if the library is missing, this
+module declares the operators without a kernel. Calling one of them raises torchvision's own error
+about missing operators.
 
-`verifiers_rl.pth` imports this module in each process of an environment with this package, because
-transformers may be imported before it. Nothing happens there until torchvision is imported.
+`verifiers_rl.pth` imports this module in each process of a Python environment with this package,
+because transformers may be imported before this package. The module does nothing until torchvision
+is imported.
 """
 
 import sys
 from typing import Any
 
-# What torchvision's Python modules add gradients and shapes to when they are imported.
+# The operators to which torchvision's Python modules add gradients and shapes on import.
 OPERATORS = (
     *("nms", "qnms", "qroi_align"),
     *("roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward"),
     *("ps_roi_align", "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward"),
     *("deform_conv2d", "_deform_conv2d_backward"),
 )
-_declared: list[Any] = []  # the end of a Library would take its declarations back
+_declared: list[Any] = []  # kept, because deleting a Library undoes its declarations
 _USERS = ("torchvision._autograd_registrations", "torchvision._meta_registrations")
 
 
 class _OperatorsFirst:
-    """A finder of modules that finds none: it acts when torchvision has tried to load its library
-    and the first module that needs the operators is looked for.
+    """A module finder that finds no module. It acts when Python looks for the first module that
+    needs the operators; torchvision has tried to load its library by then.
     """
 
     @classmethod
@@ -38,7 +40,7 @@ class _OperatorsFirst:
 
 
 def declare() -> None:
-    """Declare those of the operators that torch does not know."""
+    """Declare the operators that torch does not know."""
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")

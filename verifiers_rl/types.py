@@ -1,4 +1,4 @@
-"""What passes between the parts: Rollout -> Sample -> Batch -> Microbatch."""
+"""What the parts pass on to each other: Rollout -> Sample -> Batch -> Microbatch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-# Seconds that an environment may take to start; generation_timeout if that is longer.
+# Seconds that an environment may take to start. A longer generation_timeout takes its place.
 LOAD_S = 300.0
 Split = Literal["train", "eval"]
 
 
 @dataclass(slots=True)
 class Sample:
-    """One token sequence to train on. All lists have one length, T.
+    """One token sequence to train on. All lists have the same length, T.
 
     Attributes:
         token_ids: prompt, sampled and environment tokens in order, exactly as the server saw them.
-        loss_mask: True where the loss is taken. The first token can carry no loss: nothing predicts
-            it.
+        loss_mask: True for tokens in the loss. The first token cannot be in it, because nothing
+            predicts it.
         inference_logprobs: natural-log probability under the sampling policy; 0 where not sampled,
-            NaN where a token is trained that no policy sampled (`mask_env_responses=False`).
+            NaN for a token in the loss that no policy sampled (`mask_env_responses=False`).
         policy_versions: version of the policy that sampled the token; -1 where not sampled.
         advantages: advantage of each token; 0 where `loss_mask` is False.
-        rollout_id: position of its rollout in the batch; -1 for a rollout of one sample.
+        rollout_id: position of its rollout in the batch; -1: the sample is a rollout of its own.
     """
 
     token_ids: list[int]
@@ -65,7 +65,7 @@ class Sample:
         return sum(self.loss_mask)
 
     def set_advantage(self, advantage: float | Sequence[float]) -> None:
-        """Give every loss token this advantage, or each token its own of (T,)."""
+        """Set one advantage for every loss token, or one for each token, (T,)."""
         if isinstance(advantage, int | float):
             advantage = [advantage] * len(self.loss_mask)
         pairs = zip(advantage, self.loss_mask, strict=True)
@@ -79,18 +79,18 @@ class Rollout:
     Attributes:
         example_id: position of the example in its dataset split.
         env: name of its environment.
-        role: the agent's name where an episode has several, each with a baseline of its own.
+        role: name of the agent; each agent of an episode has its own baseline.
         prompt: what was asked, as text, for people.
         completion: what was answered, as text, for people.
         reward: the environment's score; NaN when `error` is set.
         metrics: the environment's other scores by name.
         samples: its token sequences; several when a turn did not extend the tokens before it.
         num_turns: model calls.
-        is_truncated: a turn was cut by a length limit.
+        is_truncated: a length limit cut a turn.
         generation_s: seconds from the first request to the last reply.
         error: why it failed; such a rollout enters neither the baseline nor the batch.
-        advantage: set once its group is complete; the mean over its loss tokens where they differ.
-        has_own_advantages: the environment has set those of its samples, and they are kept.
+        advantage: set when its group is complete; the mean over its loss tokens if they differ.
+        has_own_advantages: the environment has set the advantages of its samples; they are kept.
     """
 
     example_id: int
@@ -112,11 +112,11 @@ class Rollout:
         """Set the advantage of the rollout and of the loss tokens of its samples.
 
         Args:
-            advantage: of all of them, or one number for each token of its samples, one sample
+            advantage: one number for all of them, or one for each token of its samples, one sample
                 after the other.
 
         Raises:
-            ValueError: another number of advantages than tokens.
+            ValueError: there are more or fewer advantages than tokens.
         """
         if isinstance(advantage, int | float):
             self.advantage = float(advantage)
@@ -138,7 +138,7 @@ class Rollout:
         self.advantage = total / max(num_loss_tokens, 1)
 
     def leave_out_of_loss(self) -> None:
-        """Its tokens stay in the batch, none of them with loss."""
+        """Take all its tokens out of the loss; they stay in the batch."""
         for sample in self.samples:
             sample.loss_mask = [False] * len(sample.loss_mask)
         self.set_advantage(0.0)
@@ -149,17 +149,17 @@ class Rollout:
 
 
 class Slots(asyncio.Semaphore):
-    """Places for rollouts, of which a group may take several at once."""
+    """Places for rollouts. A group may take several at once."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
         self._num_slots = num_slots
-        # One group at a time takes its places: two that each hold some would wait for each other.
+        # One group at a time takes its places. Two that each hold some would wait for each other.
         self._taking = asyncio.Lock()
 
     @asynccontextmanager
     async def several(self, num: int) -> AsyncIterator[None]:
-        """`num` places, or all where there are fewer."""
+        """Hold `num` places, or all if there are fewer."""
         num_taken = 0
         try:
             async with self._taking:
@@ -173,11 +173,11 @@ class Slots(asyncio.Semaphore):
 
 
 class Progress:
-    """The slots, as the rollouts of one batch take them; counts those rollouts.
+    """Gives slots to the rollouts of one batch, and counts these rollouts.
 
     Attributes:
-        num_wanted: rollouts that were asked for so far.
-        num_done: those of them that have given their slot back.
+        num_wanted: rollouts that were requested so far.
+        num_done: rollouts that have given their slot back.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -197,7 +197,7 @@ class Progress:
 
     @asynccontextmanager
     async def several(self, num: int) -> AsyncIterator[None]:
-        """As `Slots.several`."""
+        """Do as `Slots.several`."""
         async with self._slots.several(num):
             yield
         self.num_done += num
@@ -209,7 +209,7 @@ class Batch:
 
     Attributes:
         step: the optimizer step it was generated for, from 0.
-        policy_version: version of the weights when it was asked for; its tokens may be newer.
+        policy_version: version of the weights when it was requested; its tokens may be newer.
         samples: token sequences of all surviving rollouts.
         rollouts: for tables and logs; present on rank 0 only.
         metrics: means over the batch, already reduced; present on rank 0 only.
@@ -231,13 +231,13 @@ class Batch:
         return sum(sample.num_loss_tokens for sample in self.samples)
 
     def rollout_ids(self) -> list[int]:
-        """Of each sample, a number that the samples of one rollout share, and only these."""
+        """Return a number for each sample. Exactly the samples of one rollout share a number."""
         ids = (sample.rollout_id for sample in self.samples)
         return [known if known >= 0 else -1 - i for i, known in enumerate(ids)]
 
     def staleness(self) -> dict[str, float]:
-        """Optimizer steps between the weights that sampled a token and those that train on it:
-        mean and maximum over sampled tokens.
+        """Return the optimizer steps between the weights that sampled a token and the weights that
+        train on it: mean and maximum over sampled tokens.
         """
         versions = [v for sample in self.samples for v in sample.policy_versions if v >= 0]
         if not versions:
@@ -259,7 +259,7 @@ class Microbatch:
         loss_mask: (B, T) bool.
         inference_logprobs: (B, T) float32.
         advantages: (B, T) float32.
-        loss_weights: (B, T) float32, of each token in the batch's loss.
+        loss_weights: (B, T) float32, weight of each token in the batch's loss.
     """
 
     input_ids: Tensor
@@ -287,18 +287,18 @@ class Targets:
 
 @runtime_checkable
 class EnvRunner(Protocol):
-    """What runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an
-    object with these members as it is; `envs/` has one for each kind of environment.
+    """Runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an object
+    with these members as it is; `envs/` has a class for each kind of environment.
 
-    Examples are counted through all of its environments in turn.
+    Examples are numbered consecutively over all its environments.
 
     Attributes:
-        name: of its environment, the prefix of its metrics.
+        name: name of its environment, the prefix of its metrics.
         description: a line for the start of a run, or "".
-        weights: share of the groups of each of its environments, up to a common factor.
+        weights: share of the groups for each of its environments, up to a common factor.
         num_overlong_prompts: examples left out because of `max_prompt_len`.
-        bounds_replies: whether it ends each reply at `max_seq_len`; else the server's
-            `max_model_len` does.
+        bounds_replies: whether it ends each reply at `max_seq_len`. If not, replies end at the
+            server's `max_model_len`.
         files_per_rollout: sockets and pipes that one rollout holds in this process at most.
         first_prompt: messages of the first training example.
     """
@@ -312,11 +312,11 @@ class EnvRunner(Protocol):
     first_prompt: list[Any]
 
     def sizes(self, split: Split) -> list[int]:
-        """Examples of this split, one number for each environment; `data.ENDLESS` of a stream."""
+        """Return the size of this split in each environment; `data.ENDLESS` for a stream."""
         ...
 
     async def open(self) -> None:
-        """Get ready, on the event loop that will run the groups."""
+        """Get ready. Called on the event loop that will run the groups."""
         ...
 
     async def close(self) -> None: ...
@@ -331,21 +331,21 @@ class EnvRunner(Protocol):
         policy_version: int,
         slots: Slots | Progress,
     ) -> list[Rollout]:
-        """Run and score `num_rollouts` rollouts of one example, or that many episodes, each with a
-        rollout for each agent. An error costs its own rollout only, which gets it as `error`.
+        """Run and score `num_rollouts` rollouts of one example, or as many episodes with a rollout
+        for each agent. An error fails only its own rollout, which gets it as `error`.
 
         Args:
-            model: what requests ask the server for.
-            sampling_args: what a request carries, unless the environment has its own.
-            policy_version: for tokens of which the server does not say it.
-            slots: to be entered by each rollout while it uses the server.
+            model: the model name in requests to the server.
+            sampling_args: sampling options of a request, unless the environment has its own.
+            policy_version: version of tokens for which the server reports none.
+            slots: each rollout enters it while it uses the server.
         """
         ...
 
 
 class BatchSource(Protocol):
-    """What the trainer needs of an orchestrator. A stub with these methods makes the trainer run
-    without a server.
+    """What the trainer needs of an orchestrator. With a stub that has these methods, the trainer
+    runs without a server.
     """
 
     @property
@@ -366,8 +366,8 @@ class WeightSink(Protocol):
     """What the trainer and its orchestrator need of a weight sync.
 
     Attributes:
-        policy_version: of the weights that the server has; None when it has to get them anew.
-        model_name: what rollout requests ask the server for.
+        policy_version: version of the weights that the server has; None if it needs them again.
+        model_name: the model name in rollout requests.
     """
 
     policy_version: int | None

@@ -12,20 +12,20 @@ class UserCodeError(ValueError):
 
 
 def names_user_code(value: str) -> bool:
-    """Whether this value has the form "module:name"."""
+    """Return whether this value has the form "module:name"."""
     return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value))
 
 
 def load_user_code(value: str, field: str) -> Any:
-    """What "module:name" stands for.
+    """Import and return what "module:name" names.
 
     Args:
-        value: the module is installed, or stands beside the script that runs or the TOML.
-        field: that has this value, for errors.
+        value: its module is installed, or is beside the script that runs or the TOML.
+        field: the option that has this value, for errors.
 
     Raises:
-        UserCodeError: no such module, or it does not have this name, or is not callable. An error
-            of the module's own code is raised as it is.
+        UserCodeError: the value has another form, there is no such module, or the module has no
+            callable of this name. An error of the module's own code is raised as it is.
     """
     if not names_user_code(value):
         raise UserCodeError(f"{field}={value!r}: must be of the form module:name")
@@ -34,7 +34,7 @@ def load_user_code(value: str, field: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # of something that the module imports
+            raise  # the missing module is one that this module imports
         raise UserCodeError(
             f"{field}={value!r}: no module {error.name!r}, neither installed nor beside the TOML "
             "or the script that runs"

@@ -1,4 +1,4 @@
-"""Environments of `verifiers`, of both its generations. Nothing else imports verifiers."""
+"""Environments of both generations of `verifiers`. No other module imports verifiers."""
 
 from typing import TYPE_CHECKING
 

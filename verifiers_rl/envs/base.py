@@ -1,10 +1,10 @@
-"""What all kinds of environment share. Each kind is a class that keeps `types.EnvRunner`:
+"""What all kinds of environment share. Each kind is a class that satisfies `types.EnvRunner`:
 
 classic.py  `verifiers.Environment`, up to verifiers 0.3
 v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
-workers.py  classic environments in processes of their own
+workers.py  classic environments in separate processes
 mixed.py    several of any kind
-make.py     chooses between them, for what a user passes as `env`
+make.py     chooses the kind for what a user passes as `env`
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class InvalidEnvironmentError(ValueError):
 
 
 def check_classic(what: str) -> None:
-    """Raise InvalidEnvironmentError where the installed verifiers has no classic environments.
+    """Raise InvalidEnvironmentError if the installed verifiers has no classic environments.
 
     Args:
-        what: the classic thing that is asked for.
+        what: the classic environment that is requested, for the error.
     """
     if find_spec("verifiers.legacy") is None:
         raise InvalidEnvironmentError(
@@ -40,7 +40,7 @@ def check_classic(what: str) -> None:
 
 
 def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
-    """The policy version of each token, from (first token, version) pairs in order."""
+    """Return the policy version of each token, from (first token, version) pairs in order."""
     ends = [start for start, _ in spans[1:]] + [num_tokens]
     versions: list[int] = []
     for (_, sampled_by), end in zip(spans, ends, strict=True):
@@ -53,7 +53,7 @@ def _field(message: Any, name: str) -> Any:
 
 
 def text_of(messages: Any) -> str:
-    """Messages as text for people."""
+    """Return messages as text for people."""
     if messages is None or isinstance(messages, str):
         return messages or ""
     lines = []
@@ -68,22 +68,22 @@ def text_of(messages: Any) -> str:
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """What an environment is run with.
+    """Options for running an environment.
 
     Attributes:
-        base_url: of the inference server, without /v1.
-        tokenizer: the model's; measures prompts (without one, none is left out), and makes the
-            tokens of new messages.
+        base_url: URL of the inference server, without /v1.
+        tokenizer: the model's. It measures prompts and makes the tokens of new messages. Without
+            one, no prompt is left out.
         max_seq_len: longest sequence in tokens. A rollout ends there, and counts as truncated.
         max_prompt_len: examples whose first prompt has more tokens are left out; None for no limit.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
         timeout_s: deadline of one rollout, seconds.
-        client_type: of classic environments, see `classic_clients.py`.
+        client_type: for classic environments, see `classic_clients.py`.
         name: prefix of its metrics.
-        sampling_args: of every request, in place of those that `run_group` is given.
-        num_eval_tasks: of a stream, for evaluations.
-        num_workers: processes for a classic environment; 0 runs it in this one.
-        max_concurrent: rollouts in flight in one of these processes.
+        sampling_args: for every request, in place of those that `run_group` gets.
+        num_eval_tasks: tasks of a stream that evaluations use.
+        num_workers: processes for a classic environment; 0 runs it in the trainer's process.
+        max_concurrent: limit of rollouts in flight in one worker process.
     """
 
     base_url: str
@@ -109,8 +109,8 @@ class WeightedEnv:
             `verifiers.Environment`.
         name: prefix of its metrics.
         weight: its share of the groups, up to a common factor.
-        sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}. Not
-            `temperature`: the trainer takes all logprobs at one.
+        sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}.
+            `temperature` is not allowed: the trainer computes all logprobs at a single one.
     """
 
     env: Any

@@ -1,8 +1,8 @@
 """verifiers' `null` harness, in the caller's event loop: a chat with tools, without a program.
 
-The stock one starts a Python process for each rollout. verifiers allows a harness to do without, as
-long as all model calls go to the interception endpoint (`verifiers.v1.Harness.launch`). An agent
-with `harness = { id = "null" }` gets this one.
+verifiers' own `null` harness starts a Python process for each rollout. A harness may run without
+one, as long as all model calls go to the interception endpoint (`verifiers.v1.Harness.launch`). An
+agent with `harness = { id = "null" }` gets the harness of this module.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ChatHarnessConfig(HarnessConfig):
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
-    """System prompt, messages, tools over MCP, until a reply calls no tool. Turn limits and stop
-    conditions are the endpoint's: it refuses the next request.
+    """Chats with a system prompt, messages and tools over MCP, until a reply calls no tool. The
+    endpoint applies turn limits and stop conditions: it refuses the next request.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -49,13 +49,13 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
         try:
-            # Rollouts of one environment share its connections to the endpoint.
+            # The rollouts of an environment share its connections to the endpoint.
             shared = getattr(getattr(ctx.client, "_environment", None), "endpoint_session", None)
             async with nullcontext(shared) if shared else aiohttp.ClientSession() as session:
                 return await self._chat(
                     session, ctx.model, endpoint, secret, mcp_urls, data, tool_interception_url
                 )
-        except BaseExceptionGroup as group:  # of a session's task group; the cause is inside
+        except BaseExceptionGroup as group:  # from a session's task group; it contains the cause
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
@@ -89,7 +89,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 raise HarnessError(
                     f"the tool servers {list(mcp_urls)} did not answer within {CONNECT_S:g} s"
                 ) from error
-            # No deadline of its own: the rollout's covers it.
+            # Requests need no deadline, because the rollout has one.
             options: Any = {
                 "headers": {"Authorization": f"Bearer {secret}"},
                 "timeout": aiohttp.ClientTimeout(total=None),
@@ -127,7 +127,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
 
 def _gate_request(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call as verifiers' interception takes it."""
+    """Return a tool call in the form that verifiers' interception expects."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
@@ -137,14 +137,14 @@ def _gate_request(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tools:
-    """The tools of a rollout's MCP servers, as `<server>_<tool>`; of a server without a name, as
-    they are.
+    """The tools of a rollout's MCP servers, with names `<server>_<tool>`. Tools of a server without
+    a name keep their names.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.schemas: list[dict[str, Any]] = []
         self._timeout_s = timeout_s
-        self._homes: dict[str, tuple[Any, str]] = {}  # session, name there
+        self._homes: dict[str, tuple[Any, str]] = {}  # session, name on its server
 
     async def connect(self, stack: AsyncExitStack, server: str, url: str) -> None:
         from mcp import ClientSession
@@ -162,13 +162,13 @@ class _Tools:
             function = {
                 "name": name,
                 "description": tool.description or "",
-                # Its name in MCP; that of the attribute depends on the version of `mcp`.
+                # This is the name in MCP. The attribute's name depends on the version of `mcp`.
                 "parameters": tool.model_dump(by_alias=True)["inputSchema"],
             }
             self.schemas.append({"type": "function", "function": function})
 
     async def call(self, function: dict[str, Any]) -> str:
-        """What the tool says, or what is wrong with the call: the model reads both."""
+        """Call a tool. Return its result, or what is wrong with the call; the model reads both."""
         name = function["name"]
         if name not in self._homes:
             return f"error: there is no tool {name!r}"

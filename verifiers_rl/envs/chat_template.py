@@ -1,4 +1,4 @@
-"""Chat templates: messages as vLLM gives them to one, and which of them rewrite the past."""
+"""Chat templates: how vLLM passes messages to one, and whether it rewrites past turns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
-    """As vLLM gives it to a chat template: arguments of tool calls as an object, not as JSON, and
-    parts of text as one text.
+    """Return a message as vLLM passes it to a chat template: the arguments of tool calls are an
+    object, not JSON, and several parts of text are one text.
 
     Raises:
-        ValueError: a part that is no text.
+        ValueError: a part of the message is not text.
     """
     if isinstance(parts := message.get("content"), list):
         for part in parts:
@@ -33,14 +33,16 @@ def _as_object(arguments: Any) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except json.JSONDecodeError:
-        return arguments  # the model's mistake, which the environment answers
+        return arguments  # the model's mistake; the environment answers it
 
 
 def reason_against_chat_template(tokenizer: Any) -> str | None:
-    """Why turns rendered from messages would not extend the tokens before them, or None.
+    """Return why turns rendered from messages would not extend the tokens before them; None if they
+    do.
 
-    A reply with thinking is rendered as history, as the next turn's prompt has it. Templates that
-    drop the thinking of past turns (Qwen3's, DeepSeek-R1's) do not give back what was sampled.
+    The test renders a reply with thinking as history, as the next turn's prompt contains it.
+    Templates that drop the thinking of past turns (Qwen3's, DeepSeek-R1's) do not reproduce what
+    was sampled.
     """
     from jinja2 import TemplateError
 
@@ -58,7 +60,7 @@ def reason_against_chat_template(tokenizer: Any) -> str | None:
             )
         )
     except TemplateError:
-        return None  # it takes no such conversation; the server will say so
+        return None  # it refuses such a conversation; the server will report that
     if history.startswith(prompt + reply):
         return None
     dropped = "rewrites" if "thinking" in history.lower() else "drops the thinking of"

@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 def load_environment(
     env_id: str, env_args: dict[str, Any] | None = None, search_path: Path | None = None
 ) -> Any:
-    """`verifiers.load_environment`,
-    which also finds a module in `search_path` without its being installed.
+    """Do as `verifiers.load_environment`, and also find a module in `search_path` that is not
+    installed.
 
     Raises:
-        InvalidEnvironmentError: no such module, no `load_environment` in it, or it raised.
+        InvalidEnvironmentError: there is no such module, or its `load_environment` is missing or
+            raised.
     """
     if search_path is not None and str(search_path) not in sys.path:
         sys.path.insert(0, str(search_path))
@@ -52,7 +53,8 @@ def load_environment(
             f"cannot load environment {env_id!r} with args {env_args or {}}{where}: "
             f"{type(cause).__name__}: {cause}"
         ) from error
-    # Not those of an environment that its module loaded and changed: workers load it by these.
+    # The module may have loaded another environment and changed it. Workers load the environment by
+    # its id and arguments, so these must be the ones given here.
     if isinstance(env, vf.Environment):
         env.env_id, env.env_args = env_id, env_args or {}
     return env
@@ -63,19 +65,19 @@ def samples_from_trajectory(
 ) -> list[Sample]:
     """Merge the turns of one rollout into as few samples as stay token-exact.
 
-    A turn whose prompt begins with all tokens so far continues the sample: what the environment
-    added between is appended without loss. A turn whose prompt does not (a template that drops
-    thinking, a compaction) starts a new sample. So every sampled token is in exactly one sample,
-    after exactly the tokens that it was sampled after.
+    If the prompt of a turn begins with all tokens so far, the turn continues the sample, and the
+    tokens that the environment added between are appended without loss. Otherwise (a template that
+    drops thinking, a compaction) the turn starts a new sample. So every sampled token is in exactly
+    one sample, after exactly the tokens that were its context when it was sampled.
 
     Args:
-        steps: the trajectory, each with `tokens` as the server returned them, and `response`, whose
-            `policy_versions` says which weights sampled them.
-        policy_version: for steps whose server does not say.
+        steps: the trajectory. Each step has `tokens` as the server returned them, and `response`,
+            whose `policy_versions` says which weights sampled them.
+        policy_version: version for steps whose response has none.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
     Raises:
-        ValueError: a step without token ids, or with a different number of tokens and logprobs.
+        ValueError: a step has no token ids, or its numbers of tokens and logprobs differ.
     """
     samples: list[Sample] = []
     for turn, step in enumerate(steps):
@@ -96,7 +98,7 @@ def samples_from_trajectory(
                     sample.inference_logprobs,
                     sample.policy_versions,
                 ),
-                # NaN: no policy sampled these; the loss takes the trainer's own logprob, ratio 1.
+                # NaN: no policy sampled these. The loss uses the trainer's logprob, so ratio 1.
                 _segment(
                     between, not mask_env_responses, 0.0 if mask_env_responses else math.nan, -1
                 ),
@@ -121,12 +123,13 @@ def _segment(
 
 
 class ClassicEnvironment:
-    """The `EnvRunner` of a classic `verifiers.Environment`; `EnvGroup` and its subclasses too.
+    """The `EnvRunner` of a classic `verifiers.Environment`, also of an `EnvGroup`.
 
-    `verifiers` cuts a sequence at `max_seq_len`, and marks it truncated.
+    `verifiers` cuts a sequence at `max_seq_len`, and marks it as truncated.
 
     Raises:
-        InvalidEnvironmentError: not a classic environment, or no training example is left.
+        InvalidEnvironmentError: `env` is not a classic environment, its dataset cannot be read, or
+            no training example is left.
     """
 
     bounds_replies = False
@@ -188,12 +191,12 @@ class ClassicEnvironment:
         return isinstance(env, vf.Environment)
 
     def sizes(self, split: Split) -> list[int]:
-        """Examples of this split, one number for each environment."""
+        """Return the number of examples of this split, as a list of one."""
         return [len(self._examples[split])]
 
     @property
     def _is_multi_turn(self) -> bool:
-        envs = getattr(self.env, "envs", [self.env])  # an EnvGroup's
+        envs = getattr(self.env, "envs", [self.env])  # several in an EnvGroup
         return any(getattr(env, "max_turns", 1) != 1 for env in envs)
 
     async def open(self) -> None:
@@ -220,7 +223,7 @@ class ClassicEnvironment:
         slots: Slots | Progress,
     ) -> list[Rollout]:
         """Roll out and score one example `num_rollouts` times.
-        An error costs its own rollout only.
+        An error fails only its own rollout.
         """
         row = {**self._examples[split][index]}
         row.setdefault("example_id", index)
@@ -244,10 +247,10 @@ class ClassicEnvironment:
         policy_version: int,
         slots: Slots | Progress,
     ) -> list[Rollout]:
-        """`run_group` for this example, which stands at `index` of its split.
+        """Do as `run_group`, for this example at `index` of its split.
 
-        Rollouts run through `env.rollout` one by one, not `env.run_group`, because there an
-        exception in one of them (a tool that raises, say) would lose the whole group.
+        Rollouts run through `env.rollout` one by one, not through `env.run_group`. There, an
+        exception in one of them (for example in a tool) would lose the whole group.
         """
         runs = [self._run(row, model, sampling_args, slots) for _ in range(num_rollouts)]
         results = await asyncio.gather(*runs)
@@ -288,7 +291,9 @@ class ClassicEnvironment:
             return state, state.get("error")
 
     def _explain(self, error: Exception, deadline: asyncio.Timeout, what: str) -> Exception:
-        """The error, in our words if it is the deadline's; the environment may have its own."""
+        """Return the error. If our deadline caused it, return an error that says so instead. The
+        environment may have a deadline of its own.
+        """
         if not (deadline.expired() and isinstance(error, TimeoutError)):
             return error
         return TimeoutError(
@@ -334,7 +339,7 @@ class ClassicEnvironment:
         return rollout
 
     def _within(self, dataset: Any, tokenizer: Any, max_prompt_len: int | None) -> Any:
-        """The dataset without the examples whose first prompt is too long."""
+        """Return the dataset without the examples whose first prompt is too long."""
         if max_prompt_len is None or tokenizer is None:
             return dataset
 
@@ -356,11 +361,11 @@ class ClassicEnvironment:
 
 
 def _report_reward_errors(rubric: Any) -> None:
-    """Make an exception in a reward function cost its rollout.
+    """Make an exception in a reward function fail its rollout.
 
-    `verifiers` logs it and scores 0, which would train the model on a number that nobody computed.
-    Each function is wrapped so that the exception is also left in the rollout's state, where errors
-    are looked for.
+    `verifiers` logs the exception and scores 0, which would train the model on a number that nobody
+    computed. Each function is wrapped, so that the exception is also stored in the rollout's state,
+    where `_rollout` looks for errors.
     """
     for inner in getattr(rubric, "rubrics", []):
         _report_reward_errors(inner)
@@ -391,7 +396,7 @@ def _with_errors_in_state(func: Callable[..., Any], is_group: bool) -> Callable[
                 state["error"] = error
             raise
 
-    # verifiers passes what the signature names: add the state to it.
+    # verifiers passes only what the signature names, so add the state to it.
     if wanted not in signature.parameters:
         extra = inspect.Parameter(wanted, inspect.Parameter.KEYWORD_ONLY)
         parameters = list(signature.parameters.values())

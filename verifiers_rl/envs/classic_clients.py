@@ -1,12 +1,12 @@
-"""How rollouts of classic environments reach `vf-vllm`: the clients of `verifiers`, on one HTTP
-transport, keeping what the server says about the policies that sampled its tokens.
+"""How rollouts of classic environments reach `vf-vllm`: through the clients of `verifiers`, on our
+HTTP transport. They keep what the server says about the policies that sampled its tokens.
 
-    openai_chat_completions        messages in. The server renders the whole conversation anew at
-                                   each turn; text that does not tokenise to what was sampled, or a
-                                   template that rewrites the past, breaks the sequence of tokens
-    openai_chat_completions_token  from the second turn on, the tokens so far and those of the new
-                                   messages in: the sequence goes on exactly
-    renderer                       tokens in at each turn, made by the `renderers` package: exact
+    openai_chat_completions        sends messages. The server renders the whole conversation again
+                                   at each turn. The sequence of tokens breaks if the text does not
+                                   tokenize to what was sampled, or a template rewrites past turns
+    openai_chat_completions_token  from the second turn on, sends the tokens so far and those of the
+                                   new messages, so that the sequence continues exactly
+    renderer                       sends tokens at each turn, made by the `renderers` package: exact
                                    for the model families that it knows, without tools for others
 """
 
@@ -26,11 +26,11 @@ from verifiers_rl.inference import ServerClient, policy_versions
 
 
 class _Exact:
-    """What every client here adds to its base: policy versions, and an empty reply is a reply.
+    """What every client here adds to its base: it keeps policy versions, and accepts empty replies.
 
     A policy that ends its turn at once has sampled a token like any other, and must be able to
-    unlearn it. The stock clients raise EmptyModelResponseError, and the rollout would leave the
-    batch.
+    unlearn it. The stock clients raise EmptyModelResponseError for such a reply, which would remove
+    the rollout from the batch.
     """
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class _Exact:
 
     async def from_native_response(self, response: Any) -> Any:
         parsed = await super().from_native_response(response)  # type: ignore[misc]
-        # Set by `ServerClient.post` in this very task, which has awaited the request.
+        # `ServerClient.post` has set it in this task, because this task awaited the request.
         parsed.policy_versions = policy_versions.get()
         if parsed.message.content is None and not parsed.message.tool_calls:
             parsed.message.content = ""
@@ -54,21 +54,21 @@ class _Exact:
 
 
 class ChatClient(_Exact, OpenAIChatCompletionsClient):
-    """Messages in."""
+    """Sends messages."""
 
 
 class TokenClient(_Exact, OpenAIChatCompletionsTokenClient):
-    """Messages in at the first turn, tokens in after it, through `/v1/chat/completions/tokens`.
+    """Sends messages at the first turn, and then tokens, through `/v1/chat/completions/tokens`.
 
-    The tokens of new messages come from the trainer's own tokenizer: asking the server for them
-    takes two more requests a turn. A turn that cannot go on exactly (after a truncated reply, say)
-    falls back to messages, and starts a new sample.
+    The tokens of new messages come from the trainer's own tokenizer, because asking the server for
+    them takes two more requests per turn. A turn that cannot continue the tokens exactly (for
+    example after a truncated reply) falls back to messages, and starts a new sample.
     """
 
     def __init__(self, client: Any, tokenizer: Any) -> None:
         super().__init__(client)
         self.tokenizer = tokenizer
-        self.logger.setLevel(logging.ERROR)  # it warns at each fallback; broken_turn_share counts
+        self.logger.setLevel(logging.ERROR)  # hides a warning per fallback; see broken_turn_share
 
     async def tokenize(
         self,
@@ -93,14 +93,14 @@ def _make_renderer_client(client: Any, tokenizer: Any) -> Any:
     from verifiers.legacy.clients.renderer_client import RendererClient
 
     class ExactRendererClient(_Exact, RendererClient):
-        """Tokens in, to vLLM's `/inference/v1/generate`."""
+        """Sends tokens to vLLM's `/inference/v1/generate`."""
 
         async def get_native_response(
             self, prompt: Any, model: str, sampling_args: dict[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
-            # The base passes on only what it knows; these would be dropped without a word.
+            # The base passes on only options that it knows, and drops these silently.
             extra = {**sampling_args.get("extra_body", {})}
-            extra.pop("return_token_ids", None)  # it always gets them
+            extra.pop("return_token_ids", None)  # the base always gets them
             for name in ("presence_penalty", "frequency_penalty"):
                 if name in sampling_args:
                     extra[name] = sampling_args[name]
@@ -111,12 +111,12 @@ def _make_renderer_client(client: Any, tokenizer: Any) -> Any:
 
 
 def make_client(client_type: str, base_url: str, tokenizer: Any, timeout_s: float) -> Any:
-    """A client of this type; to be called on the event loop that will use it.
+    """Make a client of this type. Called on the event loop that will use it.
 
     Args:
         client_type: see the head of this module.
-        base_url: of the server, without /v1.
-        tokenizer: the model's; `openai_chat_completions` does without.
+        base_url: URL of the server, without /v1.
+        tokenizer: the model's; `openai_chat_completions` does not use it.
         timeout_s: deadline of one request.
     """
     client = ServerClient(f"{base_url}/v1", timeout_s)

@@ -1,4 +1,4 @@
-"""`env_from`: an environment of one turn from prompts and a Python function."""
+"""`env_from`: makes an environment of one turn from prompts and a reward function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLY = "completion"  # the parameter of a reward function that gets the model's
 
 
 class RowTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    """A row of a dataset: its prompt, and a reward by the function of its taskset."""
+    """An example of a dataset: its prompt, and a reward from the function of its taskset."""
 
     row: Mapping[str, Any]
     reward_fn: Callable[..., Any]
@@ -40,7 +40,7 @@ class RowTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 
 
 class RowTaskset(vf.Taskset[RowTask, vf.TasksetConfig]):
-    """The rows of a dataset."""
+    """The examples of a dataset."""
 
     def __init__(
         self,
@@ -82,21 +82,21 @@ def env_from(
     system_prompt: str | None = None,
     eval_dataset: Any = None,
 ) -> vf.Taskset:
-    """An environment of one turn, as a taskset of `verifiers.v1`.
+    """Make an environment of one turn, as a taskset of `verifiers.v1`.
 
     Args:
         dataset: a list of dicts or a `datasets.Dataset`, whose column `prompt` holds strings or
             lists of messages; or a list of prompts as strings.
-        reward_fn: the reward of one reply, from what its parameters name: `completion`, the reply
-            as text; `prompt`; any other column of the dataset; `**kwargs` gets all columns. It may
-            be async, and runs in the trainer's process, on the thread that generates: one that
-            waits should be async, or all rollouts wait with it.
-        system_prompt: before each prompt.
+        reward_fn: returns the reward of one reply. It gets what its parameters name: `completion`,
+            the reply as text; `prompt`; any other column of the dataset; `**kwargs` gets all of
+            these. It runs in the trainer's process, on the thread that generates. A function that
+            waits should be async, because otherwise all rollouts wait with it.
+        system_prompt: put before each prompt.
         eval_dataset: for evaluations, in place of `dataset`.
 
     Raises:
-        InvalidEnvironmentError: no rows, no prompts, or a parameter of the reward function that is
-            no column.
+        InvalidEnvironmentError: there are no examples or no prompts, or a parameter of the reward
+            function names no column.
     """
     if system_prompt is not None and not isinstance(system_prompt, str):
         raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
@@ -144,7 +144,7 @@ def _rows_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
 def _parameters_from(
     reward_fn: Callable[..., Any], rows: list[Mapping[str, Any]], what: str
 ) -> tuple[str, ...]:
-    """What the reward function is called with, by name."""
+    """Return the names of the arguments that the reward function is called with."""
     columns = [name for name in rows[0] if all(name in row for row in rows)]
     if any(REPLY in row for row in rows):
         raise InvalidEnvironmentError(
@@ -172,9 +172,9 @@ def _parameters_from(
 
 
 def _number_of(value: Any) -> float | None:
-    """As a float, if it is one finite number: Python's, numpy's, or a tensor's."""
+    """Return a finite number of Python, of numpy or in a tensor as a float, else None."""
     if not isinstance(value, Real) and hasattr(value, "tolist"):
-        value = value.tolist()  # a list, unless it has no dimension
+        value = value.tolist()  # gives a list, unless `value` has no dimension
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 

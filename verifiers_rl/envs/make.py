@@ -1,4 +1,4 @@
-"""From what a user passes as `env` to what the orchestrator runs."""
+"""Makes the `EnvRunner` that the orchestrator runs from what a user passes as `env`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> None:
-    """Classic environments leave the length of a reply to max_tokens and the server."""
+    """Warn if the server generates more tokens than are used. Classic environments limit a reply
+    only by max_tokens and the server's max_model_len.
+    """
     if args.max_tokens is None and max_model_len > args.max_seq_len and not runner.bounds_replies:
         logger.warning(
             "the server goes on to max_model_len=%d tokens, of which max_seq_len=%d are used; "
@@ -27,14 +29,14 @@ def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> No
 
 
 def _what(env: Any) -> str:
-    """What was passed, for an error."""
+    """Describe what was passed, for an error."""
     if isinstance(env, type):
         return f"the class {env.__name__}; make an object of it, {env.__name__}(config)"
     return type(env).__name__
 
 
 def _runner(env: Any, options: RunnerOptions) -> EnvRunner:
-    """What runs one environment, of whatever kind."""
+    """Return the `EnvRunner` of one environment of any kind."""
     if isinstance(env, EnvRunner):
         return env
     from verifiers_rl.envs.v1 import V1Environment
@@ -69,19 +71,20 @@ def make_runner(
     args: Any,
     report: Callable[[str], None] = print,
 ) -> EnvRunner:
-    """What the orchestrator runs: one environment, or a list of `WeightedEnv` mixed. What is played
-    where is printed.
+    """Return the runner of one environment, or of a list of `WeightedEnv` that are mixed. Report
+    who plays where.
 
     Args:
         env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
             `verifiers.Environment`, an `EnvRunner`, or WeightedEnvs.
-        base_url: of the inference server, without /v1.
+        base_url: URL of the inference server, without /v1.
         tokenizer: the model's.
         args: the `RLConfig`.
-        report: takes a line for each environment that says what is played where.
+        report: called with the description of each environment that has one.
 
     Raises:
-        InvalidEnvironmentError: one cannot be used for training, or sampled so.
+        InvalidEnvironmentError: an environment cannot be used for training, or its sampling_args
+            are not allowed.
     """
     mixed = list(env) if isinstance(env, list | tuple) else [WeightedEnv(env, "env")]
     if not mixed or not all(isinstance(one, WeightedEnv) for one in mixed):

@@ -13,10 +13,10 @@ from verifiers_rl.types import EnvRunner, Rollout, Split
 
 
 class MixedEnvironment:
-    """An `EnvRunner` of several; their examples are counted through all in turn.
+    """An `EnvRunner` of several environments, whose examples are numbered consecutively.
 
     Raises:
-        InvalidEnvironmentError: two of one name.
+        InvalidEnvironmentError: two environments have the same name.
     """
 
     def __init__(self, parts: Sequence[EnvRunner], weights: Sequence[float]) -> None:
@@ -32,7 +32,7 @@ class MixedEnvironment:
         self.bounds_replies = all(part.bounds_replies for part in parts)
         self.num_overlong_prompts = sum(part.num_overlong_prompts for part in parts)
         self.first_prompt = parts[0].first_prompt
-        # Each environment keeps its connections for a while.
+        # A sum, because each environment keeps its connections open for a while.
         self.files_per_rollout = sum(part.files_per_rollout for part in parts)
 
     def sizes(self, split: Split) -> list[int]:

@@ -1,14 +1,14 @@
-"""Environments of `verifiers.v1`: tasksets, agents in harnesses, episodes; behind the same calls as
+"""Environments of `verifiers.v1` (tasksets, agents in harnesses, episodes), with the interface of
 classic ones.
 
     episode            agents play a task; each leaves a trace of what it did
     trace              one rollout, if its agent is trained: a graph of messages
     branch             one sample: a path from the graph's root to a leaf, its tokens one after the
-                       other; what was sampled is in the loss once
+                       other; each sampled token is in the loss once
 
-Model calls come to verifiers' interception endpoint, in this process. `_TokenClient` takes them
-from there to `vf-vllm` as tokens: those so far as they were, and those of new messages from the
-trainer's own tokenizer; so the turns of a trace are one sequence wherever its messages are.
+Agents send model calls to verifiers' interception endpoint in this process. `_TokenClient` passes
+them on to `vf-vllm` as tokens: the tokens so far unchanged, and those of new messages from the
+trainer's own tokenizer. So if each turn's messages extend those before, its tokens do too.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 30.0  # an environment has so long to end what its episodes share
+EXIT_S = 30.0  # deadline for an environment to end what its episodes share
 
-# Options of a request by which vLLM samples from another distribution than the softmax of the
-# logits at the run's temperature, with the values at which it does not. Besides them: all that
-# bind a reply to a grammar.
+# Request options that make vLLM sample from another distribution than the softmax of the logits at
+# the run's temperature, and the values at which they do not. The options `guided_...`, which bind a
+# reply to a grammar, do so too.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -91,30 +91,32 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class EpisodeError(RuntimeError):
-    """What verifiers recorded of an episode that failed; its traceback is a note."""
+    """The error that verifiers recorded for a failed episode; its traceback is a note."""
 
 
 class V1Environment:
     """The `EnvRunner` of an environment of `verifiers.v1`.
 
-    An agent in the `null` harness, or for whom nobody chose one, gets `chat_harness.ChatHarness`,
-    and the local runtime unless another is set; other harnesses run as they are.
+    An agent in the `null` harness, or for which nobody chose a harness, gets
+    `chat_harness.ChatHarness`, and the local runtime unless another is set. Other harnesses stay;
+    see `played_here`.
 
-    A taskset without end is a stream: its tasks are trained in its order, each once. Evaluations
-    then use its first `num_eval_tasks`, which training leaves out, unless they have a taskset of
-    their own.
+    A taskset without end is a stream: training uses its tasks in their order, each once.
+    Evaluations then use its first `num_eval_tasks`, which training leaves out, unless evaluations
+    have a taskset of their own.
 
     Args:
-        env: an `Env`, or a taskset, which the environment of its module plays, else one agent.
-            Evaluations use its attribute `eval_taskset`, if it has one, else its taskset.
+        env: an `Env` or a `Taskset`. A taskset is played by the environment of its module, or else
+            by one agent. Evaluations use the attribute `eval_taskset` of `env` if it has one, else
+            its taskset.
         options: `client_type` must be the default.
 
     Raises:
-        InvalidEnvironmentError: no tasks, images in their prompts, tools of the script that runs, a
-            remote sandbox without its key, another client_type.
+        InvalidEnvironmentError: there are no tasks, a prompt has images, tools are defined in the
+            script that runs, a remote sandbox lacks its key, or client_type is another.
     """
 
-    bounds_replies = True  # to what is left of max_seq_len
+    bounds_replies = True  # each reply is limited to what is left of max_seq_len
 
     def __init__(self, env: Any, options: RunnerOptions) -> None:
         name = options.name
@@ -131,7 +133,7 @@ class V1Environment:
         of_evaluation = getattr(env, "eval_taskset", None)
         module = sys.modules.get(type(getattr(env, "taskset", env)).__module__)
         folder = Path(getattr(module, "__file__", None) or "").parent
-        if str(folder) in sys.path and "site-packages" not in folder.parts:  # beside a script
+        if str(folder) in sys.path and "site-packages" not in folder.parts:  # a script's
             let_tool_servers_import_from(folder)
         try:
             env = environment_of(env) if isinstance(env, vf.Taskset) else env
@@ -149,7 +151,7 @@ class V1Environment:
         self.name = name
         self.weights = [1.0]
         self._warned: set[tuple[str, str]] = set()  # agent, option
-        # Of each trace that is running: replies, and the policy versions of their tokens.
+        # For each running trace, its replies with the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
         self.num_overlong_prompts = 0
         self.max_prompt_len = None if tokenizer is None else options.max_prompt_len
@@ -162,7 +164,7 @@ class V1Environment:
         self.files_per_rollout = self._files_per_rollout()
         self.description = self._describe()
         self._serving: asyncio.Task[None] | None = None
-        self.endpoint_session: aiohttp.ClientSession | None = None  # of `chat_harness`
+        self.endpoint_session: aiohttp.ClientSession | None = None  # for `chat_harness`
 
     def _take_tasks(self, taskset: Any, of_evaluation: Any) -> None:
         num_eval_tasks = self.options.num_eval_tasks
@@ -194,12 +196,12 @@ class V1Environment:
                 else ""
             )
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
-        # Of tasks whose environment speaks first, a stand-in.
+        # If the environment speaks first, tasks have no messages; a stand-in takes their place.
         stand_in = [{"role": "user", "content": "?"}]
         self.first_prompt = next((m for task in first if (m := first_messages(task))), stand_in)
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
-        """Its tasks without those whose first prompt is too long."""
+        """Yield the taskset's tasks, without those whose first prompt is too long."""
         num_in_a_row = 0
         for task in taskset:
             check_text_only(task)
@@ -224,14 +226,14 @@ class V1Environment:
         return isinstance(env, vf.Env | vf.Taskset)
 
     def sizes(self, split: Split) -> list[int]:
-        """Tasks of this split, one number for each environment; `ENDLESS` of a stream."""
+        """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""
         tasks = self._tasks if split == "train" else self._eval_tasks
         return [ENDLESS if isinstance(tasks, TaskStream) else len(tasks)]
 
     def _files_per_rollout(self) -> int:
-        """Sockets and pipes that a rollout holds in this process at most: both ends of the
-        connection between agent and endpoint, one to the server; those of an agent's program, and
-        of tools.
+        """Return how many sockets and pipes a rollout holds in this process at most: both ends of
+        the connection between agent and endpoint, one connection to the server, and those of an
+        agent's program and of tools.
         """
         config, taskset = self.env.config, self.env.taskset
         harnesses = config.agent_harnesses().values()
@@ -243,7 +245,7 @@ class V1Environment:
         return num_files * (config.max_concurrent_agents or len(harnesses))
 
     def _describe(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the start of a run."""
         num_held_out = len(self._eval_tasks)
         of_evaluation = f", {num_held_out} for evaluations"
         if self._eval_tasks is self._tasks:
@@ -254,8 +256,8 @@ class V1Environment:
         return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
 
     def render(self, messages: list[Any], is_prompt: bool = True, **template: Any) -> list[int]:
-        """Token ids of messages, with the beginning of a reply if `is_prompt`; `template` goes to
-        the chat template. Of no messages (a user opens the conversation) none.
+        """Return token ids of messages, with the beginning of a reply if `is_prompt`. `template`
+        goes to the chat template. Without messages (a user opens the conversation) return [].
         """
         if not messages:
             return []
@@ -270,13 +272,13 @@ class V1Environment:
         """Start what the environment shares between episodes.
 
         Raises:
-            InvalidEnvironmentError: not ready in time.
+            InvalidEnvironmentError: the environment is not ready in time.
         """
         self.endpoint_session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         is_up = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
 
-        async def serve() -> None:  # in a task of its own: what opens a context also closes it
+        async def serve() -> None:  # the task that opens a context must also close it
             try:
                 async with self.env.serving():
                     is_up.set_result(None)
@@ -309,8 +311,8 @@ class V1Environment:
     def warn_of_bias(
         self, agent: str, request: Mapping[str, Any], of_run: Mapping[str, Any]
     ) -> None:
-        """Once for each agent and option by which its tokens are sampled otherwise than the run's
-        options say, whose own were warned of at the start.
+        """Warn once for each agent and option by which its tokens come from another distribution
+        than the trainer's. Options equal to the run's are skipped: `make_runner` warned of them.
         """
         for name, value in request.items():
             is_neutral = value is None or value in _NEUTRAL.get(name, (value,))
@@ -335,8 +337,8 @@ class V1Environment:
         policy_version: int,
         slots: Slots | Progress,
     ) -> list[Rollout]:
-        """`num_rollouts` episodes of one task, each a rollout for each trace of a trained agent. An
-        error costs its own episode only.
+        """Run `num_rollouts` episodes of one task. Each gives a rollout for each trace of a trained
+        agent. An error fails only its own episode.
         """
         config = _TokenClientConfig(
             base_url=self.options.base_url,
@@ -359,7 +361,7 @@ class V1Environment:
             return self._tasks[index]
         deadline_s = max(self.options.timeout_s, LOAD_S)
         try:
-            # On a thread: a resumed run makes all tasks before it, and a stream may read files.
+            # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
             return await asyncio.wait_for(asyncio.to_thread(self._tasks.at, index), deadline_s)
         except TimeoutError as error:
             raise InvalidEnvironmentError(
@@ -401,7 +403,7 @@ class V1Environment:
         return [failed]
 
     def _rollout(self, trace: vf.Trace, policy_version: int, temperature: float) -> Rollout:
-        """Raises ValueError for what cannot be trained."""
+        """Make the rollout of a trace. Raises ValueError if it cannot be trained on."""
         if not isinstance(trace.agent.config.client, _TokenClientConfig):
             raise ValueError(
                 f"the agent {trace.agent.name!r} has a client of its own, so its tokens are not of "
@@ -416,7 +418,7 @@ class V1Environment:
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
         scores |= {name: value for name, value in trace.metrics.items() if value is not None}
-        # Not trace.is_truncated, for which max_turns is a truncation too.
+        # Not trace.is_truncated, which counts max_turns as a truncation too.
         is_cut = any(call.finish_reason == "length" for call in trace.calls)
         rollout = Rollout(
             example_id=0,
@@ -446,7 +448,7 @@ class V1Environment:
 
 
 def _failure_of(episode: vf.Episode) -> EpisodeError:
-    # A trace that was retried also has the errors of its attempts before.
+    # A retried trace also has the errors of its earlier attempts, so the last one counts.
     ends = [episode, *(trace for trace in episode.traces if trace.has_error)]
     last = [end.last_error for end in ends if end.last_error is not None]
     if not last:
@@ -457,7 +459,7 @@ def _failure_of(episode: vf.Episode) -> EpisodeError:
 
 
 def _completion_of(trace: Any) -> str:
-    """What came after the prompt, in the last branch."""
+    """Return what came after the prompt in the last branch, as text."""
     nodes = trace.branches[-1].nodes if trace.branches else []
     start = next((at for at, node in enumerate(nodes) if node.sampled), len(nodes))
     return text_of([node.message for node in nodes[start:]])
@@ -469,17 +471,18 @@ def samples_from_trace(
     policy_version: int,
     mask_env_responses: bool = True,
 ) -> list[Sample]:
-    """One sample for each branch; what branches share is in the loss of the first. Advantages that
-    the environment gave to the tokens of a branch become those of its sample.
+    """Return one sample for each branch. Tokens that branches share are in the loss of the first
+    branch only. Advantages that the environment gave to the tokens of a branch become those of its
+    sample.
 
     Args:
         trace: a `verifiers.v1.Trace`.
         versions: the policy versions of a reply's tokens, by the `id` of its message.
-        policy_version: for replies that are not there.
+        policy_version: version for replies that are not in `versions`.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
     Raises:
-        ValueError: a reply without its tokens (an interceptor rewrote it).
+        ValueError: a reply has lost its tokens (an interceptor rewrote it).
     """
     trained: set[int] = set()
     samples = []
@@ -498,7 +501,7 @@ def samples_from_trace(
                 is_between = has_begun and not is_sampled and not mask_env_responses
                 token_ids.append(token)
                 loss_mask.append(is_new and (is_sampled or is_between))
-                # NaN: no policy sampled these; the loss takes the trainer's own logprob, ratio 1.
+                # NaN: no policy sampled these. The loss uses the trainer's logprob, so ratio 1.
                 inference_logprobs.append(math.nan if is_between else logprob)
                 versions_of.append(version if is_new else -1)
                 has_begun = has_begun or is_sampled
@@ -514,14 +517,14 @@ def samples_from_trace(
 
 
 class _TokenClientConfig(vf.TrainClientConfig):
-    """Which of our environments a model call belongs to, and its sampling options."""
+    """Says to which of our environments a model call belongs, and its sampling options."""
 
     sampling: dict[str, Any]
     _environment: V1Environment = PrivateAttr()
 
 
 class _TokenClient(vf.Client):
-    """From the interception endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
+    """Passes model calls from the endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
 
     def __init__(self, config: _TokenClientConfig) -> None:
         self._env = config._environment
@@ -551,7 +554,7 @@ class _TokenClient(vf.Client):
         template |= options.pop("chat_template_kwargs", body.get("chat_template_kwargs", {}))
         try:
             prompt_ids = self._prompt_ids(body["messages"], turn, template)
-        except ValueError as error:  # an image
+        except ValueError as error:  # the prompt has an image
             raise ProviderError(str(error), status_code=400) from error
         room = self._env.options.max_seq_len - len(prompt_ids)
         if room < 1:
@@ -562,14 +565,14 @@ class _TokenClient(vf.Client):
                 IN_PROCESS,
             )
         request = body | options | {"tokens": prompt_ids}
-        # verifiers makes a stream of the whole reply for a program that asks for one; and the limit
-        # of the next line is the only one.
+        # If a program asks for a stream, verifiers makes one from the whole reply. The only
+        # limit is max_tokens below.
         for name in ("stream", "stream_options", "max_completion_tokens"):
             request.pop(name, None)
         agent = turn.trace.agent.name if turn is not None else ""
         self._env.warn_of_bias(agent, request, self._sampling)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
-        # The tokens are the prompt. vLLM renders messages all the same.
+        # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
         request["messages"] = [{"role": "user", "content": "."}]
         policy_versions.set(None)
         try:
@@ -599,7 +602,7 @@ class _TokenClient(vf.Client):
     def _prompt_ids(
         self, messages: list[Any], turn: PendingTurn | None, template: dict[str, Any]
     ) -> list[int]:
-        """The tokens so far and those of new messages; all anew where that cannot be."""
+        """Return the tokens so far and those of new messages; render all again if that fails."""
         tokens = tokens_so_far(turn) if turn is not None else None
         if turn is not None and tokens is not None:
             last = turn.prefix_node_ids[-1]
@@ -614,11 +617,11 @@ class _TokenClient(vf.Client):
     def _tokens_after(
         self, messages: list[Any], num_new: int, last_token: int, template: dict[str, Any]
     ) -> list[int] | None:
-        """What the template writes after a reply that ended with this token, for the last
-        `num_new` messages; None if that is no token by which replies end.
+        """Return what the template writes after a reply that ended with `last_token`, for the last
+        `num_new` messages; None if no reply ends with this token.
 
-        A short reply stands in for the real one, whose tokens are known, and which the template
-        may render otherwise than it was sampled.
+        A short reply stands in for the real one. The tokens of the real one are known, and the
+        template may render it otherwise than it was sampled.
         """
         if last_token not in self._env.special_ids:
             return None
@@ -629,7 +632,7 @@ class _TokenClient(vf.Client):
             before = self._env.render([question], is_prompt=False, **template)
             after = self._env.render([question, reply, *messages[-num_new:]], **template)
         except TemplateError:
-            return None  # it takes no such conversation
+            return None  # the template refuses such a conversation
         ends = [at for at, token in enumerate(after) if token == last_token]
         num_before = before.count(last_token)
         return after[ends[num_before] + 1 :] if len(ends) > num_before else None
@@ -645,7 +648,7 @@ _stock_resolve_client = interception.resolve_client
 
 
 def _resolve_client(config: Any) -> vf.Client:
-    """verifiers makes its clients from their configurations, and knows two kinds."""
+    """Make a client from its configuration. verifiers' own function knows only two kinds."""
     if isinstance(config, _TokenClientConfig):
         return _TokenClient(config)
     return _stock_resolve_client(config)

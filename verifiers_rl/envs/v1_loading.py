@@ -1,9 +1,9 @@
-"""From what a user gives to an `Env` of `verifiers.v1` that can be played here.
+"""Makes an `Env` of `verifiers.v1` that can be played here, from what a user gives.
 
-load_v1_environment   from a TOML's table, or from an id alone
-environment_of        from a taskset, wherever its class was written
-played_here           with our chat where nobody chose another harness
-describe              what is played where, in one line
+load_v1_environment   makes it from a TOML's table, or from an id alone
+environment_of        makes it from a taskset, wherever its class is defined
+played_here           uses our chat where nobody chose another harness
+describe              says who plays where, in one line
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 logger = logging.getLogger(__name__)
 
 IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
-GLOBAL_DEFAULT = "bash"  # verifiers' harness where neither agent nor taskset names one
+GLOBAL_DEFAULT = "bash"  # verifiers' harness if neither agent nor taskset names one
 
 
 # --- From a TOML ----------------------------------------------------------------------------------
 
 
 def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = None) -> vf.Env:
-    """The environment of a TOML's table: `harness` of the only agent, `eval_taskset`, and whatever
-    else verifiers' `EnvConfig` takes.
+    """Make the environment of a TOML's table. Its keys are `harness` (of the only agent),
+    `eval_taskset`, and whatever else verifiers' `EnvConfig` takes.
 
     Raises:
-        InvalidEnvironmentError: an id that is not installed, a key or a value that verifiers
-            refuses; one line that names it.
+        InvalidEnvironmentError: an id is not installed, or verifiers refuses a key or a value; one
+            line names it.
     """
     if search_path is not None:
         if str(search_path) not in sys.path:
@@ -79,7 +79,7 @@ def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = Non
 
 
 def let_tool_servers_import_from(folder: Path) -> None:
-    """They are processes of their own, which import the taskset's module too."""
+    """Add the folder to PYTHONPATH. Tool servers are processes that import the taskset's module."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(folder) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
@@ -108,7 +108,7 @@ def _resolve(table: dict[str, Any], taskset_table: str = "taskset") -> vf.EnvCon
 
 
 def _first_problem(error: ValidationError, table: dict[str, Any], taskset_table: str) -> str:
-    """pydantic's first error as a line of ours: the TOML's table, the key and what is wrong."""
+    """Describe pydantic's first error in one line: the TOML's table, the key, what is wrong."""
     first = error.errors(include_url=False)[0]
     *path, key = [str(part) for part in first["loc"]] or [""]
     shown = [
@@ -124,7 +124,7 @@ def _first_problem(error: ValidationError, table: dict[str, Any], taskset_table:
 
 
 def _known_keys(table: dict[str, Any], path: list[str]) -> list[str]:
-    """The keys of the table at this path of the environment's config."""
+    """Return the keys of the table at this path of the environment's config."""
     models: list[type[BaseModel]] = [_config_type(table)]
     value: Any = table
     for part in path:
@@ -136,7 +136,7 @@ def _known_keys(table: dict[str, Any], path: list[str]) -> list[str]:
             models = [loaders.harness_config_type(given or GLOBAL_DEFAULT)]
         else:
             fields = [m.model_fields[part] for m in models if part in m.model_fields]
-            # The path also names which of several types was tried ("runtime", "docker").
+            # Of several possible types, the path names the one tried ("runtime", "docker").
             models = [m for f in fields for m in _models_in(f.annotation)] or models
     return sorted({name for model in models for name in model.model_fields})
 
@@ -149,7 +149,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The hint that ends an error about an unknown name."""
+    """Return the hint at the end of an error about an unknown name."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
@@ -158,7 +158,7 @@ def _check_ids(table: Mapping[str, Any], search_path: Path | None) -> None:
     """Import what the ids name.
 
     Raises:
-        InvalidEnvironmentError: there is no such module, or it imports one that is not there.
+        InvalidEnvironmentError: a module does not exist, or imports one that does not.
     """
     ids = [("taskset", table["taskset"].get("id"), "tasksets", loaders.import_taskset)]
     ids.append(("", table.get("id"), "envs", loaders.import_environment))
@@ -202,7 +202,7 @@ def _import(
 
 
 def _module_name(plugin_id: str) -> str:
-    """As verifiers makes it of an id of its hub."""
+    """Return the module name that verifiers makes from an id of its hub."""
     return plugin_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
@@ -212,16 +212,17 @@ _numbers = itertools.count(1)
 
 
 def environment_of(taskset: vf.Taskset) -> vf.Env:
-    """The environment that plays this very taskset: that of the module which gives the taskset
-    out, as its id alone would load it, else one agent.
+    """Make the environment that plays this taskset object: the environment that the taskset's
+    module exports, which its id alone would load, or else one agent.
 
     verifiers makes an environment from the id of a module that exports the taskset's class. A
-    taskset may have neither: its class may be written in the script that runs. So this taskset gets
-    a module of its own, which exports a class that "makes" it, and the environment and the harness
-    that stand beside it.
+    taskset may have neither id nor module: its class may be defined in the script that runs. So
+    this taskset gets a module of its own. That module exports a class whose constructor returns the
+    taskset, and the environment and the harness that are exported beside the taskset.
 
     Raises:
-        InvalidEnvironmentError: several environments stand beside it, or it is not made.
+        InvalidEnvironmentError: several environments are exported beside the taskset, the taskset
+            has no config, or the environment's config has keys without a default.
     """
     cls = type(taskset)
     if not isinstance(getattr(taskset, "config", None), vf.TasksetConfig):
@@ -254,18 +255,19 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
 
 
 def _given_out_with(taskset: vf.Taskset) -> list[type]:
-    """The classes that the taskset's module exports: the module of its id, that of its class, or a
-    package around it. A script exports nothing, so all that it defines counts.
+    """Return the classes that the taskset's module exports: the module of its id, the module of its
+    class, or a package around that. A script exports nothing, so every class that it defines
+    counts.
     """
     cls = type(taskset)
     names = [cls.__module__.rsplit(".", n)[0] for n in range(cls.__module__.count(".") + 1)]
     if (plugin_id := taskset.config.id) and cls.__module__ != "__main__":
-        # Not for a class of the script that runs: its id may be that of the script, which an
-        # import would run once more.
+        # Not for a class of the script that runs: the id may name the script, and the import would
+        # run it again.
         try:
             names.insert(0, loaders.import_taskset(plugin_id).__name__)
         except ModuleNotFoundError:
-            pass  # an id of the user's own choice
+            pass  # the id is the user's own choice, and no module
     own: list[type] = []
     for name in names:
         module = sys.modules.get(name)
@@ -285,7 +287,7 @@ def _classes(module: Any, names: Any) -> list[type]:
 
 
 def check_tool_servers(env: vf.Env) -> None:
-    """Raises InvalidEnvironmentError for tools whose class is in the script that runs."""
+    """Raise InvalidEnvironmentError for tools whose class is in the script that runs."""
     taskset = env.taskset
     toolsets = [*taskset.toolsets(taskset.config)]
     toolsets += type(taskset).task_type().toolsets(taskset.config.task)
@@ -304,9 +306,10 @@ def check_tool_servers(env: vf.Env) -> None:
 
 
 def played_here(env: vf.Env) -> vf.Env:
-    """The environment with our chat, on this machine, for each agent in the `null` harness and for
-    those for whom neither its author nor its user chose one: verifiers would put them into `bash`,
-    in a sandbox of its makers. Other harnesses stay.
+    """Return the environment with our chat, on this machine, for each agent in the `null` harness
+    and for each agent for which neither author nor user chose a harness. verifiers would put the
+    latter into `bash`, in a sandbox of verifiers' makers. Other harnesses stay; harmless ones also
+    run on this machine, unless a runtime is set.
     """
     from verifiers_rl.envs.chat_harness import ChatHarnessConfig
 
@@ -329,20 +332,20 @@ def played_here(env: vf.Env) -> vf.Env:
     if not changed:
         return env
     played = copy.copy(env)
-    # Not its class's own __init__, which may take more, or set again what was changed since.
+    # Not the __init__ of its class, which may take more arguments, or reset later changes.
     vf.Env.__init__(played, env.config.model_copy(update=changed))
     played.taskset = env.taskset
     return played
 
 
 def _is_harmless(harness_id: str) -> bool:
-    """Whether a harness runs nothing that the model writes, and needs no container."""
+    """Return whether a harness runs nothing that the model writes, and needs no container."""
     harness = loaders.harness_class(harness_id)
     return not (harness.EXECUTES_CODE or harness.NEEDS_CONTAINER)
 
 
 def check_login(env: vf.Env) -> None:
-    """Raises InvalidEnvironmentError for an agent in a remote sandbox without its key."""
+    """Raise InvalidEnvironmentError for an agent in a remote sandbox whose key is missing."""
     for role, harness in env.config.agent_harnesses().items():
         if getattr(env.config, role).runtime.type != "prime":
             continue
@@ -357,7 +360,7 @@ def check_login(env: vf.Env) -> None:
 
 
 def describe(env: vf.Env) -> str:
-    """Who plays where."""
+    """Describe who plays where."""
     homes: dict[str, list[str]] = {}
     for role, harness in env.config.agent_harnesses().items():
         runtime = getattr(env.config, role).runtime.type
@@ -382,7 +385,7 @@ def describe(env: vf.Env) -> str:
 
 
 def warn_of_plain_functions(env: vf.Env) -> None:
-    """verifiers awaits what a reward or a metric returns."""
+    """Warn of rewards and metrics that are not async: verifiers awaits what they return."""
     for name, function in inspect.getmembers(type(env.taskset).task_type(), inspect.isfunction):
         is_score = hasattr(function, "reward") or hasattr(function, "metric")
         if is_score and not inspect.iscoroutinefunction(inspect.unwrap(function)):
@@ -395,7 +398,7 @@ def warn_of_plain_functions(env: vf.Env) -> None:
 
 
 def _scores_by_programs(env: vf.Env) -> bool:
-    """Whether a reward or a metric of its tasks asks for the runtime."""
+    """Return whether a reward or a metric of its tasks asks for the runtime."""
     task = type(env.taskset).task_type()
     return any(
         (hasattr(function, "reward") or hasattr(function, "metric"))

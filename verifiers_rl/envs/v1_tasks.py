@@ -16,12 +16,12 @@ from verifiers_rl.envs.chat_template import as_vllm_renders
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT = 4096  # tasks of a stream in memory: more than the groups of all batches pending
-MAX_OVERLONG = 1000  # overlong prompts in a row, after which no other is expected
+NUM_KEPT = 4096  # tasks of a stream in memory: more than the groups of all pending batches
+MAX_OVERLONG = 1000  # overlong prompts in a row after which no shorter one is expected
 
 
 def first_messages(task: vf.Task) -> list[dict[str, Any]]:
-    """The first prompt, as a chat template takes it."""
+    """Return the first prompt as messages for a chat template."""
     data = task.data
     messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
     if isinstance(data.prompt, str):
@@ -30,7 +30,7 @@ def first_messages(task: vf.Task) -> list[dict[str, Any]]:
 
 
 def check_text_only(task: vf.Task) -> None:
-    """Raises InvalidEnvironmentError for a prompt with an image."""
+    """Raise InvalidEnvironmentError for a prompt with an image."""
     if isinstance(task.data.prompt, list):
         try:
             for message in first_messages(task):
@@ -42,25 +42,25 @@ def check_text_only(task: vf.Task) -> None:
 class TaskStream:
     """The tasks that an iterator yields without end, by their position.
 
-    Tasks are made as they are asked for, on any thread, and the last `NUM_KEPT` are kept. One that
-    is asked for again after that, or by a resumed run, is made again, with all before it. So the
+    Tasks are made when they are requested, on any thread, and the last `NUM_KEPT` are kept. An
+    older task, or one that a resumed run requests, is made again with all tasks before it. So the
     iterator must yield the same tasks each time.
 
     Args:
-        iterate: begins anew.
-        num_skipped: tasks at the beginning that are not in it.
+        iterate: starts the iteration from the beginning.
+        num_skipped: tasks at the beginning that the stream leaves out.
     """
 
     def __init__(self, iterate: Callable[[], Iterator[vf.Task]], num_skipped: int = 0) -> None:
         self._iterate = iterate
         self._num_skipped = num_skipped
         self._tasks: Iterator[vf.Task] = iter(())
-        self._next = -1  # position of what `_tasks` yields next; none has been begun
+        self._next = -1  # position of the next task from `_tasks`; -1: not begun
         self._kept: dict[int, vf.Task] = {}
         self._lock = threading.Lock()
 
     def at(self, position: int) -> vf.Task:
-        """Raises InvalidEnvironmentError where the stream ends before."""
+        """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
         with self._lock:
             if position not in self._kept and not 0 <= self._next <= position:
                 self._tasks = itertools.islice(self._iterate(), self._num_skipped, None)

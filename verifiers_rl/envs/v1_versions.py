@@ -1,6 +1,6 @@
-"""What differs between `verifiers.v1` of verifiers 0.3 and of 0.4, and what is changed inside it.
+"""What differs between `verifiers.v1` of verifiers 0.3 and of 0.4, and what we change inside it.
 
-`v1.py` and `chat_harness.py` use what both have.
+`v1.py` and `chat_harness.py` use only what both versions have.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def _new_list() -> list[Any]:
 
 
 def make_nodes_cheap() -> None:
-    """verifiers makes the nodes of a trace by pydantic's `model_construct`, which inspects the
-    signature of each `default_factory` anew. That of `list` has to be parsed from a docstring: a
-    node takes 0.3 to 0.8 ms, and 0.03 with a function of ours in its place.
+    """Replace `list` as the default factory in nodes of a trace. verifiers makes nodes by
+    pydantic's `model_construct`, which inspects the signature of each `default_factory` every time.
+    The signature of `list` is parsed from a docstring, so a node takes 0.3 to 0.8 ms. With a
+    function of ours it takes 0.03 ms.
     """
     for node_field in MessageNode.model_fields.values():
         if node_field.default_factory is list:
@@ -45,15 +46,15 @@ _PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def is_secret(variable: str, value: str = "") -> bool:
-    """Whether an environment variable, by its name or as a URL with a password, holds what a
-    program may not know.
+    """Return whether an environment variable holds a secret that programs must not know. Its name
+    says so, or its value is a URL with a password.
     """
     by_name = _SECRET_NAME.search(variable.upper())
     return by_name is not None or _PASSWORD_IN_URL.search(value) is not None
 
 
 class _OsWithoutSecrets:
-    """The module `os`, whose `environ` lacks what is secret."""
+    """The module `os` with an `environ` without secrets."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -64,10 +65,10 @@ class _OsWithoutSecrets:
 
 
 def hide_secrets_from_programs() -> None:
-    """Programs that the model writes, harnesses and tool servers on this machine get this process's
-    environment from verifiers, which takes out only what is named like an API key. What verifiers
-    passes on explicitly they still get: `runtime_env()` of a task, `env` and `forward_env` of a
-    harness.
+    """Hide secret environment variables from programs that the model writes, and from harnesses and
+    tool servers on this machine. verifiers passes this process's environment on to them, without
+    variables that are named like an API key. They still get what verifiers passes on explicitly:
+    `runtime_env()` of a task, `env` and `forward_env` of a harness.
     """
     local_runtime.os = _OsWithoutSecrets()
 
@@ -76,18 +77,19 @@ hide_secrets_from_programs()
 
 
 def tokens_so_far(turn: Any) -> list[int] | None:
-    """Prompt and reply of the turn before this one; None if its messages extend no reply."""
+    """Return prompt and reply of the turn before; None if this turn's messages extend no reply."""
     before = getattr(turn, "previous_token_ids", None) or turn.previous_renderer_token_ids
     tokens = before()
     return None if tokens is None else [*tokens[0], *tokens[1]]
 
 
 def prompt_too_long(turn: Any, reason: str, chat_harness: str) -> Exception:
-    """What a client raises for a prompt without room for a reply. In 0.3 the trace ends by that, as
-    truncated and without an error. 0.4 leaves it to the harness; for ours it ends here.
+    """Return the exception for a prompt that leaves no room for a reply. In 0.3, it ends the trace
+    as truncated and without an error. 0.4 leaves that to the harness; for ours, this function ends
+    the trace.
 
     Args:
-        reason: with words by which harnesses know what it is about.
+        reason: contains the words by which harnesses recognize this error.
         chat_harness: our harness's id.
     """
     if hasattr(errors, "OverlongPromptError"):
@@ -98,39 +100,39 @@ def prompt_too_long(turn: Any, reason: str, chat_harness: str) -> Exception:
 
 
 def is_infinite(taskset: Any) -> bool:
-    """Whether it yields tasks without end; the first n of one are not infinite."""
+    """Return whether a taskset has no end. One limited to its first n tasks has an end."""
     return not taskset.bounded if hasattr(taskset, "bounded") else taskset.INFINITE
 
 
 def is_for_training(branch: Any) -> bool:
-    """False for an attempt at a compaction that the harness gave up (0.4)."""
+    """Return False for a compaction attempt that the harness gave up (0.4), else True."""
     return getattr(branch, "trainable", True)
 
 
 def advantages_of(branch: Any) -> list[float] | None:
-    """The advantages that the environment has given to the tokens of a branch, (T,), 0 where a
-    token was not sampled; None where it gave none, or verifiers does not have them.
+    """Return the advantages that the environment has given to the tokens of a branch, (T,), 0 where
+    a token was not sampled. None if it gave none, or if this verifiers has no advantages.
     """
     return getattr(branch, "advantages", None)
 
 
 def ran_out_of_time(trace: Any) -> bool:
-    """Whether a deadline of the agent passed. In 0.3 that is one of the trace's errors."""
+    """Return whether a deadline of the agent passed. In 0.3 it is one of the trace's errors."""
     return getattr(trace, "is_timeout", False)
 
 
 def tools_http_client(timeout_s: float) -> Any:
-    """An HTTP client as `mcp` would make it for a tool server, but with TLS's certificates read
-    once: reading them for each connection took half of a rollout's time.
+    """Make an HTTP client as `mcp` would make it for a tool server, but read the TLS certificates
+    only once. Reading them for each connection took half of a rollout's time.
 
     Args:
-        timeout_s: how long a tool may take.
+        timeout_s: how long a tool may take, seconds.
     """
     httpx: Any = import_module("httpx2" if _MCP_MAJOR >= 2 else "httpx")
     return httpx.AsyncClient(
         verify=_certificates(httpx),
-        timeout=httpx.Timeout(30.0, read=timeout_s + 30.0),  # the harness's own comes first
-        follow_redirects=_MCP_MAJOR >= 2,  # before, `mcp` itself follows those that it should
+        timeout=httpx.Timeout(30.0, read=timeout_s + 30.0),  # the harness's own deadline is earlier
+        follow_redirects=_MCP_MAJOR >= 2,  # older `mcp` follows the right ones itself
     )
 
 

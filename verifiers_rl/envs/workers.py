@@ -1,14 +1,14 @@
-"""Environments in processes of their own: their Python code takes no time from the trainer's.
+"""Environments in separate processes, so that their Python code takes no time from the trainer.
 
     trainer process                                     worker process
     WorkerEnvironment.run_row ── an example ─────────►  ClassicEnvironment.run_row: rollouts, scores
                               ◄── their Rollouts ─────
 
-A worker loads the environment again, by its id and arguments. `verifiers` has an environment server
-of its own; its workers talk to the model through stock clients, which lose the policy versions and
-the empty replies of a policy, and one whose environment does not load is started again forever.
+A worker loads the environment again, by its id and arguments. We do not use the environment server
+of `verifiers`: its workers talk to the model through stock clients, which lose policy versions and
+empty replies, and a worker whose environment does not load is restarted forever.
 
-Messages are pickled, over a socket pair that no other process can reach.
+Messages are pickled and go through a socket pair that no other process can reach.
 """
 
 from __future__ import annotations
@@ -38,25 +38,24 @@ from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 30.0  # a worker has so long to end by itself
+EXIT_S = 30.0  # deadline for a worker to end by itself
 
 
 class EnvWorkerError(RuntimeError):
-    """What happened to a rollout in a worker; the traceback there is a note of it."""
+    """A rollout failed in a worker; the traceback from there is a note of this error."""
 
 
 class WorkerEnvironment(ClassicEnvironment):
     """A `ClassicEnvironment` whose groups run in worker processes.
 
-    A group goes to the worker that has the fewest. When a worker dies, the rollouts that it had are
-    errors, and another is started for the next group.
+    A group goes to the worker with the fewest groups. When a worker dies, its rollouts fail, and
+    another worker is started for the next group.
 
     Args:
-        env: made by `verifiers.load_environment`; what was changed in it since is not in the
-            workers.
+        env: made by `verifiers.load_environment`. Later changes of it do not reach the workers.
 
     Raises:
-        InvalidEnvironmentError: it has no id to be loaded by, or arguments that cannot be pickled.
+        InvalidEnvironmentError: `env` has no id to load it by, or arguments that cannot be pickled.
     """
 
     def __init__(self, env: Any, options: RunnerOptions) -> None:
@@ -71,7 +70,7 @@ class WorkerEnvironment(ClassicEnvironment):
         setup = {
             "env_id": env.env_id,
             "env_args": env.env_args,
-            # Examples come from here, already measured.
+            # The trainer sends the examples, and has already measured their prompts.
             "options": replace(options, max_prompt_len=None),
             "looks": _looks(env),
         }
@@ -86,7 +85,7 @@ class WorkerEnvironment(ClassicEnvironment):
         self._workers = [_Worker(self.name, frame, deadline_s) for _ in range(num_workers)]
 
     async def open(self) -> None:
-        """Start the workers; returns when all have loaded the environment."""
+        """Start the workers, and wait until all have loaded the environment."""
         starts = [worker.open() for worker in self._workers]
         for problem in await asyncio.gather(*starts, return_exceptions=True):
             if problem is not None:
@@ -106,7 +105,7 @@ class WorkerEnvironment(ClassicEnvironment):
         policy_version: int,
         slots: Slots | Progress,
     ) -> list[Rollout]:
-        """As the base does, with a slot for each rollout until all are done."""
+        """Do as the base, in a worker, and hold a slot for each rollout until all are done."""
         try:
             async with slots.several(num_rollouts):
                 worker = min(self._workers, key=lambda worker: worker.num_groups)
@@ -120,7 +119,7 @@ class WorkerEnvironment(ClassicEnvironment):
 
 
 def _looks(env: Any) -> list[Any]:
-    """What two environments have in common if they are the same."""
+    """Return what must be equal in two environments if they are the same."""
     names: list[str] = []
     rubrics = [env.rubric]
     for rubric in rubrics:
@@ -131,17 +130,17 @@ def _looks(env: Any) -> list[Any]:
 
 
 class _Worker:
-    """The trainer's side of one process.
+    """The trainer's side of one worker process.
 
     Args:
-        name: of the environment, for messages.
+        name: name of the environment, for messages.
         setup: first message to the process.
-        load_s: deadline of its start.
+        load_s: deadline of its start, seconds.
     """
 
     def __init__(self, name: str, setup: bytes, load_s: float) -> None:
         self.name = name
-        self.num_groups = 0  # that it has been given and not returned
+        self.num_groups = 0  # given to it and not returned yet
         self._setup = setup
         self._load_s = load_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,14 +151,14 @@ class _Worker:
         self._starting: asyncio.Lock
 
     async def open(self) -> None:
-        self._starting = asyncio.Lock()  # of this event loop
+        self._starting = asyncio.Lock()  # made on the event loop that uses it
         await self._start()
 
     async def _start(self) -> None:
         """Start the process, and wait until it has loaded the environment.
 
         Raises:
-            InvalidEnvironmentError: it could not, or not within the deadline.
+            InvalidEnvironmentError: it could not load the environment, or not within the deadline.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -188,10 +187,10 @@ class _Worker:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def run_row(self, *args: Any) -> list[Rollout]:
-        """One group.
+        """Run one group.
 
         Raises:
-            EnvWorkerError: the process died, or could not send it back.
+            EnvWorkerError: the process died, or could not send the group back.
         """
         self.num_groups += 1
         number = next(self._numbers)
@@ -224,7 +223,7 @@ class _Worker:
                         reply.set_exception(EnvWorkerError(problem))
         except (asyncio.IncompleteReadError, ConnectionError):
             problem = await self._how_it_ended()
-        except Exception as error:  # a reply that cannot be read: whatever unpickling raises
+        except Exception as error:  # whatever unpickling a reply raises
             problem = f"unreadable reply: {describe_error(error)}"
         logger.warning("environment %r: %s; another is started", self.name, problem)
         lost, self._replies = self._replies, {}
@@ -245,28 +244,30 @@ class _Worker:
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close()  # which ends it
+            writer.close()  # makes the process end
         if process is not None:
             await asyncio.to_thread(_end, process)
 
 
 def _feed_eof_at_the_end_of(process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
-    """What the process has started may hold its end of the connection, and outlive it."""
+    """Feed EOF to the reader when the process ends. The process may have started others, which hold
+    its end of the connection open and outlive it.
+    """
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
         process.wait()
         try:
-            # After a second for what it has sent at last.
+            # One second later, so that the last data from the process still arrive.
             loop.call_soon_threadsafe(loop.call_later, 1.0, reader.feed_eof)
         except RuntimeError:
-            pass  # the loop is closed: nobody waits for it
+            pass  # the loop is closed, so nobody waits for the reader
 
     threading.Thread(target=wait, name="environment worker's end", daemon=True).start()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Its exit status; kills it if it does not end by itself."""
+    """Wait for its end, and kill it if it does not end by itself. Return its exit status."""
     try:
         return process.wait(EXIT_S)
     except subprocess.TimeoutExpired:
@@ -287,7 +288,7 @@ async def _receive(reader: asyncio.StreamReader) -> Any:
 # --- In the worker --------------------------------------------------------------------------------
 
 
-# Its path is ours, which may hold folders that only the trainer's script knows of.
+# The worker gets the trainer's sys.path, which may have folders that only its script knows.
 MAIN = """
 import json, sys
 descriptor, parent, path = sys.argv[1:]
@@ -298,15 +299,15 @@ main(int(descriptor), int(parent))
 
 
 def main(descriptor: int, parent: int) -> None:
-    die_with_parent(parent)  # also where the environment blocks the event loop
+    die_with_parent(parent)  # works even if the environment blocks the event loop
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     connection = socket.socket(fileno=descriptor)
-    with connection.makefile("rb") as stream:  # nothing else comes before our answer
+    with connection.makefile("rb") as stream:  # the trainer sends no more before our answer
         setup = pickle.loads(stream.read(int.from_bytes(stream.read(8), "big")))
     problem = None
     try:
-        # Not in the event loop: an environment may run one of its own to load its data.
+        # Outside the event loop, because an environment may run its own loop to load its data.
         env = load_environment(setup["env_id"], setup["env_args"])
         if _looks(env) != setup["looks"]:
             problem = (
@@ -319,7 +320,8 @@ def main(descriptor: int, parent: int) -> None:
         problem = describe_error(error)
     connection.sendall(_frame(problem))
     if problem is None:
-        # Ctrl-C reaches us too: the trainer says when. Environments set a handler of their own.
+        # Ctrl-C reaches us too, but the trainer decides when we end. Set after the environment is
+        # loaded, because environments set a handler of their own.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.collect()
         gc.freeze()  # as Orchestrator.start does
@@ -342,7 +344,7 @@ async def _serve(connection: socket.socket, runner: ClassicEnvironment) -> None:
                 if rollout.error is not None:
                     rollout.error = _that_travels(rollout.error)
             writer.write(_frame((number, group, None)))
-        except Exception as error:  # lest the trainer wait for it
+        except Exception as error:  # sent, so that the trainer does not wait forever
             writer.write(_frame((number, None, describe_error(error))))
         finally:
             del running[number]
@@ -364,7 +366,9 @@ async def _serve(connection: socket.socket, runner: ClassicEnvironment) -> None:
 
 
 def _that_travels(error: BaseException) -> EnvWorkerError:
-    """The error of an environment may hold what cannot be pickled, or be unknown to the trainer."""
+    """Copy an error so that it can be pickled and the trainer knows its class. The error of an
+    environment may hold what cannot be pickled, or have a class that the trainer does not know.
+    """
     copy = EnvWorkerError(describe_error(error))
     copy.add_note("".join(traceback.format_exception(error)))
     return copy
