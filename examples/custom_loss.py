@@ -16,12 +16,12 @@ sys.path.insert(0, str(EXAMPLE))
 
 
 def reinforce(inputs: LossInputs) -> LossOutputs:
-    """L = - sum_t A_t * logprob_t (Williams, 1992).
+    """L = - sum_t w_t * A_t * logprob_t (Williams, 1992).
 
     A loss returns a sum; the trainer divides it.
     """
-    per_token = -inputs.advantages * inputs.trainer_logprobs
-    return LossOutputs(per_token[inputs.loss_mask].sum(), {"abs_loss": per_token.detach().abs()})
+    per_token = -inputs.weights * inputs.advantages * inputs.trainer_logprobs
+    return LossOutputs(per_token.sum(), {"abs_loss": per_token.detach().abs()})
 
 
 def main() -> None:
