@@ -156,6 +156,24 @@ def test_a_taskset_is_played_by_one_agent(tokenizer, tmp_path):
     assert (body["max_tokens"], body["temperature"], body["top_k"]) == (40, 0.7, -1)
 
 
+@pytest.mark.skipif(
+    "advantages" not in vf.MessageNode.model_fields,
+    reason="the traces of this verifiers carry no advantages",
+)
+def test_advantages_that_a_trace_carries_are_those_of_its_tokens(tokenizer, tmp_path):
+    env = load("graded_tasks")
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
+    assert rollout.error is None and rollout.has_own_advantages
+    (sample,) = rollout.samples
+    num_sampled = len(requests[0][1])
+    given = [0.5 + at for at in range(num_sampled)]
+    prompt = [0.0] * (len(sample.token_ids) - num_sampled)
+    assert sample.advantages == prompt + given
+    assert rollout.advantage == pytest.approx(sum(given) / num_sampled)
+    (plain,), _ = play(env, tokenizer, tmp_path, lambda _: "yes", index=1)
+    assert plain.error is None and not plain.has_own_advantages
+
+
 def test_a_system_prompt_leads(tokenizer, tmp_path):
     (rollout,), requests = play(load(), tokenizer, tmp_path, lambda _: "yes", index=2)
     assert rollout.error is None

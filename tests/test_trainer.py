@@ -1511,7 +1511,11 @@ def test_every_logged_metric_is_documented(make_trainer):
         trainer = make_trainer(loss=loss, max_steps=1, **options)
         trainer.train()
         logged |= {name for row in trainer.state.log_history for name in row}
-    own = {name for name in logged if not name.startswith("train_")} - {"step", "epoch", "total_flos"}
+    own = {name for name in logged if not name.startswith("train_")} - {
+        "step",
+        "epoch",
+        "total_flos",
+    }
     assert {"loss", "grad_norm", "reference_kl", "masked_share", "clipped_share", "sync_s"} < own
     # From the real server and its orchestrator, and of a GPU.
     own |= {"sync_bytes", "generation_s", "num_samples", "filtered_share", "mfu"}
