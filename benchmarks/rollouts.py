@@ -252,7 +252,7 @@ def measure_v1(url: str, model: str, tokenizer: Any, options: Any) -> None:
 
     print("| turns | environment | rollouts/s | over classic |")
     print("| --- | --- | --- | --- |")
-    ours = environments_v1.played_here
+    ours = environments_v1.with_local_chat
     for num_turns in (1, 4):
         table = {"taskset": {"id": "rollouts"}, "num_turns": num_turns}
         v1 = environments_v1.load_v1_environment(table)
@@ -263,7 +263,7 @@ def measure_v1(url: str, model: str, tokenizer: Any, options: Any) -> None:
             ("v1, stock null harness", v1, 16, 1),
         ):
             is_stock = name.endswith("stock null harness")
-            environments_v1.played_here = (lambda env: env) if is_stock else ours
+            environments_v1.with_local_chat = (lambda env: env) if is_stock else ours
             args = RLConfig(
                 output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
                 max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,

@@ -128,7 +128,7 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
     )
 
     if torch.cuda.is_available():
-        save_activations(trainer._base_of(trainer.model))
+        enable_checkpointing(trainer._base_of(trainer.model))
 
     def step() -> tuple[float, float | None]:
         trainer.model.zero_grad()
@@ -138,7 +138,7 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
     return step
 
 
-def save_activations(model: Any) -> None:
+def enable_checkpointing(model: Any) -> None:
     """Switch gradient checkpointing on, as train() does."""
     on = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.18 on
     (on or model.gradient_checkpointing_enable)()
@@ -152,7 +152,7 @@ def step_of_others(samples: list[Any], options: argparse.Namespace) -> Any:
     model = make_model(options).train()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        save_activations(model)
+        enable_checkpointing(model)
     if options.lora:
         from peft import LoraConfig, get_peft_model
 

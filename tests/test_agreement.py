@@ -67,7 +67,8 @@ def test_a_server_with_other_weights_of_the_same_shapes_is_refused(tmp_path, tok
     other = make_tiny_model(seed=1).double()
     other.lm_head.weight.data.mul_(20)  # of new models all logprobs are nearly the same
     message = (
-        r"gpu-box:8000 samples from another model than is trained: [\d.]+ nats apart .*" + dtype
+        r"gpu-box:8000 samples from a different model than the one being trained: [\d.]+ nats "
+        r"apart .*" + dtype
     )
     with pytest.raises(InferenceServerError, match=message):
         check_agreement(

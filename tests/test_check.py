@@ -201,7 +201,7 @@ def test_a_check_without_its_precondition_is_skipped(make_preflight, capsys):
     [
         ("pushed", None),
         ("before", "no nearer to the pushed weights than to those before"),
-        ("inexact", "the server samples from another model than is trained"),
+        ("inexact", "the server samples from a different model than the one being trained"),
     ],
 )
 def test_logprobs_tell_which_weights_the_server_has(

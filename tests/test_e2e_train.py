@@ -133,7 +133,9 @@ def test_a_server_with_other_weights_of_the_same_shapes_is_refused(
     AutoTokenizer.from_pretrained(warm_start).save_pretrained(tmp_path / "other")
     trainer = make_trainer(example_env(), model=str(tmp_path / "other"))
     start = time.monotonic()
-    with pytest.raises(InferenceServerError, match="samples from another model than is trained"):
+    with pytest.raises(
+        InferenceServerError, match="samples from a different model than the one being trained"
+    ):
         trainer.train()
     assert time.monotonic() - start < 60
 

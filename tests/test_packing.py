@@ -20,7 +20,7 @@ def lognormal_lengths(count, seed=0):
     return [min(max(int(rng.lognormvariate(5, 1)), 16), 1024) for _ in range(count)]
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_every_sample_is_in_one_microbatch_within_the_budget(layout, num_ranks):
     lengths = lognormal_lengths(150)
@@ -46,8 +46,8 @@ def test_rows_share_what_padding_would_waste():
         return sum(len(rows) * max(sum(lengths[i] for i in row) for row in rows) for rows in plan)
 
     assert positions("flat") == sum(lengths)
-    assert positions("rows") < 1.1 * sum(lengths)
-    assert positions("padded") > positions("rows")
+    assert positions("packed") < 1.1 * sum(lengths)
+    assert positions("padded") > positions("packed")
 
 
 def test_rows_too_wide_for_a_mask_are_not_shared():
@@ -58,14 +58,14 @@ def test_rows_too_wide_for_a_mask_are_not_shared():
 
 
 def test_a_sample_beyond_the_budget_gets_a_microbatch_of_its_own():
-    for layout in ("rows", "flat", "padded"):
+    for layout in ("packed", "flat", "padded"):
         (plan,) = plan_microbatches([3, 50, 4], 10, layout=layout)
         assert [[1]] in plan
 
 
 def test_ranks_share_the_work_evenly():
     lengths = lognormal_lengths(400)
-    for layout in ("rows", "flat"):
+    for layout in ("packed", "flat"):
         loads = [
             sum(lengths[i] for rows in rank for row in rows for i in row)
             for rank in plan_microbatches(lengths, 4096, 4, layout)
@@ -73,7 +73,7 @@ def test_ranks_share_the_work_evenly():
         assert max(loads) < 1.15 * min(loads), layout
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_several_ranks_take_no_more_rounds_than_the_budget_asks_for(layout, num_ranks):
     rng = random.Random(0)

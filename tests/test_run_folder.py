@@ -28,7 +28,7 @@ def prepare(folder, resume=None, overwrite=False, max_steps=10):
     return prepare_run_folder(folder, resume=resume, overwrite=overwrite, max_steps=max_steps)
 
 
-def write_rows(folder, *steps):
+def write_metrics(folder, *steps):
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "reward": 1}}\n' for n in steps))
 
@@ -47,7 +47,9 @@ def write_checkpoint(folder):
     save(folder, 5)
 
 
-@pytest.mark.parametrize("write", [lambda folder: None, write_log, lambda f: write_rows(f, 0, 0)])
+@pytest.mark.parametrize(
+    "write", [lambda folder: None, write_log, lambda f: write_metrics(f, 0, 0)]
+)
 def test_a_folder_without_a_run_is_taken(write, tmp_path):
     write(tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
@@ -59,7 +61,7 @@ def test_a_folder_without_a_run_is_taken(write, tmp_path):
 @pytest.mark.parametrize(
     ("write", "found"),
     [
-        (lambda folder: write_rows(folder, 0, 1), r"\(metrics.jsonl\)"),
+        (lambda folder: write_metrics(folder, 0, 1), r"\(metrics.jsonl\)"),
         (write_model, r"\(model-00001-of-00002.safetensors\)"),
         (write_checkpoint, r"\(checkpoint-5\)"),
     ],
@@ -86,7 +88,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(RunFolderError, match=r"run' holds no finished check.*start without --resu"):
         prepare(folder, resume=True)
-    write_rows(folder, 1)
+    write_metrics(folder, 1)
     with pytest.raises(RunFolderError, match=r"run' holds no finished.*start it anew with --overw"):
         prepare(folder, resume=True)
     unfinished = save(folder, 20, state=False)
@@ -132,7 +134,7 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path):
     folder = tmp_path / "run"
     save(folder, 5)
     os.symlink(elsewhere, folder / "checkpoint-8")
-    write_rows(folder, 1)
+    write_metrics(folder, 1)
     ours = ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "curves.png")
     kept = ("train.py", "rl.toml", "inference.log", "checkpoint-notes.md", "data.json")
     for name in (*ours, *kept):

@@ -44,7 +44,7 @@ from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs, needs
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, model_flops
-from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_rows
+from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_metrics
 from verifiers_rl.types import Batch, Rollout
 
 
@@ -162,7 +162,7 @@ def with_logprobs_near(model, samples, temperature, seed=0):
 
 @pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
 @pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
-@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
 def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, layout):
     samples = with_logprobs_near(make_model(), make_samples(6, seed=1, longest=14), 0.7)
     options = {"loss": loss, "loss_args": LOSS_OPTIONS[loss], "max_tokens_per_microbatch": 40}
@@ -308,7 +308,7 @@ def make_mamba():
 @pytest.mark.parametrize(
     ("make_model", "warning", "layout"),
     [
-        (make_shifted, "full logits are held in memory: its logits are not those of", "rows"),
+        (make_shifted, "full logits are held in memory: its logits are not those of", "packed"),
         (make_bloom, "samples are padded, one a row: it takes no position_ids", "padded"),
         (make_mamba, "samples are padded, one a row: ", "padded"),
     ],
@@ -412,7 +412,7 @@ def test_no_update_is_made_with_a_batch_without_loss_tokens(make_trainer):
     assert [row["loss"] == 0.0 for row in rows] == [False, True, False]
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
 @pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
 def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, loss, layout):
     # Longer ones first: the last is alone in a microbatch without loss.
@@ -968,7 +968,7 @@ def test_ctrl_c_saves_the_last_whole_step(make_trainer, when):
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(saved[name], parameter), name
     assert is_our_card(checkpoint / "README.md")
-    assert [row["step"] for row in read_rows(metrics_file(trainer.args.output_dir))] == [1, 2]
+    assert [row["step"] for row in read_metrics(metrics_file(trainer.args.output_dir))] == [1, 2]
     assert signal.getsignal(signal.SIGINT) is before
     assert not trainer.orchestrator.running
 

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {
     "compute_loss_func": "pass loss_fn",
     "model_init": "pass model",
 }
-_OTHERS_NAMES = {
+_FOREIGN_ARGUMENTS = {
     "tokenizer": "here it is processing_class",
     "reward_funcs": _DATA,
     "reward_processing_classes": _DATA,
@@ -69,7 +69,7 @@ def check_arguments(
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
         if name not in inspect.signature(Trainer.__init__).parameters:
-            hint = _OTHERS_NAMES.get(name) or HINTS.get(name) or "see RLTrainer and RLConfig"
+            hint = _FOREIGN_ARGUMENTS.get(name) or HINTS.get(name) or "see RLTrainer and RLConfig"
             raise ConfigError(f"RLTrainer takes no argument {name!r}: {hint}")
     if isinstance(processing_class, str):
         raise ConfigError(
@@ -101,7 +101,7 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
         set_too = {option: getattr(args, option) for option in options}
         if set_too != options:
             shown = ", ".join(f"{option}={value!r}" for option, value in set_too.items())
-            raise ConfigError(f"{shown}: without effect beside {name}; remove one of both")
+            raise ConfigError(f"{shown}: without effect beside {name}; remove one of the two")
     for name, protocol in (("orchestrator", BatchSource), ("weight_sync", WeightSink)):
         part = getattr(replaced, name)
         members = [m for m in vars(protocol) if not m.startswith("_")]

@@ -251,7 +251,7 @@ class RLConfig(TrainingArguments):
     ddp_find_unused_parameters: bool | None = _option(
         False,
         "Option of torch's DDP. Keep it False: the LM head is used outside of forward, and DDP "
-        "would take it for unused.",
+        "would treat it as unused.",
     )
 
     # --- LoRA -------------------------------------------------------------------------------------

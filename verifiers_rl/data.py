@@ -99,7 +99,7 @@ def examples_at(order: ExampleOrder, positions: range, sizes: Sequence[int]) -> 
     return indices
 
 
-def by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
+def group_by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
     """Return the surviving rollouts of each agent."""
     roles: dict[str, list[Rollout]] = {}
     for rollout in group:
@@ -130,7 +130,7 @@ class GroupFilter:
     def passes(self, group: Sequence[Rollout]) -> bool:
         if self.lets_all_pass:
             return True
-        roles = by_role(group)
+        roles = group_by_role(group)
         return not roles or any(map(self._passes, roles))
 
     def _passes(self, survivors: Sequence[Rollout]) -> bool:

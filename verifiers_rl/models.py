@@ -194,7 +194,7 @@ def check_policy(model: Any, args: RLConfig) -> None:
     if any(p.requires_grad and id(p) not in in_forward for p in head.parameters()):
         raise ConfigError(
             "ddp_find_unused_parameters=True: where the LM head is trained it must be False: the "
-            "head runs outside of forward, so DDP would take it for unused"
+            "head runs outside of forward, so DDP would treat it as unused"
         )
 
 

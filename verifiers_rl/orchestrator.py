@@ -32,9 +32,9 @@ from verifiers_rl.advantages import AdvantageFn, center_on_group_mean, of_reward
 from verifiers_rl.data import (
     ExampleOrder,
     GroupFilter,
-    by_role,
     describe_error,
     examples_at,
+    group_by_role,
     order_examples,
 )
 from verifiers_rl.inference.client import ServerLostError
@@ -303,11 +303,11 @@ class Orchestrator:
         model: str,
         policy_version: int,
         progress: Progress,
-        num_wanted: int,
+        num_at_once: int,
         finish: Callable[[list[Rollout]], bool] = lambda group: True,
         replace_for_s: float = 0.0,
     ) -> list[tuple[list[Rollout], bool]]:
-        """`num_wanted` groups at once, and one more for each that `finish` rejects within
+        """`num_at_once` groups at once, and one more for each that `finish` rejects within
         `replace_for_s` seconds while there are examples left. Returns all in the order of
         `indices`, each with what `finish` said.
 
@@ -317,7 +317,7 @@ class Orchestrator:
         """
 
         async def one(number: int) -> tuple[int, list[Rollout]]:
-            progress.num_wanted += num_rollouts
+            progress.num_requested += num_rollouts
             group = await self.env.run_group(
                 split, indices[number], num_rollouts, model,
                 self.sampling_args, policy_version, progress,
@@ -328,7 +328,7 @@ class Orchestrator:
 
         deadline = asyncio.get_running_loop().time() + replace_for_s
         numbers = iter(range(len(indices)))
-        running = {asyncio.create_task(one(n)) for n in itertools.islice(numbers, num_wanted)}
+        running = {asyncio.create_task(one(n)) for n in itertools.islice(numbers, num_at_once)}
         finished: dict[int, tuple[list[Rollout], bool]] = {}
         try:
             while running:
@@ -360,7 +360,7 @@ class Orchestrator:
         return groups
 
     def _set_advantages(self, group: list[Rollout]) -> None:
-        for survivors in by_role(group):
+        for survivors in group_by_role(group):
             for rollout in survivors:
                 if rollout.is_truncated and self.zero_truncated_completions:
                     rollout.reward = 0.0

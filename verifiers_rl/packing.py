@@ -4,7 +4,7 @@ A microbatch is a grid of rows. Three layouts:
 
     flat     one row with sample after sample and no padding; for attention kernels that take the
              sequences' lengths (flash attention)
-    rows     rows as wide as the microbatch's longest sample. Shorter samples share a row if it is
+    packed   rows as wide as the microbatch's longest sample. Shorter samples share a row if it is
              at most MAX_SHARED_WIDTH wide; for attention with a mask (SDPA, eager, flex)
     padded   one sample per row; for models that cannot keep the sequences of a row apart
 
@@ -22,7 +22,7 @@ import torch
 
 from verifiers_rl.types import Microbatch, Sample
 
-Layout = Literal["flat", "rows", "padded"]
+Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
 # A shared row needs a mask of width^2 entries, a row of one sample needs none. Beyond this width,
 # the mask costs more than the padding that it saves.
@@ -33,7 +33,7 @@ def plan_microbatches(
     lengths: Sequence[int],
     max_tokens: int,
     num_ranks: int = 1,
-    layout: Layout = "rows",
+    layout: Layout = "packed",
     hidden_size: int = 1024,
 ) -> list[list[Rows]]:
     """Split samples into microbatches and deal them to the ranks.
@@ -109,7 +109,7 @@ def _first_fit(
     left = []
     for i in order:
         place = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
-        if layout == "padded" or (layout == "rows" and width > MAX_SHARED_WIDTH):
+        if layout == "padded" or (layout == "packed" and width > MAX_SHARED_WIDTH):
             place = None
         # A short sample opens no row, because the rows of the next microbatch are narrower.
         if place is None and len(rows) < max_rows and (2 * lengths[i] > width or not rows):

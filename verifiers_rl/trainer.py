@@ -340,7 +340,7 @@ class RLTrainer(Trainer):
         if why_padded:
             logger.warning("samples are padded, one a row: %s", why_padded)
         is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
-        return "padded" if why_padded else "flat" if is_flash else "rows"
+        return "padded" if why_padded else "flat" if is_flash else "packed"
 
     def microbatch_loss(
         self, model: nn.Module, microbatch: Microbatch, means: TokenMeans

@@ -176,17 +176,17 @@ class Progress:
     """Gives slots to the rollouts of one batch, and counts these rollouts.
 
     Attributes:
-        num_wanted: rollouts that were requested so far.
+        num_requested: rollouts that were requested so far.
         num_done: rollouts that have given their slot back.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self.num_wanted = 0
+        self.num_requested = 0
         self.num_done = 0
 
     def __str__(self) -> str:
-        return f"{self.num_done} of {self.num_wanted}"
+        return f"{self.num_done} of {self.num_requested}"
 
     async def __aenter__(self) -> None:
         await self._slots.acquire()

@@ -79,7 +79,7 @@ class LoadedEnvironments:
                 if time.monotonic() > self._deadline:
                     print(
                         f"vf-rl: the environment is not loaded after {ENV_DEADLINE_S:g} s; "
-                        "starting all the same",
+                        "starting anyway",
                         flush=True,
                     )
                     return

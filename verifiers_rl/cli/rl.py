@@ -176,7 +176,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
             num_deaths += 1
             ended = f"the server ended with status {server.process.returncode}"
             if num_deaths > MAX_RESTARTS:
-                print(f"vf-rl: {ended}, for good; see its log", file=sys.stderr)
+                print(f"vf-rl: {ended} and is not restarted; see its log", file=sys.stderr)
                 if not ended_within(trainer, timeout_s + 60.0):
                     raise InferenceServerError("the trainer did not end after its server")
                 return trainer.process.returncode or 1
@@ -191,7 +191,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
         return 1
     except Stopped as stopped:
         print(
-            f"\nvf-rl: {stopped}: ending the trainer, which as one process saves a checkpoint "
+            f"\nvf-rl: {stopped}: ending the trainer (a single process saves a checkpoint) "
             f"(up to {SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
             flush=True,
         )

@@ -79,7 +79,7 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
         subprocess.run(["tmux", "attach-session", "-t", f"={session}"])
     if not status_file.exists():
         print(
-            f"vf-rl: the run goes on in tmux session {session!r}; back to it: "
+            f"vf-rl: the run continues in tmux session {session!r}; back to it: "
             f"tmux attach -t {session}",
             flush=True,
         )

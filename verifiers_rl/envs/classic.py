@@ -157,7 +157,7 @@ class ClassicEnvironment:
                 f"the environment's dataset cannot be read: {error}"
             ) from error
         self._examples = {
-            name: self._within(split, options.tokenizer, options.max_prompt_len)
+            name: self._without_overlong(split, options.tokenizer, options.max_prompt_len)
             for name, split in splits.items()
         }
         if not len(self._examples["train"]):
@@ -227,7 +227,7 @@ class ClassicEnvironment:
         """
         row = {**self._examples[split][index]}
         row.setdefault("example_id", index)
-        return await self.run_row(
+        return await self.run_example(
             index,
             row,
             num_rollouts,
@@ -237,7 +237,7 @@ class ClassicEnvironment:
             slots,
         )
 
-    async def run_row(
+    async def run_example(
         self,
         index: int,
         row: dict[str, Any],
@@ -338,7 +338,7 @@ class ClassicEnvironment:
         rollout.generation_s = state["verifiers_rl_generation_s"]
         return rollout
 
-    def _within(self, dataset: Any, tokenizer: Any, max_prompt_len: int | None) -> Any:
+    def _without_overlong(self, dataset: Any, tokenizer: Any, max_prompt_len: int | None) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
         if max_prompt_len is None or tokenizer is None:
             return dataset

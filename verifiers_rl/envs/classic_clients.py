@@ -25,7 +25,7 @@ from verifiers_rl.envs.chat_template import as_vllm_renders
 from verifiers_rl.inference import ServerClient, policy_versions
 
 
-class _Exact:
+class _KeepsVersionsAndEmptyReplies:
     """What every client here adds to its base: it keeps policy versions, and accepts empty replies.
 
     A policy that ends its turn at once has sampled a token like any other, and must be able to
@@ -53,11 +53,11 @@ class _Exact:
         return parsed
 
 
-class ChatClient(_Exact, OpenAIChatCompletionsClient):
+class ChatClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsClient):
     """Sends messages."""
 
 
-class TokenClient(_Exact, OpenAIChatCompletionsTokenClient):
+class TokenClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsTokenClient):
     """Sends messages at the first turn, and then tokens, through `/v1/chat/completions/tokens`.
 
     The tokens of new messages come from the trainer's own tokenizer, because asking the server for
@@ -92,7 +92,7 @@ def _make_renderer_client(client: Any, tokenizer: Any) -> Any:
     from renderers import create_renderer
     from verifiers.legacy.clients.renderer_client import RendererClient
 
-    class ExactRendererClient(_Exact, RendererClient):
+    class ExactRendererClient(_KeepsVersionsAndEmptyReplies, RendererClient):
         """Sends tokens to vLLM's `/inference/v1/generate`."""
 
         async def get_native_response(

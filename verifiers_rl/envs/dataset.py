@@ -17,7 +17,7 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 REPLY = "completion"  # the parameter of a reward function that gets the model's reply
 
 
-class RowTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     """An example of a dataset: its prompt, and a reward from the function of its taskset."""
 
     row: Mapping[str, Any]
@@ -39,7 +39,7 @@ class RowTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         return number
 
 
-class RowTaskset(vf.Taskset[RowTask, vf.TasksetConfig]):
+class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
     """The examples of a dataset."""
 
     def __init__(
@@ -68,11 +68,11 @@ class RowTaskset(vf.Taskset[RowTask, vf.TasksetConfig]):
                     f"{what}, row {number}: the prompt has a system message of its own; leave "
                     "system_prompt out"
                 )
-            task = RowTask(data, self.config.task)
+            task = ExampleTask(data, self.config.task)
             task.row, task.reward_fn, task.parameters = row, reward_fn, parameters
             self.tasks.append(task)
 
-    def load(self) -> Iterable[RowTask]:
+    def load(self) -> Iterable[ExampleTask]:
         return self.tasks
 
 
@@ -102,16 +102,18 @@ def env_from(
         raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
     if not callable(reward_fn):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
-    taskset = RowTaskset(
-        _rows_of(dataset, "dataset"), reward_fn, system_prompt, "env_from: dataset"
+    taskset = ExampleTaskset(
+        _examples_of(dataset, "dataset"), reward_fn, system_prompt, "env_from: dataset"
     )
     if eval_dataset is not None:
-        rows = _rows_of(eval_dataset, "eval_dataset")
-        taskset.eval_taskset = RowTaskset(rows, reward_fn, system_prompt, "env_from: eval_dataset")
+        rows = _examples_of(eval_dataset, "eval_dataset")
+        taskset.eval_taskset = ExampleTaskset(
+            rows, reward_fn, system_prompt, "env_from: eval_dataset"
+        )
     return taskset
 
 
-def _rows_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
+def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
     if isinstance(dataset, Mapping):
         raise InvalidEnvironmentError(
             f"env_from: {name} is a {type(dataset).__name__} with the keys "

@@ -20,7 +20,7 @@ def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> No
     """
     if args.max_tokens is None and max_model_len > args.max_seq_len and not runner.bounds_replies:
         logger.warning(
-            "the server goes on to max_model_len=%d tokens, of which max_seq_len=%d are used; "
+            "the server generates up to max_model_len=%d tokens, of which max_seq_len=%d are used; "
             "start vf-vllm with --max-model-len %d, or set max_tokens",
             max_model_len,
             args.max_seq_len,

@@ -49,8 +49,8 @@ from verifiers_rl.envs.v1_loading import (
     describe,
     environment_of,
     let_tool_servers_import_from,
-    played_here,
     warn_of_plain_functions,
+    with_local_chat,
 )
 from verifiers_rl.envs.v1_loading import load_v1_environment as load_v1_environment
 from verifiers_rl.envs.v1_tasks import MAX_OVERLONG, TaskStream, check_text_only, first_messages
@@ -99,7 +99,7 @@ class V1Environment:
 
     An agent in the `null` harness, or for which nobody chose a harness, gets
     `chat_harness.ChatHarness`, and the local runtime unless another is set. Other harnesses stay;
-    see `played_here`.
+    see `with_local_chat`.
 
     A taskset without end is a stream: training uses its tasks in their order, each once.
     Evaluations then use its first `num_eval_tasks`, which training leaves out, unless evaluations
@@ -137,7 +137,7 @@ class V1Environment:
             let_tool_servers_import_from(folder)
         try:
             env = environment_of(env) if isinstance(env, vf.Taskset) else env
-            self.env = played_here(env)
+            self.env = with_local_chat(env)
             check_tool_servers(self.env)
             check_login(self.env)
             warn_of_plain_functions(self.env)
@@ -413,7 +413,8 @@ class V1Environment:
         if own is not None and own.temperature not in (None, temperature):
             raise ValueError(
                 f"the agent {trace.agent.name!r} samples at temperature={own.temperature:g}, and "
-                f"the trainer takes logprobs at {temperature:g}; take it out of its sampling"
+                f"the trainer takes logprobs at {temperature:g}; remove temperature from the "
+                "agent's sampling"
             )
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}

@@ -2,7 +2,7 @@
 
 load_v1_environment   makes it from a TOML's table, or from an id alone
 environment_of        makes it from a taskset, wherever its class is defined
-played_here           uses our chat where nobody chose another harness
+with_local_chat           uses our chat where nobody chose another harness
 describe              says who plays where, in one line
 """
 
@@ -230,11 +230,11 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
             f"{cls.__name__} has no config; call super().__init__(config) in its __init__, with a "
             "vf.TasksetConfig"
         )
-    beside = [c for c in _given_out_with(taskset) if issubclass(c, vf.Env | vf.Harness)]
+    beside = [c for c in _exported_beside(taskset) if issubclass(c, vf.Env | vf.Harness)]
     envs = [c for c in beside if issubclass(c, vf.Env)]
     if len(envs) > 1:
         raise InvalidEnvironmentError(
-            f"{cls.__name__} stands beside several environments "
+            f"{cls.__name__} is exported together with several environments "
             f"({', '.join(c.__name__ for c in envs)}), so pass one of them: its module exports the "
             f"taskset in __all__, and env={envs[0].__name__}(CONFIG(taskset={{'id': __name__}}))"
         )
@@ -254,7 +254,7 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
     return loaders.load_environment(config.model_copy(update={"taskset": own}))
 
 
-def _given_out_with(taskset: vf.Taskset) -> list[type]:
+def _exported_beside(taskset: vf.Taskset) -> list[type]:
     """Return the classes that the taskset's module exports: the module of its id, the module of its
     class, or a package around that. A script exports nothing, so every class that it defines
     counts.
@@ -305,7 +305,7 @@ def check_tool_servers(env: vf.Env) -> None:
 # --- Who plays, and where -------------------------------------------------------------------------
 
 
-def played_here(env: vf.Env) -> vf.Env:
+def with_local_chat(env: vf.Env) -> vf.Env:
     """Return the environment with our chat, on this machine, for each agent in the `null` harness
     and for each agent for which neither author nor user chose a harness. verifiers would put the
     latter into `bash`, in a sandbox of verifiers' makers. Other harnesses stay; harmless ones also

@@ -1,8 +1,8 @@
 """Environments in separate processes, so that their Python code takes no time from the trainer.
 
-    trainer process                                     worker process
-    WorkerEnvironment.run_row ── an example ─────────►  ClassicEnvironment.run_row: rollouts, scores
-                              ◄── their Rollouts ─────
+    trainer process                                 worker process
+    WorkerEnvironment ── an example ─────────►  ClassicEnvironment.run_example: rollouts, scores
+                      ◄── their Rollouts ─────
 
 A worker loads the environment again, by its id and arguments. We do not use the environment server
 of `verifiers`: its workers talk to the model through stock clients, which lose policy versions and
@@ -72,7 +72,7 @@ class WorkerEnvironment(ClassicEnvironment):
             "env_args": env.env_args,
             # The trainer sends the examples, and has already measured their prompts.
             "options": replace(options, max_prompt_len=None),
-            "looks": _looks(env),
+            "looks": _fingerprint(env),
         }
         try:
             frame = _frame(setup)
@@ -95,7 +95,7 @@ class WorkerEnvironment(ClassicEnvironment):
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    async def run_row(
+    async def run_example(
         self,
         index: int,
         row: dict[str, Any],
@@ -109,7 +109,7 @@ class WorkerEnvironment(ClassicEnvironment):
         try:
             async with slots.several(num_rollouts):
                 worker = min(self._workers, key=lambda worker: worker.num_groups)
-                return await worker.run_row(
+                return await worker.run_example(
                     index, row, num_rollouts, model, sampling_args, policy_version
                 )
         except EnvWorkerError as error:
@@ -118,7 +118,7 @@ class WorkerEnvironment(ClassicEnvironment):
             ]
 
 
-def _looks(env: Any) -> list[Any]:
+def _fingerprint(env: Any) -> list[Any]:
     """Return what must be equal in two environments if they are the same."""
     names: list[str] = []
     rubrics = [env.rubric]
@@ -170,7 +170,7 @@ class _Worker:
             )
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            _feed_eof_at_the_end_of(self._process, reader)
+            _feed_eof_when_ended(self._process, reader)
             self._writer.write(self._setup)
             problem = await asyncio.wait_for(_receive(reader), self._load_s)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -186,7 +186,7 @@ class _Worker:
             raise InvalidEnvironmentError(f"environment {self.name!r}, in a worker: {problem}")
         self._reading = asyncio.create_task(self._read(reader))
 
-    async def run_row(self, *args: Any) -> list[Rollout]:
+    async def run_example(self, *args: Any) -> list[Rollout]:
         """Run one group.
 
         Raises:
@@ -249,7 +249,7 @@ class _Worker:
             await asyncio.to_thread(_end, process)
 
 
-def _feed_eof_at_the_end_of(process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
+def _feed_eof_when_ended(process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
     """Feed EOF to the reader when the process ends. The process may have started others, which hold
     its end of the connection open and outlive it.
     """
@@ -309,10 +309,10 @@ def main(descriptor: int, parent: int) -> None:
     try:
         # Outside the event loop, because an environment may run its own loop to load its data.
         env = load_environment(setup["env_id"], setup["env_args"])
-        if _looks(env) != setup["looks"]:
+        if _fingerprint(env) != setup["looks"]:
             problem = (
                 f"loaded by its id, {setup['env_id']!r}, it has (class, examples, rewards) "
-                f"{_looks(env)}, and the trainer's {setup['looks']}: what is changed after "
+                f"{_fingerprint(env)}, and the trainer's {setup['looks']}: what is changed after "
                 "load_environment is not in the workers; set env_workers=0"
             )
         runner = ClassicEnvironment(env, setup["options"])
@@ -337,12 +337,12 @@ async def _serve(connection: socket.socket, runner: ClassicEnvironment) -> None:
     async def run(number: int, args: tuple[Any, ...]) -> None:
         try:
             index, row, num_rollouts, model, sampling, policy_version = args
-            group = await runner.run_row(
+            group = await runner.run_example(
                 index, row, num_rollouts, model, sampling, policy_version, slots
             )
             for rollout in group:
                 if rollout.error is not None:
-                    rollout.error = _that_travels(rollout.error)
+                    rollout.error = _picklable_copy(rollout.error)
             writer.write(_frame((number, group, None)))
         except Exception as error:  # sent, so that the trainer does not wait forever
             writer.write(_frame((number, None, describe_error(error))))
@@ -365,7 +365,7 @@ async def _serve(connection: socket.socket, runner: ClassicEnvironment) -> None:
     await runner.close()
 
 
-def _that_travels(error: BaseException) -> EnvWorkerError:
+def _picklable_copy(error: BaseException) -> EnvWorkerError:
     """Copy an error so that it can be pickled and the trainer knows its class. The error of an
     environment may hold what cannot be pickled, or have a class that the trainer does not know.
     """

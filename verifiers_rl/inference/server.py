@@ -446,7 +446,7 @@ class WeightSyncRoutes:
         )
         if not dropped and recompute:
             raise RuntimeError(
-                "vLLM could not reset its prefix cache; old policy's entries would be reused"
+                "vLLM could not reset its prefix cache; entries of the old policy would be reused"
             )
         self.is_salted = self.is_salted or not dropped
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verifiers_rl.data import by_role
+from verifiers_rl.data import group_by_role
 from verifiers_rl.types import Rollout
 
 
@@ -31,7 +31,7 @@ def batch_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 def _rewards_of_roles(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    roles = by_role(rollouts)
+    roles = group_by_role(rollouts)
     if len(roles) < 2:
         return {}
     return {
@@ -47,7 +47,9 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         return {"error_share": 1.0}
     rewards = np.array([rollout.reward for rollout in rollouts])
     tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
-    roles = [found for group in groups if (found := by_role(group))]  # of groups with survivors
+    roles = [
+        found for group in groups if (found := group_by_role(group))
+    ]  # of groups with survivors
     uniform = [all(len({r.reward for r in role}) == 1 for role in found) for found in roles]
     num_later_turns = sum(rollout.num_turns - 1 for rollout in rollouts)
     num_breaks = sum(len(rollout.samples) - 1 for rollout in rollouts)
@@ -96,7 +98,7 @@ def _evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]
         "num_rollouts": float(len(rollouts)),
     }
     num_failed = sum(r.error is not None for r in groups[0])
-    num_rollouts = num_failed + max((len(role) for role in by_role(groups[0])), default=0)
+    num_rollouts = num_failed + max((len(role) for role in group_by_role(groups[0])), default=0)
     if num_rollouts > 1:
         passed = sum(any(r.error is None and r.reward >= 1 for r in group) for group in groups)
         metrics[f"pass@{num_rollouts}"] = passed / len(groups)

@@ -25,8 +25,8 @@ from verifiers_rl.report.run_folder import (
     as_line,
     holds_a_run,
     metrics_file,
-    read_rows,
-    write_rows,
+    read_metrics,
+    write_metrics,
 )
 from verifiers_rl.types import Rollout
 
@@ -272,10 +272,10 @@ class RunFilesCallback(TrainerCallback):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         rows, target = self._rows_before, metrics_file(args.output_dir)
         if state.global_step > 0 and target.is_file():
-            done = [row for row in read_rows(target) if row["step"] <= state.global_step]
+            done = [row for row in read_metrics(target) if row["step"] <= state.global_step]
             rows = [row for row in rows if row not in done] + done
             rows.sort(key=lambda row: row["step"])
-        write_rows(target, rows)
+        write_metrics(target, rows)
         self._rows_before, self._has_begun = [], True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -343,10 +343,10 @@ class EarlyWarnings(TrainerCallback):
         if self._num_uniform_steps >= self.UNIFORM_STEPS and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "nothing is learnt: in the last %d batches no group had two different rewards; "
-                "their mean is %.3g. Does the reward depend on the reply? If it does, take easier "
-                "or harder examples, or raise temperature or rollouts_per_example, so that replies "
-                "to one example differ",
+                "nothing can be learned: in the last %d batches no group had two different "
+                "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
+                "take easier or harder examples, or raise temperature or rollouts_per_example, so "
+                "that replies to one example differ",
                 self._num_uniform_steps,
                 logs.get("reward", math.nan),
             )
@@ -374,7 +374,7 @@ def plot_curves(source: Path, target: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = read_rows(source)
+    rows = read_metrics(source)
     panels = [("reward", ("reward", "eval_reward")), *((name, (name,)) for name in PANELS[2:])]
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)

@@ -238,7 +238,7 @@ def metrics_file(output_dir: str | Path) -> Path:
     return Path(output_dir) / METRICS
 
 
-def read_rows(source: Path) -> list[dict[str, Any]]:
+def read_metrics(source: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, without lines that a killed process left unfinished."""
     rows = []
     for line in source.read_text(errors="replace").splitlines():
@@ -249,7 +249,7 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
-def write_rows(target: Path, rows: list[dict[str, Any]]) -> None:
+def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
     """Replace a metrics.jsonl atomically."""
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     unfinished.write_text("".join(f"{as_line(row)}\n" for row in rows))
@@ -267,7 +267,7 @@ def summary(source: Path) -> str:
     """Return the first and the last value of the reward and of each score of evaluations, from a
     metrics.jsonl.
     """
-    rows = read_rows(source)
+    rows = read_metrics(source)
     counts = ("runtime", "num_rollouts", "num_turns")
 
     def is_score(name: str) -> bool:  # with several environments: eval_NAME/reward
@@ -310,7 +310,7 @@ def _traces_of_a_run(folder: Path) -> list[str]:
     """
     found = [path.name for path in sorted(_checkpoints(folder), key=_step_in_name)]
     metrics = folder / METRICS
-    if metrics.is_file() and any(row["step"] > 0 for row in read_rows(metrics)):
+    if metrics.is_file() and any(row["step"] > 0 for row in read_metrics(metrics)):
         found.append(METRICS)
     found += sorted(path.name for pattern in _MODEL for path in folder.glob(pattern))
     return found if len(found) <= 4 else [*found[:3], "..."]

@@ -130,7 +130,8 @@ def check_agreement(
     found = difference(ours, theirs, dtypes_of(model, client, args))
     if found.is_of_another_model:
         raise InferenceServerError(
-            f"the server at {client.base_url} samples from another model than is trained: {found}. "
+            f"the server at {client.base_url} samples from a different model than the one being "
+            f"trained: {found}. "
             "Start it with the trainer's model and without quantization or model overrides; "
             "`vf-rl --check` tries both sides"
         )

@@ -73,12 +73,12 @@ def choose_backend(
     if wanted == "nccl" and not distinct:
         raise InferenceServerError(
             "weight_sync_backend='nccl' needs a GPU of its own for the trainer and for each of the "
-            "server's workers, which is not so here; use 'auto'"
+            "server's workers, but that is not the case here; use 'auto'"
         )
     if wanted == "ipc" and not shared:
         raise InferenceServerError(
-            "weight_sync_backend='ipc' needs trainer and server on the same single GPU, which is "
-            "not so here; use 'auto'"
+            "weight_sync_backend='ipc' needs trainer and server on the same single GPU, but that "
+            "is not the case here; use 'auto'"
         )
     return wanted
 
