@@ -54,7 +54,7 @@ from raw_broadcast import RawReceiver
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verifiers_rl.cli.children import Child, answers, ended_early, ended_within
+from verifiers_rl.cli.children import Child, answers, ended_within
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -126,7 +126,8 @@ def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceCli
         deadline = time.monotonic() + TIMEOUT_S
         while not answers(client):
             if ended_within(server, 0.5):
-                raise ended_early(server, None)
+                status = server.process.returncode
+                raise InferenceServerError(f"the server ended with status {status}")
             if time.monotonic() > deadline:
                 raise InferenceServerError(f"the server was not ready after {TIMEOUT_S:g} s")
         yield client

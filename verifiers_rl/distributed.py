@@ -153,8 +153,9 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     zero = getattr(accelerator.state, "deepspeed_plugin", None)
     if needs_copy and (fsdp is not None or zero is not None):
         raise ConfigError(
-            "kl_beta without LoRA keeps a copy of the whole model on each rank, which does not go "
-            "with FSDP or DeepSpeed; set use_lora = true, or kl_beta = 0"
+            "kl_beta without LoRA, as any loss that needs reference_logprobs, keeps a copy of the "
+            "whole model on each rank, which FSDP and DeepSpeed would not split; set use_lora = "
+            "true, or kl_beta = 0"
         )
     if fsdp is not None and accelerator.mixed_precision == "bf16":
         # The policy of accelerate also sums gradients in bfloat16.
