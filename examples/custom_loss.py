@@ -1,6 +1,6 @@
 """Train with a loss of your own: REINFORCE with the group baseline, without any importance ratio.
 
-Runs like examples/reverse_text_v1/train.py, with the same model, against the same server:
+The script runs like examples/reverse_text_v1/train.py, with the same model and server:
 
     python examples/custom_loss.py [--steps 100] [--port 8000]
 """

@@ -7,11 +7,11 @@
         loss of every sampled token, backward     cispo
         optimizer step
 
-It is synchronous: server and trainer wait for each other, and every token is sampled by the newest
-weights. `RLTrainer` generates the next batch meanwhile, and has environments, checkpoints, several
-GPUs and everything else that is left out here.
+This loop is synchronous: server and trainer wait for each other, and every token is sampled from
+the newest weights. `RLTrainer` generates the next batch while it trains. It also has environments,
+checkpoints, several GPUs and everything else that this file leaves out.
 
-Make a small model and serve it, then train it to reverse strings, on a CPU in a few minutes:
+These commands, in two terminals, train a small model to reverse strings on a CPU in a few minutes:
 
     python examples/warm_start.py examples/reverse_text_v1/reverse_text_v1.py /tmp/model
     vf-vllm --model /tmp/model --dtype float32 --enforce-eager --max-model-len 64 --enable-lora
@@ -64,7 +64,7 @@ def score(prompt: str, completion: str) -> float:
 def sample_group(client: openai.OpenAI, model: str, version: int, prompt: str) -> list[Rollout]:
     """Roll out one prompt GROUP times, and score the completions.
 
-    Token ids and logprobs come from the server: what is trained is exactly what was sampled.
+    Token ids and logprobs come from the server, so the trained tokens are the sampled ones.
     """
     reply = client.chat.completions.create(
         model=model,
@@ -95,7 +95,7 @@ def sample_group(client: openai.OpenAI, model: str, version: int, prompt: str) -
 
 
 def set_advantages(group: list[Rollout]) -> None:
-    """A_i = r_i - mean(r) for each rollout of one prompt, and for each of its sampled tokens."""
+    """Set A_i = r_i - mean(r) for each rollout of one prompt, and for all its sampled tokens."""
     rewards = torch.tensor([rollout.reward for rollout in group])
     for rollout, advantage in zip(group, center_on_group_mean(rewards).tolist(), strict=True):
         rollout.set_advantage(advantage)
@@ -105,14 +105,14 @@ def set_advantages(group: list[Rollout]) -> None:
 
 
 def pad(samples: list[Sample], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """One field of all samples as a tensor (B, T), with zeros to the right."""
+    """Return one field of all samples as a tensor (B, T), padded with zeros on the right."""
     fields = [torch.tensor(getattr(sample, name), dtype=dtype) for sample in samples]
     return torch.nn.utils.rnn.pad_sequence(fields, batch_first=True)
 
 
 def microbatch_loss(model: Any, samples: list[Sample]) -> torch.Tensor:
-    """Sum of the loss over the loss tokens of these samples. Scalar."""
-    device = model.device  # of a Hugging Face model, or of one under a PEFT adapter
+    """Return the sum of the loss over the loss tokens of these samples. Scalar."""
+    device = model.device  # a Hugging Face model has this, also under a PEFT adapter
     input_ids = pad(samples, "token_ids", torch.int64)  # (B, T)
     lengths = torch.tensor([len(sample.token_ids) for sample in samples])
     attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]  # (B, T)
@@ -138,7 +138,7 @@ def microbatch_loss(model: Any, samples: list[Sample]) -> torch.Tensor:
 
 
 def train_on(model: Any, optimizer: torch.optim.Optimizer, samples: list[Sample]) -> float:
-    """One optimizer step. The sums are divided once, by the loss tokens of the whole batch: the
+    """Take one optimizer step. Each sum is divided by the loss tokens of the whole batch, so the
     gradient does not depend on how the batch is split into microbatches.
     """
     num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)

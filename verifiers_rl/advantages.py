@@ -1,8 +1,8 @@
-"""Rewards of one group to advantages. Pure functions.
+"""Compute advantages from the rewards of one group. Pure functions.
 
 Each function of `ADVANTAGES` takes (rollouts,) float, the rewards of one group's surviving
-rollouts, and returns as many advantages of the same dtype; all are zero where the rewards are
-equal. `RLTrainer(advantage_fn=...)` takes an `AdvantageFn`, which sees the rollouts themselves.
+rollouts, and returns as many advantages of the same dtype. If the rewards are equal, the advantages
+are zero. `RLTrainer(advantage_fn=...)` takes an `AdvantageFn`, which sees the rollouts themselves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from verifiers_rl.types import Rollout
 
-# From the surviving rollouts of one group (and one agent, where an episode has several) to a number
-# for each rollout, or for each rollout a sequence with a number for each token of its samples, one
-# sample after the other; tokens without loss may have any. Process rewards need the latter.
+# Takes the surviving rollouts of one group (and of one agent, if an episode has several). Returns
+# for each rollout a number, or (for process rewards) a sequence with a number for each token of its
+# samples, one sample after the other. The numbers of tokens without loss are ignored.
 AdvantageFn = Callable[[list[Rollout]], Sequence[float | Sequence[float]] | Tensor]
 
 
 def of_rewards(function: Callable[[Tensor], Tensor]) -> AdvantageFn:
-    """An `AdvantageFn` from a function of the rewards alone, which it gets in float64."""
+    """Make an `AdvantageFn` from a function of the rewards, which are passed in float64."""
 
     def advantages(group: list[Rollout]) -> list[float]:
         rewards = torch.tensor([rollout.reward for rollout in group], dtype=torch.float64)
@@ -57,8 +57,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def scale_by_group_mean(rewards: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / mean(r), zeros where mean(r) = 0 (MaxRL, arXiv:2602.02710).
 
-    Derived for rewards of 0 and 1, where it follows the gradient of log-likelihood more closely the
-    larger the group: hard examples weigh more.
+    Derived for rewards of 0 and 1: the larger the group, the more closely this follows the gradient
+    of the log-likelihood. Hard examples weigh more.
 
     Raises:
         ValueError: a reward is negative.

@@ -44,7 +44,7 @@ from verifiers_rl.option_rules import (
 from verifiers_rl.types import LOAD_S
 from verifiers_rl.user_code import UserCodeError, load_user_code
 
-# Not temperature: the trainer takes the logprobs of a batch at one.
+# Without temperature: the trainer computes all logprobs of a batch at one temperature.
 _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -105,11 +105,11 @@ _UNUSED_BASE_OPTIONS = {
     "train_sampling_strategy": _DATA,
     "length_column_name": _DATA,
 }
-# TrainingArguments takes more kinds of value here than it declares, or puts another kind in place.
+# Types of these are not checked: TrainingArguments takes or sets others than it declares.
 _FREE_TYPE = {"accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"}
-# A string too, which HfArgumentParser could not tell from a list.
+# A string is allowed too, but HfArgumentParser could not parse a list if the type said so.
 _FREE_TYPE |= {"lora_target_modules"}
-_FREE_TYPE |= {"resume_from_checkpoint"}  # as train() takes it, see _check_ranges
+_FREE_TYPE |= {"resume_from_checkpoint"}  # what train() takes, see _INHERITED_RULES
 # Beginnings and ends of names of optimizers and schedules that cannot work here.
 _LAYERWISE = (
     "it updates weights inside the backward pass: a batch of several microbatches would be several "
@@ -150,7 +150,7 @@ _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
     lambda value: bool(value) and "/" not in value and value.count(":") != 1,  # IPv6 has more
 )
-# Rules of inherited options whose defaults stay.
+# Rules of inherited options that keep their defaults.
 _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
     "adam_beta1": (share_below_1,),
     "adam_beta2": (share_below_1,),
@@ -172,7 +172,7 @@ _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def unknown_option_hint(name: str) -> str:
-    """What to set instead of an option that `RLConfig` does not have."""
+    """Return what to set instead of an option that `RLConfig` does not have."""
     name = name.replace("-", "_")
     if name in HINTS:
         return HINTS[name]
@@ -182,8 +182,8 @@ def unknown_option_hint(name: str) -> str:
 
 
 def _refuse_unknown_options(cls: type[_T]) -> type[_T]:
-    """The class with an `__init__` that says which option an unknown one is here, where dataclass
-    raises a bare TypeError.
+    """Give the class an `__init__` that says what to set instead of an unknown option. That of
+    dataclass raises a bare TypeError.
     """
     init = cast(Any, cls).__init__
 
@@ -201,12 +201,12 @@ def _refuse_unknown_options(cls: type[_T]) -> type[_T]:
 @_refuse_unknown_options
 @dataclass
 class RLConfig(TrainingArguments):
-    """Options of `RLTrainer`:
-    those of `transformers.TrainingArguments`, with the defaults below, and its own.
+    """Options of `RLTrainer`: its own, and those of `transformers.TrainingArguments`, some with
+    other defaults.
 
     Raises:
-        ConfigError: an unknown option, a value of the wrong type or out of range, sizes that do not
-            divide, or an inherited option without effect here.
+        ConfigError: an option is unknown, has a value of the wrong type or out of range, does not
+            fit another option, or is inherited and has no effect here.
     """
 
     # --- Inherited options with other defaults ----------------------------------------------------
@@ -216,15 +216,15 @@ class RLConfig(TrainingArguments):
     )
     overwrite_output_dir: bool = _option(
         False,
-        "Remove the run that output_dir holds. Otherwise a folder with a run is refused, unless it "
-        "is resumed.",
+        "Remove the run that output_dir holds. If False, a folder that holds a run is refused, "
+        "unless that run is resumed.",
     )
     run_name: str | None = _option("rl", "Name of the run, for the folder and the trackers.")
-    max_steps: PositiveInt = _option(500, "Optimizer steps; one batch of rollouts each.")
+    max_steps: PositiveInt = _option(500, "Optimizer steps. Each trains on one batch of rollouts.")
     learning_rate: NotNegativeNumber = _option(1e-5, "Peak learning rate.")
     lr_scheduler_type: Annotated[SchedulerType | str, usable(_UNUSABLE_SCHEDULE)] = _option(
         "constant",
-        "Schedule of the learning rate. With warmup_steps, constant rises to it first.",
+        "Schedule of the learning rate. With warmup_steps, constant first rises to learning_rate.",
     )
     warmup_steps: NotNegativeNumber = _option(
         0,
@@ -232,14 +232,14 @@ class RLConfig(TrainingArguments):
     )
     max_grad_norm: NotNegativeNumber = _option(
         1.0,
-        "Gradients of the whole batch are scaled down to this norm; 0 for no limit.",
+        "A larger gradient norm of the whole batch is scaled down to this; 0 for no limit.",
     )
     # None until __post_init__ decides, then a bool, as the base class declares it.
     bf16: bool = _option(
         None,
-        "Compute in bfloat16, and keep what is trained in float32. Default: where the GPU can.",
+        "Compute in bfloat16; trained weights stay in float32. Default: if the GPU supports it.",
     )
-    # None where it is not set; before transformers 5.18 the base class declares a bool.
+    # None if not set; before transformers 5.18 the base class declares a bool.
     gradient_checkpointing: bool = _option(
         None, "Recompute activations in backward: less memory, more time."
     )
@@ -250,8 +250,8 @@ class RLConfig(TrainingArguments):
     report_to: None | str | list[str] = _option("none", "Trackers, such as wandb or tensorboard.")
     ddp_find_unused_parameters: bool | None = _option(
         False,
-        "Option of torch's DDP. Keep it False: the LM head is used outside of forward, and DDP "
-        "would treat it as unused.",
+        "Option of torch's DDP. Keep it False: the LM head runs outside of forward, so with True "
+        "DDP would treat the head as unused.",
     )
 
     # --- LoRA -------------------------------------------------------------------------------------
@@ -262,15 +262,15 @@ class RLConfig(TrainingArguments):
     lora_target_modules: Annotated[list[str] | None, _names_layers] = _option(
         None,
         'Layers that get an adapter: a list of names, or "all-linear" as in PEFT. Default: all '
-        "linear layers of the decoder's blocks but routers and experts.",
+        "linear layers of the decoder's blocks except routers and experts.",
     )
     lora_modules_to_save: list[str] | None = _option(
         None,
-        "Modules trained whole beside the adapter. vLLM takes none in an adapter: "
-        "merged weights are synced then.",
+        "Modules of which all weights are trained, beside the adapter. vLLM takes no such modules "
+        "in an adapter, so merged weights are sent.",
     )
     lora_use_rslora: bool = _option(
-        False, "Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."
+        False, "Scale the adapter by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."
     )
 
     # --- Batches ----------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class RLConfig(TrainingArguments):
         "Examples whose prompt has more tokens are left out; None for no limit.",
     )
     shuffle: bool = _option(
-        True, "Draw the examples of each epoch in an order that follows from seed."
+        True, "Shuffle the examples anew in each epoch. The order follows from seed."
     )
     max_off_policy_steps: NotNegativeInt = _option(
         1,
@@ -311,28 +311,28 @@ class RLConfig(TrainingArguments):
     # --- Sampling ---------------------------------------------------------------------------------
     max_tokens: PositiveInt | None = _option(
         None,
-        "Longest reply of one turn in tokens; None: up to max_seq_len, or in classic environments "
-        "the server's max_model_len.",
+        "Longest reply of one turn, in tokens. None: the reply may fill max_seq_len, or in classic "
+        "environments the server's max_model_len.",
     )
     temperature: Annotated[PositiveNumber, _vllm_takes] = _option(
         0.7,
-        "Sampling temperature; the trainer's logprobs are taken at it too.",
+        "Sampling temperature. The trainer computes its logprobs at the same temperature.",
     )
     top_p: Annotated[float, must("be > 0 and <= 1", lambda value: 0 < value <= 1)] = _option(
         1.0,
-        "Sample from the smallest set of tokens with this probability.",
+        "Sample from the smallest set of likeliest tokens whose total probability reaches this.",
     )
     top_k: PositiveInt | None = _option(None, "Sample from the k likeliest tokens; None for all.")
     min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = _option(
         0.0,
-        "Leave out tokens less likely than this share of the likeliest one.",
+        "Leave out tokens whose probability is below this share of the likeliest token's.",
     )
     repetition_penalty: PositiveNumber = _option(
-        1.0, "Above 1, tokens that have occurred are less likely."
+        1.0, "Above 1, tokens that the prompt or the reply already has become less likely."
     )
-    presence_penalty: Penalty = _option(0.0, "Above 0, tokens sampled before are less likely.")
+    presence_penalty: Penalty = _option(0.0, "Above 0, tokens already in a reply are less likely.")
     frequency_penalty: Penalty = _option(
-        0.0, "Above 0, tokens are less likely the more often they were sampled."
+        0.0, "Above 0, a token is less likely the more often the reply has this token already."
     )
     generation_timeout: PositiveNumber = _option(
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
@@ -340,14 +340,14 @@ class RLConfig(TrainingArguments):
     max_concurrent: PositiveInt = _option(512, "Rollouts in flight at a time.")
     env_workers: NotNegativeInt = _option(
         0,
-        "Processes for each environment, off the trainer's interpreter; 0 runs environments in a "
-        "thread of the trainer.",
+        "Worker processes for each classic environment, so that its Python code does not wait for "
+        "the trainer's. 0 runs environments in a thread of the trainer.",
     )
     client_type: Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"] = (
         _option(
             "openai_chat_completions_token",
             "What a turn sends to the server. openai_chat_completions_token: the tokens so far and "
-            "those of new messages; openai_chat_completions: messages, tokenised anew at each "
+            "the tokens of new messages; openai_chat_completions: messages, tokenised anew at each "
             "turn; renderer: tokens made by the renderers package. See envs/classic_clients.py.",
         )
     )
@@ -366,32 +366,34 @@ class RLConfig(TrainingArguments):
         "in which all rewards are equal; 0 replaces none.",
     )
     min_reward: float | None = _option(
-        None, "Groups with a lower mean reward, too hard, are replaced; None for no limit."
+        None, "Groups with a lower mean reward are too hard and are replaced; None for no limit."
     )
     max_reward: float | None = _option(
-        None, "Groups with a higher mean reward, too easy, are replaced; None for no limit."
+        None, "Groups with a higher mean reward are too easy and are replaced; None for no limit."
     )
     max_oversampling: Annotated[float, _is_factor] = _option(
         3.0,
-        "Where min_reward_variance, min_reward or max_reward is set, at most max_oversampling * "
-        "batch_size rollouts are generated for one batch, and none starts after generation_timeout "
-        "times the pending batches. If too few groups pass, the batch is smaller.",
+        "If min_reward_variance, min_reward or max_reward is set, at most max_oversampling * "
+        "batch_size rollouts are generated for one batch. Replacements start only in the first "
+        "generation_timeout seconds times the number of pending batches. If too few groups pass, "
+        "the batch is smaller.",
     )
     advantage: Annotated[str, one_of(ADVANTAGES)] = _option(
         "mean",
-        "Rewards of a group to advantages: mean, minus their mean; std, also divided by their std "
-        "(GRPO); leave_one_out, minus the mean of the others (RLOO); maxrl, divided by their mean; "
-        'or "module:function" for your own, see advantages.py.',
+        "How a group's rewards become advantages. mean: minus their mean; std: that, divided by "
+        "their standard deviation (GRPO); leave_one_out: minus the mean of the others (RLOO); "
+        "maxrl: minus their mean, divided by their mean; or "
+        '"module:function" for your own, see advantages.py.',
     )
     loss: Annotated[str, one_of(LOSSES)] = _option(
         "cispo",
-        "cispo, ppo, truncated_is, icepop, dppo, gspo or reinforce, see losses.py; or "
+        "One of cispo, ppo, truncated_is, icepop, dppo, gspo, reinforce, see losses.py; or "
         '"module:function" for your own, from a module beside the script or the TOML.',
     )
     loss_args: dict[str, Any] | str | None = _option(
         {},
-        "Arguments of the loss, such as {eps_high = 4.0} for cispo, on a command line as JSON; see "
-        "losses.py.",
+        "Arguments of the loss, such as {eps_high = 4.0} for cispo; on a command line, write them "
+        "as JSON. See losses.py.",
     )
     loss_normalization: Literal["token", "sequence", "constant"] = _option(
         "token",
@@ -401,12 +403,12 @@ class RLConfig(TrainingArguments):
     kl_beta: NotNegativeNumber = _option(
         0.0,
         "Weight of a penalty on KL(policy || reference). The reference is the model without its "
-        "adapter; without LoRA a copy of the model at the start.",
+        "adapter. Without LoRA it is a copy of the model at the start.",
     )
     entropy_beta: NotNegativeNumber = _option(
         0.0,
-        "Weight of a bonus on the entropy of the policy, in nats a token, which keeps it from "
-        "becoming certain too early.",
+        "Weight of a bonus on the entropy of the policy, in nats per token. The bonus keeps the "
+        "policy from becoming certain too early.",
     )
 
     # --- Server -----------------------------------------------------------------------------------
@@ -420,27 +422,27 @@ class RLConfig(TrainingArguments):
     )
     vllm_server_timeout: PositiveNumber = _option(
         300.0,
-        "Seconds to wait for the server to come up, or to come back when it was lost, "
-        "and for one weight sync.",
+        "Seconds to wait for the server at the start, for a lost server to come back, and for one "
+        "weight sync.",
     )
     weight_sync_backend: Literal["auto", "nccl", "ipc", "tcp"] = _option(
         "auto",
-        "How weights travel: nccl (each side has its own GPUs), ipc (both share one GPU), tcp; "
-        "auto takes what fits.",
+        "How weights travel: nccl (each side has its own GPUs), ipc (both sides share one GPU) or "
+        "tcp. auto chooses what fits.",
     )
     lora_sync: Literal["adapter", "merged"] = _option(
         "adapter",
-        "With LoRA, send the adapter alone, or merged: all weights with the adapter added.",
+        "What is sent with LoRA. adapter: the adapter alone; merged: all weights, adapter added.",
     )
 
     # --- Evaluation and what a person sees --------------------------------------------------------
     eval_examples: PositiveInt = _option(
         256,
-        "Examples of the environment's eval split in one evaluation, from the first on.",
+        "Number of examples in one evaluation: the first of each environment's eval split.",
     )
     eval_rollouts_per_example: PositiveInt = _option(
         1,
-        "Rollouts of each example of an evaluation; above 1 the evaluation has pass@k too.",
+        "Rollouts of each example in an evaluation. Above 1, the evaluation also logs pass@k.",
     )
     num_rollouts_to_print: NotNegativeInt = _option(
         2, "Rollouts in the table at each logging step; 0 for no table."
@@ -467,17 +469,17 @@ class RLConfig(TrainingArguments):
             self.bf16 = (
                 not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             )
-        # transformers' new name for it; the old one alone draws a warning.
+        # The new name of gradient_checkpointing; transformers warns if only the old one is set.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
-        # The other ranks wait for rank 0's batch, or its evaluation after that: not shorter than
-        # rank 0 may take for it, in three attempts.
+        # The other ranks wait for rank 0's batch, or for its evaluation after the batch. They must
+        # wait at least as long as rank 0 may take, in three attempts.
         num_batches = max(self.max_off_policy_steps, 1)
         num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
         num_rollouts += self.eval_examples * self.eval_rollouts_per_example
         waves = math.ceil(num_rollouts / self.max_concurrent)
         waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
-        if self.env_workers:  # load their environments first
+        if self.env_workers:  # the workers load their environments first
             waiting_s += max(self.generation_timeout, LOAD_S)
         longest_s = 3 * (waiting_s + 5 * self.vllm_server_timeout + 240)
         self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
@@ -498,13 +500,13 @@ class RLConfig(TrainingArguments):
         }
         for name, instead in _UNUSED_BASE_OPTIONS.items():
             value = getattr(self, name, None)
-            # TrainingArguments replaces a few None by what they stand for;
-            # the first construction sees the user's value.
+            # TrainingArguments replaces some values of None later. A copy of an RLConfig has
+            # these replacements already; the first construction sees the user's values.
             if (
                 name in defaults
                 and value != defaults[name]
                 and not (name == "dataloader_pin_memory" and self.use_cpu)
-                # What HfArgumentParser makes of its default "no".
+                # HfArgumentParser turns its default "no" into False.
                 and not (name == "include_num_input_tokens_seen" and value is False)
             ):
                 raise ConfigError(
@@ -512,7 +514,7 @@ class RLConfig(TrainingArguments):
                 )
 
     def _check_types(self) -> None:
-        """Each value has its field's declared type; None also where it is the default."""
+        """Check each value against its field's declared type. None passes if it is the default."""
         declared = typing.get_type_hints(type(self))
         for f in fields(self):
             value, kind = getattr(self, f.name), declared[f.name]
@@ -530,10 +532,10 @@ class RLConfig(TrainingArguments):
                 from_json(f.name, value)
 
     def make_loss(self) -> LossFn:
-        """The loss that `loss` and `loss_args` name.
+        """Return the loss that `loss` and `loss_args` name.
 
         Raises:
-            ConfigError: it cannot be loaded, or does not take these arguments.
+            ConfigError: the loss cannot be loaded, or does not take these arguments.
         """
         try:
             loss_fn = LOSSES.get(self.loss) or load_user_code(self.loss, "loss")
@@ -542,17 +544,17 @@ class RLConfig(TrainingArguments):
             raise ConfigError(str(error)) from error
 
     def make_loss_terms(self) -> list[LossFn]:
-        """What is added to the loss: `reference_kl` and `entropy_bonus`, if their weights are not
-        0.
+        """Return the terms to add to the loss: `reference_kl` and `entropy_bonus`, each if its
+        weight is not 0.
         """
         terms = ((reference_kl, self.kl_beta), (entropy_bonus, self.entropy_beta))
         return [partial(term, beta=beta) for term, beta in terms if beta]
 
     def make_advantage(self) -> AdvantageFn:
-        """The function that `advantage` names.
+        """Return the function that `advantage` names.
 
         Raises:
-            ConfigError: it cannot be loaded.
+            ConfigError: the function cannot be loaded.
         """
         if self.advantage in ADVANTAGES:
             return of_rewards(ADVANTAGES[self.advantage])
@@ -562,7 +564,7 @@ class RLConfig(TrainingArguments):
             raise ConfigError(str(error)) from error
 
     def _check_rules(self) -> None:
-        """Each value obeys the rules in its field's type."""
+        """Check each value against the rules in its field's type."""
         declared = typing.get_type_hints(type(self), include_extras=True)
         for f in fields(self):
             rules = [*rules_of(declared[f.name]), *_INHERITED_RULES.get(f.name, ())]
@@ -573,7 +575,7 @@ class RLConfig(TrainingArguments):
                     raise ConfigError(f"{f.name}={value!r}: {problem}{or_none}")
 
     def _check_together(self) -> None:
-        """What one value asks of another."""
+        """Check values that depend on each other."""
 
         def check(name: str, holds: bool, rule: str) -> None:
             if not holds:
@@ -599,7 +601,7 @@ class RLConfig(TrainingArguments):
             self.eval_steps is None or self.eval_strategy != "no",
             "without effect unless eval_strategy = 'steps'",
         )
-        if self.loss in LOSSES:  # a user's own is loaded by the trainer
+        if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
         if self.batch_size % self.rollouts_per_example:
             groups = math.ceil(self.batch_size / self.rollouts_per_example)
@@ -627,17 +629,17 @@ class RLConfig(TrainingArguments):
 
     @property
     def max_groups_per_batch(self) -> int:
-        """Groups generated for one batch at most, those that the filter rejects included."""
+        """The most groups generated for one batch, including those that the filter rejects."""
         if self.group_filter().lets_all_pass:
             return self.groups_per_batch
         # 1e-9: 100 * 1.15 is 114.99999999999999
         return max(int(self.groups_per_batch * self.max_oversampling + 1e-9), 1)
 
     def with_sampling(self, options: dict[str, Any]) -> RLConfig:
-        """A copy with these sampling options in place of its own, for one of several environments.
+        """Return a copy with these sampling options, for one of several environments.
 
         Raises:
-            ConfigError: one is out of range, or cannot differ between environments.
+            ConfigError: an option is out of range, or cannot differ between environments.
         """
         copied = copy.copy(self)
         for name, value in options.items():
@@ -653,8 +655,8 @@ class RLConfig(TrainingArguments):
         return copied
 
     def sampling_args(self) -> dict[str, Any]:
-        """What a rollout request carries. Neutral values are left out, except those whose default
-        the server may change through the model's generation_config.json.
+        """Return the sampling arguments of a rollout request. Neutral values are included, because
+        the model's generation_config.json may set other defaults on the server.
         """
         extra: dict[str, Any] = {
             "top_k": self.top_k if self.top_k is not None else -1,
@@ -663,7 +665,7 @@ class RLConfig(TrainingArguments):
             "return_token_ids": True,
         }
         return {
-            # None: verifiers leaves it out, and the server fills up its max_model_len.
+            # verifiers leaves out a None, and the reply may then fill the server's max_model_len.
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -674,7 +676,7 @@ class RLConfig(TrainingArguments):
         }
 
     def sampling_changes_probabilities(self) -> list[str]:
-        """Options by which the server samples from another distribution than
+        """Return the options that make the server sample from another distribution than
         softmax(logits / temperature).
         """
         neutral = {

@@ -34,11 +34,11 @@ class LossInputs:
         trainer_logprobs: (N,) float32, with gradient, at the sampling temperature.
         inference_logprobs: (N,) float32, from the server that sampled the tokens.
         advantages: (N,) float32.
-        weights: (N,) float32, what `loss_normalization` gives the token in the batch's loss. Each
-            term of a loss is multiplied by it.
+        weights: (N,) float32, the weight of the token in the batch's loss, which follows from
+            `loss_normalization`. A loss multiplies each of its terms by this weight.
         sequence_ids: (N,) int64, the same number for the tokens of one sample.
-        entropy: (N,) float32 in nats, of the policy where it predicts the token. It has a gradient
-            if the loss is marked `@needs("entropy_gradient")`.
+        entropy: (N,) float32 in nats, of the distribution that predicts the token. It has a
+            gradient if the loss is marked `@needs("entropy_gradient")`.
         reference_logprobs: (N,) float32 without gradient, under the model that training started
             from; None unless the loss is marked `@needs("reference_logprobs")`.
     """
@@ -72,11 +72,11 @@ _T = TypeVar("_T", bound=Callable[..., Any])
 
 
 def needs(*what: Need) -> Callable[[_T], _T]:
-    """Mark a loss as one that needs what costs time or memory, so it is computed only then.
+    """Mark what a loss needs: inputs that cost time or memory and are computed only if marked.
 
     Args:
-        what: "entropy_gradient", for an `entropy` with gradient; "reference_logprobs", a forward
-            pass under the reference, and without LoRA a copy of the model.
+        what: "entropy_gradient" for an `entropy` with gradient; "reference_logprobs", which cost a
+            forward pass under the reference, and without LoRA a copy of the model.
     """
 
     def mark(loss_fn: _T) -> _T:
@@ -87,14 +87,14 @@ def needs(*what: Need) -> Callable[[_T], _T]:
 
 
 def needs_of(loss_fn: Any) -> frozenset[Need]:
-    """What this loss is marked with, also through `functools.partial`."""
+    """Return what this loss is marked with, also through `functools.partial`."""
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
     return getattr(loss_fn, "needs", frozenset())
 
 
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
-    """The loss plus these terms, with the metrics of all.
+    """Return the loss plus these terms, with the metrics of all.
 
     Raises (when called):
         TypeError, ValueError: one of them does not keep the contract of a loss.
@@ -112,7 +112,7 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
 
 
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:
-    """Raise TypeError or ValueError where a loss function does not keep its contract."""
+    """Raise TypeError or ValueError if a loss function does not keep its contract."""
     if not isinstance(outputs, LossOutputs):
         raise TypeError(f"loss_fn returned {type(outputs).__name__}; expected LossOutputs(loss)")
 
@@ -141,8 +141,8 @@ def log_importance_ratio(inputs: LossInputs) -> Tensor:
     """log r_t = trainer_logprob_t - inference_logprob_t,
     clamped to +-20 so that exp stays finite. (N,)
 
-    A -inf on the inference side (a token outside the server's top-p set) clamps too;
-    NaN cannot arise from it.
+    An inference logprob of -inf (a token outside the server's top-p set) is clamped too,
+    and does not give NaN.
     """
     log_ratio = inputs.trainer_logprobs - inputs.inference_logprobs
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -165,7 +165,7 @@ def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
 
     L = - sum_t stop_gradient(min(r_t, 1 + eps_high)) * A_t * logprob_t,
     r_t = exp(trainer - inference logprob).
-    Unlike PPO's clip, a token beyond the bound keeps a gradient; only its weight is capped.
+    Unlike under PPO's clip, a token beyond the bound keeps a gradient; only its ratio is capped.
 
     Args:
         inputs: one microbatch.
@@ -180,9 +180,9 @@ def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
 
 
 def reinforce(inputs: LossInputs) -> LossOutputs:
-    """REINFORCE (Williams, 1992), as if the tokens were sampled by the present policy.
+    """REINFORCE (Williams, 1992), as if the current policy had sampled the tokens.
 
-    L = - sum_t A_t * logprob_t. No importance ratio: biased where weights are stale.
+    L = - sum_t A_t * logprob_t. Without an importance ratio, it is biased if weights are stale.
     """
     return LossOutputs(policy_gradient(inputs, torch.ones_like(inputs.advantages)))
 
@@ -257,9 +257,9 @@ def _clipped_surrogate(
 def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
     """DPPO with the binary total-variation mask (arXiv:2602.04879, eq. 11 and 12).
 
-    L = - sum_t M_t * r_t * A_t. M_t is 0 where the update leads away from the sampling policy
-    (A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1) and the token's probability has moved by more than
-    max_divergence already: abs(p_trainer - p_inference). Else 1.
+    L = - sum_t M_t * r_t * A_t. M_t is 0 if two things hold: the update leads away from the
+    sampling policy (A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1), and the token's probability has
+    moved too far already, abs(p_trainer - p_inference) > max_divergence. Else M_t is 1.
 
     Args:
         inputs: one microbatch.
@@ -292,16 +292,16 @@ LOSSES: dict[str, Callable[..., LossOutputs]] = {
 
 
 def bind_options(loss_fn: Callable[..., LossOutputs], name: str, options: Any) -> LossFn:
-    """The loss with these options in place of its defaults.
+    """Return the loss with these options in place of its defaults.
 
     Args:
         loss_fn: one of `LOSSES`, or a user's own.
         name: of the loss, for errors.
-        options: by name.
+        options: values by name.
 
     Raises:
-        ValueError: an option that the loss does not have, or for one of `LOSSES` a value that
-            cannot be; says which options there are.
+        ValueError: the loss does not have an option, or (for one of `LOSSES`) a value is out of
+            range. The message says which options or values are possible.
     """
     if not isinstance(options, dict):
         raise ValueError(f"loss_args={options!r}: must be a table such as {{eps_high = 4.0}}")
@@ -369,14 +369,14 @@ def entropy_bonus(inputs: LossInputs, beta: float) -> LossOutputs:
 def weigh_samples(
     num_loss_tokens: Sequence[int], rollouts: Sequence[int], normalization: str, constant: float
 ) -> tuple[list[float], float]:
-    """How a batch's sum over loss tokens becomes its loss: sum_t w_t * l_t / denominator.
+    """Choose the weights w and the denominator of a batch's loss, sum_t w_t * l_t / denominator.
 
-    "token": the mean over loss tokens. "sequence": the mean over rollouts of each one's mean.
-    "constant": the sum over a number that no batch changes (Dr. GRPO, arXiv:2503.20783).
+    "token": the mean over loss tokens. "sequence": the mean over rollouts of each rollout's mean.
+    "constant": the sum, divided by the same number in all batches (Dr. GRPO, arXiv:2503.20783).
 
     Args:
-        num_loss_tokens: of each sample of the global batch.
-        rollouts: of each sample, a number that the samples of one rollout share.
+        num_loss_tokens: for each sample of the global batch.
+        rollouts: for each sample, a number that the samples of one rollout share.
         normalization: one of the three.
         constant: the denominator of "constant".
 

@@ -3,14 +3,13 @@
     trainer (main thread)                 orchestrator (daemon thread, its own event loop)
     submit(step, version)  ──────────────►  run its groups against the server, all at once
     ... optimizer step on the batch before ...
-    get()  ◄──────────────────────────────  Batch: advantages set, errors left out
+    get()  ◄──────────────────────────────  Batch: advantages set, failed rollouts left out
 
-By default one batch is pending at most, and weights change only between `get` and the next
-`submit`, so all tokens of a batch come from one policy version. With several pending, later ones
-fill what earlier ones leave of the server while they wait for their slowest rollouts, and weights
-change under them: every token carries its version. Which examples a step may use follows from its
-number and the seed alone: a resumed run goes on with the examples that come next, without any
-saved cursor.
+By default at most one batch is pending, and weights change only between `get` and the next
+`submit`, so all tokens of a batch have one policy version. If several batches are pending, the
+later ones use the server while the earlier ones wait for their slowest rollouts. Weights then
+change during generation, and every token carries its version. A step's examples depend only on its
+number and the seed, so a resumed run continues with the next examples and needs no saved position.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ STOP_DEADLINE_S = 30.0
 
 
 class RolloutError(RuntimeError):
-    """No batch could be generated; the message says what failed first and what to do."""
+    """No batch could be generated. The message says what failed most often, or what to change."""
 
 
 class Orchestrator:
@@ -57,21 +56,22 @@ class Orchestrator:
 
     Args:
         env: runs groups of rollouts.
-        check_server: raises ServerLostError when the server is gone or has lost the policy. Called
-            when rollouts fail, to tell a dead server from a failing environment, and at the end of
-            each batch, which a server that started anew would have sampled from the wrong weights.
+        check_server: raises ServerLostError if the server is gone or has lost the policy. Called
+            when rollouts fail, to tell a dead server from a failing environment. Called also at the
+            end of each batch, because a restarted server samples from the wrong weights.
         batch_size: rollouts of a batch.
         rollouts_per_example: rollouts of a group.
-        sampling_args: what a rollout request carries.
-        max_concurrent: rollouts in flight at a time; fewer where too few files may be open.
-        rollout_timeout_s: deadline of one rollout; a batch may take it once for each wave of
-            `max_concurrent`.
-        example_order: of the training examples; default: shuffled, environments in equal shares.
-        group_filter: groups that do not pass are replaced by new ones as they come in, within the
-            first `rollout_timeout_s` of a batch times the batches pending.
+        sampling_args: the sampling options in each rollout request.
+        max_concurrent: rollouts in flight at a time; fewer if too few files may be open.
+        rollout_timeout_s: deadline of one rollout. A batch runs in waves of `max_concurrent`
+            rollouts, and each wave may take this long.
+        example_order: chooses the training examples; default: shuffled, environments in equal
+            shares.
+        group_filter: a finished group that does not pass is replaced by a new one. Replacements
+            start only in the first `rollout_timeout_s` of a batch, times the pending batches.
         max_groups: the most groups that are generated for a batch. Each step reserves this many
             examples of the epoch, used or not. Default: the groups of a batch.
-        advantage_fn: from a group's surviving rollouts to their advantages; default: rewards minus
+        advantage_fn: computes advantages from a group's surviving rollouts; default: rewards minus
             their mean. Advantages that an environment has set itself are kept.
         mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
     """
@@ -110,7 +110,7 @@ class Orchestrator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._slots: Slots
-        # Each with the number of batches that were pending with it, and its progress.
+        # Each batch, how many were pending after its submission, and its progress.
         self._pending: deque[tuple[Future[Batch], int, Progress]] = deque()
 
     # --- Called by the trainer --------------------------------------------------------------------
@@ -123,14 +123,14 @@ class Orchestrator:
             target=self._loop.run_forever, name="orchestrator", daemon=True
         )
         self._thread.start()
-        deadline_s = max(self.rollout_timeout_s, LOAD_S) + 60.0  # a minute after its own
+        deadline_s = max(self.rollout_timeout_s, LOAD_S) + 60.0  # a minute more than its own
         try:
             result_of(self._run(self.env.open()), deadline_s, lambda: "the environment to load")
         except TimeoutError as error:
             raise TimeoutError(f"the environment was not ready within {deadline_s:g} s") from error
         gc.collect()
-        # Thousands of small objects a second make Python collect garbage often; walking all that
-        # torch and transformers hold each time would stop every thread for half a second.
+        # Rollouts make thousands of small objects a second, so Python often collects garbage. Each
+        # time it would walk all of torch and transformers and stop all threads for half a second.
         gc.freeze()
 
     @property
@@ -138,17 +138,17 @@ class Orchestrator:
         return len(self._pending)
 
     def submit(self, step: int, model: str, policy_version: int) -> None:
-        """Begin to generate the batch of this step; `model` is what requests ask the server for.
-        Batches are taken in the order in which they were asked for.
+        """Begin to generate the batch of this step. Rollout requests carry `model` as model name.
+        `get` takes the batches in the order of their submission.
         """
-        num_batches = len(self._pending) + 1  # that share the server with it, as far as is known
+        num_batches = len(self._pending) + 1  # that share the server so far, with this one
         progress = Progress(self._slots)
         batch = self._run(self._generate(step, model, policy_version, num_batches, progress))
         self._pending.append((batch, num_batches, progress))
 
     def raise_if_failed(self) -> None:
-        """Raise the error of the first pending batch if it has one; returns at once.
-        A lost server may come back: that is left to `get`.
+        """Raise the error of the first pending batch, if that batch has failed. Returns at once.
+        A lost server may come back, so only `get` raises that error.
         """
         if self._pending and self._pending[0][0].done():
             error = self._pending[0][0].exception()
@@ -161,7 +161,7 @@ class Orchestrator:
             self._pending.popleft()[0].cancel()
 
     def wait(self) -> None:
-        """Wait until all pending batches are there, without taking them."""
+        """Wait until all pending batches are generated, without taking them."""
         for pending in self._pending:
             self._wait_for(*pending)
 
@@ -174,8 +174,8 @@ class Orchestrator:
         """Wait for the first pending batch and take it.
 
         Raises:
-            RolloutError: every rollout failed, or the advantage cannot take their rewards; the
-                cause is chained.
+            RolloutError: every rollout failed, or advantages cannot be computed from their rewards;
+                the cause is chained.
             ServerLostError: the server is gone, or has lost the policy.
             TimeoutError: it took longer than its deadline.
         """
@@ -187,8 +187,8 @@ class Orchestrator:
     def evaluate(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int
     ) -> dict[str, float]:
-        """Means over `num_rollouts` each of the first `num_examples` of each environment's eval
-        split. Errors count as reward 0. docs/metrics.md defines each.
+        """Evaluate the first `num_examples` of each environment's eval split, `num_rollouts` times
+        each. Returns means; a failed rollout counts as reward 0. docs/metrics.md defines each.
         """
         indices: list[int] = []
         start = 0
@@ -205,7 +205,7 @@ class Orchestrator:
         return evaluation_metrics([group for group, _ in groups])
 
     def stop(self) -> None:
-        """Cancel what is pending, close the environment's client and join the thread."""
+        """Cancel pending batches, close the environment's client and join the thread."""
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
@@ -231,11 +231,11 @@ class Orchestrator:
     def _result(
         self, future: Future[Any], progress: Progress, num_rollouts: int, num_batches: int = 1
     ) -> Any:
-        """Wait for it with a deadline.
+        """Wait for the future, with a deadline.
 
-        Rollout and scoring have each the rollout's deadline, once for each wave of max_concurrent,
-        and replacements may begin one later in each batch; this one, a minute later, is for what
-        neither saw.
+        In each wave of max_concurrent, rollouts and their scoring may each take the rollout's
+        deadline. In each batch, replacements may begin one such deadline later. This deadline is a
+        minute longer than these, for work that they could not end.
         """
         waves = -(-num_rollouts // self.max_concurrent)
         deadline_s = (2 * waves + num_batches) * self.rollout_timeout_s + 60.0
@@ -243,7 +243,7 @@ class Orchestrator:
             return result_of(future, deadline_s, lambda: f"rollouts: {progress}")
         except TimeoutError:
             if future.done():
-                raise  # an error of the rollouts' own
+                raise  # a TimeoutError of the rollouts themselves
             raise TimeoutError(
                 f"{num_rollouts} rollouts did not end within {deadline_s:g} s, three times "
                 f"generation_timeout ({self.rollout_timeout_s:g} s) or more: does the environment "
@@ -283,7 +283,7 @@ class Orchestrator:
                 "max_oversampling", len(kept), len(groups), self.num_groups, self.group_filter,
             )  # fmt: skip
         rollouts = [rollout for group in kept for rollout in group if rollout.error is None]
-        if not rollouts:  # those that did not pass, for people to see: no step is taken with them
+        if not rollouts:  # show people those that did not pass; no step is taken
             rollouts = [r for group, _ in groups for r in group if r.error is None]
             rollouts = rollouts[: self.batch_size]
             for rollout in rollouts:
@@ -307,9 +307,9 @@ class Orchestrator:
         finish: Callable[[list[Rollout]], bool] = lambda group: True,
         replace_for_s: float = 0.0,
     ) -> list[tuple[list[Rollout], bool]]:
-        """`num_at_once` groups at once, and one more for each that `finish` rejects within
-        `replace_for_s` seconds while there are examples left. Returns all in the order of
-        `indices`, each with what `finish` said.
+        """Run `num_at_once` groups at once. Run one more for each group that `finish` rejects within
+        `replace_for_s` seconds, while examples are left. Returns all groups in the order of
+        `indices`, each with the result of `finish`.
 
         Raises:
             RolloutError: all rollouts failed.

@@ -3,14 +3,14 @@
     for step in range(max_steps):
         wait for the batch of this step            orchestrator.get()
         send the newest weights                    weight_sync.push(model, version)
-        ask for the batch of the next step         orchestrator.submit(step + 1)
-        train on this one                          forward, loss_fn, backward for each microbatch;
+        request the batch of the next step         orchestrator.submit(step + 1)
+        train on the batch of this step            forward, loss_fn, backward for each microbatch;
                                                    optimizer.step()
 
-With max_off_policy_steps = 1, as above, each batch was sampled by the weights of one step before,
-and the server works while the trainer does. With 0, weights are sent and the batch is requested
-first, and each side waits for the other. With k > 1, k batches are requested in advance, and
-weights change while the server generates.
+With max_off_policy_steps = 1, as above, each batch is sampled from weights that are one step old,
+and the server generates while the trainer trains. With 0, each step first sends the weights and
+requests its batch, and each side waits for the other. With k > 1, k batches are requested in
+advance, and weights change while the server generates.
 
 Everything else (optimizer, schedule, clipping, logging, checkpoints, callbacks) is
 transformers.Trainer's own.
@@ -84,31 +84,31 @@ class RLTrainer(Trainer):
     """Trains a causal language model by reinforcement learning on a `verifiers` environment.
 
     Args:
-        model: a folder, a name on the hub, or a `PreTrainedModel` (or a PEFT model) that is trained
-            as it is.
-        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
-            `verifiers.Environment`, an `EnvRunner`, or a list of `WeightedEnv` that are mixed; None
-            if `orchestrator` is given.
+        model: a folder, a name on the hub, or a loaded model. An adapter that the folder or the
+            model has already is trained further.
+        env: an `Env` or a `Taskset` of `verifiers.v1`, the id of a taskset, a classic
+            `verifiers.Environment`, an `EnvRunner`, or a list of `WeightedEnv` to mix; None if
+            `orchestrator` is given.
         args: all options.
         processing_class: the tokenizer; default: the model's own.
         loss_fn: `LossInputs -> LossOutputs`, called on each microbatch; replaces `args.loss`.
-        advantage_fn: rollouts of a group to advantages, one a rollout or one a token (see
-            advantages.py); replaces `args.advantage`.
-        example_order: which examples a step gets (see data.py); replaces `args.shuffle`.
+        advantage_fn: computes advantages from the rollouts of a group, one per rollout or one per
+            token (see advantages.py); replaces `args.advantage`.
+        example_order: chooses the examples of a step (see data.py); replaces `args.shuffle`.
         peft_config: any PEFT config in place of the LoRA that `args` describes.
         orchestrator: gives batches in place of the `Orchestrator` of `env`.
         weight_sync: takes weights in place of the `WeightSync` to the server.
         **trainer_kwargs: `callbacks`, `optimizers` and whatever else `transformers.Trainer` takes.
 
     Raises:
-        ConfigError: an option or an argument has a value that cannot work, or no effect.
+        ConfigError: an option or an argument cannot work, or would have no effect.
         InvalidEnvironmentError: the environment cannot be trained on.
-        InferenceServerError: no server, another model's server, or one that cannot take these
+        InferenceServerError: there is no server, it serves another model, or it cannot take these
             weights.
     """
 
     args: RLConfig
-    config_class = RLConfig  # what `vf-train` makes of [trainer.args]
+    config_class = RLConfig  # the class that `vf-train` makes from [trainer.args]
 
     def __init__(
         self,
@@ -133,29 +133,29 @@ class RLTrainer(Trainer):
                 model if isinstance(model, str) else model.name_or_path
             )
         self.loss_fn = add_terms(loss_fn or args.make_loss(), *args.make_loss_terms())
-        set_seed(args.seed)  # a new adapter's weights follow from it too
+        set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
-        self.batch: Batch | None = None  # the one being trained on
+        self.batch: Batch | None = None  # the batch that is being trained on
         self._env = env
         self._sync_metrics: dict[str, float] = {}
         self._waited_s = 0.0  # for this step's batch
         self._is_serving = False
-        self.orchestrator: BatchSource | None = None  # on rank 0 only, as the next
+        self.orchestrator: BatchSource | None = None  # on rank 0 only, like weight_sync
         self.weight_sync: WeightSink | None = None
-        # Called with the model and its name at the server after the first push, once.
+        # Called once, after the first push, with the model and its name at the server.
         self._check_agreement: Callable[[nn.Module, str], None] | None = None
         if args.process_index == 0:
             from verifiers_rl.server_side import connect
 
             server_side = connect(policy, env, args, processing_class, replaced)
             self.orchestrator, self.weight_sync, self._check_agreement = server_side
-        # Trainer insists on one for eval_strategy; what is evaluated is the environment's own.
+        # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
             atexit.register(let_gloo_threads_finish)
-        self.loss_is_scaled_for_ga = True  # by training_step, once, over the whole batch
+        self.loss_is_scaled_for_ga = True  # training_step does it once, for the whole batch
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.remove_callback(PrinterCallback)
@@ -166,12 +166,12 @@ class RLTrainer(Trainer):
             self.add_callback(callback)
 
         self._why_full_logits: str | None = None
-        self._layout: Layout | None = None  # until the first step
+        self._layout: Layout | None = None  # set in the first step
         self._needs = needs_of(self.loss_fn)
         has_adapter = hasattr(self.model, "disable_adapter")
         needs_copy = "reference_logprobs" in self._needs and not has_adapter
         prepare_sharding(self.accelerator, args, needs_copy)
-        self._reference: Any = None  # with LoRA: the model itself, its adapter switched off
+        self._reference: Any = None  # with LoRA: None, the adapter is switched off instead
         if needs_copy:
             reference = copy.deepcopy(cast(nn.Module, self.model))
             self._reference = reference.requires_grad_(False).eval()
@@ -179,19 +179,19 @@ class RLTrainer(Trainer):
     # --- Setting up -------------------------------------------------------------------------------
 
     def _base_of(self, model: Any) -> Any:
-        """The Hugging Face model inside DDP and PEFT."""
+        """Return the Hugging Face model inside DDP and PEFT."""
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if hasattr(model, "peft_config") else model
 
     def train(
         self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As Trainer.train. At its end the server has the final weights, and `output_dir` the model
-        or adapter; the orchestrator stops however this ends.
+        """Do as `Trainer.train`. At the end the server has the final weights, and `output_dir` has
+        the model or the adapter. The orchestrator stops in any case, also after an error.
 
         Raises:
-            RunFolderError: output_dir holds a run already, or none to resume.
-            KeyboardInterrupt: after the steps done so far were saved.
+            RunFolderError: output_dir holds a run already, or there is no run to resume.
+            KeyboardInterrupt: with one process, after a checkpoint of the steps done so far.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError("with DeepSpeed a trainer trains once; make another, or resume")
@@ -201,13 +201,13 @@ class RLTrainer(Trainer):
             try:
                 result = super().train(resume, *args, **kwargs)
             except KeyboardInterrupt:
-                if self.args.world_size == 1:  # the other ranks may be anywhere
+                if self.args.world_size == 1:  # other ranks could be at any point
                     self._save_unfinished()
                 raise
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
             if is_best and self.weight_sync is not None:
                 self.weight_sync.policy_version = None  # the server has the last weights
-            self.save_model()  # a server that is lost now does not cost the weights
+            self.save_model()  # first, because the server may be lost below
             if self.is_world_process_zero():
                 finish_run_folder(self.model, self.args, self.state, self._env)
             with self._gathering():
@@ -215,14 +215,14 @@ class RLTrainer(Trainer):
         return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Called by push_to_hub()."""
+        """Write the model card. push_to_hub() calls this."""
         if self.is_world_process_zero():
             write_model_card(Path(self.args.output_dir or ""), self.model, self.args, self.state,
                              self._env)  # fmt: skip
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
-        """The orchestrator runs during train(), or during an evaluate() alone."""
+        """Run the orchestrator during `train()`, or during an `evaluate()` outside of it."""
         if self.orchestrator is None or self.weight_sync is None or self._is_serving:
             yield
             return
@@ -240,22 +240,22 @@ class RLTrainer(Trainer):
     # --- The step ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """One placeholder a step, by which Trainer counts; the orchestrator has the data."""
+        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
         steps = [{"step": step} for step in range(self.args.max_steps)]
         return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Forward and backward on all microbatches of this step's batch.
+        """Run forward and backward on all microbatches of this step's batch.
 
-        The loss of each microbatch is a sum; it is divided here, once, by a number that belongs to
-        the global batch (`loss_normalization`). Gradients are averaged over ranks by DDP, which the
-        factor `world_size` undoes. So the gradient is that of the whole batch, however it was
+        The loss of each microbatch is a sum. This method divides it once, by a number that belongs
+        to the global batch (`loss_normalization`). DDP averages gradients over ranks; the factor
+        `world_size` undoes this. So the gradient is that of the whole batch, however the batch was
         split.
 
         Returns:
-            Scalar, this rank's share of the loss times world_size; its mean over ranks is the
+            Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
             batch's loss.
         """
         if self._layout is None:
@@ -273,7 +273,7 @@ class RLTrainer(Trainer):
             self._layout,
             getattr(self._base_of(self.model).config.get_text_config(), "hidden_size", 1024),
         )[args.process_index]
-        if not batch.num_loss_tokens:  # without a gradient the optimizer leaves all as it is
+        if not batch.num_loss_tokens:  # no gradient, so the optimizer changes nothing
             plan = []
         weights, denominator = weigh_samples(
             [sample.num_loss_tokens for sample in batch.samples],
@@ -286,26 +286,26 @@ class RLTrainer(Trainer):
         num_positions = 0
         for number, rows in enumerate(plan):
             if self.orchestrator is not None and args.world_size == 1:
-                # Early, for what the thread has to say. Other ranks would wait for this one's
-                # gradients: with several, _next_batch raises it on all.
+                # Stop now if the next batch has failed. With several ranks, the others would wait
+                # for this rank's gradients, so there _next_batch raises the error on all.
                 self._checkpoint_on_error(self.orchestrator.raise_if_failed)
             microbatch = collate(batch.samples, rows, weights, tokenizer.pad_token_id or 0)
             num_positions += microbatch.input_ids.numel()
             is_last = number == len(plan) - 1
-            # The one reduction of gradients happens in the last backward.
+            # Gradients are reduced over ranks once, in the last backward.
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
                     loss = self.microbatch_loss(model, microbatch, means)
                     loss = loss * args.world_size / denominator
                 batch_loss += loss.detach()
-                if is_last:  # DeepSpeed's engine takes its step inside this backward
+                if is_last:  # before the backward in which DeepSpeed takes its step
                     self._checkpoint_on_error(
                         partial(raise_if_not_finite, batch_loss, args.world_size)
                     )
                 self.accelerator.backward(loss)
         check_gradient = partial(raise_if_gradient_not_finite, model, args.world_size)
-        # What DeepSpeed's optimizer has made of such a gradient is not saved.
+        # No checkpoint with DeepSpeed: its optimizer may have used the gradient already.
         check_gradient() if self.is_deepspeed_enabled else self._checkpoint_on_error(check_gradient)
         own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
         token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
@@ -330,9 +330,9 @@ class RLTrainer(Trainer):
         return batch_loss
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        """By trying, once the model is spread over the ranks as it will be trained."""
+        """Test which layout the model supports, after it is wrapped and split as for training."""
         base = self._base_of(model)
-        with self.accelerator.autocast():  # as each step has it
+        with self.accelerator.autocast():  # as in each step
             self._why_full_logits = reason_against_chunking(model, base)
             why_padded = reason_against_sharing_rows(model, base)
         if self._why_full_logits:
@@ -345,14 +345,14 @@ class RLTrainer(Trainer):
     def microbatch_loss(
         self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
     ) -> Tensor:
-        """loss_fn on one microbatch: only loss tokens get logprobs. Scalar, a sum."""
+        """Compute logprobs of a microbatch's loss tokens only, and their loss: a scalar, a sum."""
         device = self.args.device
         # Position t predicts token t + 1.
         predicts = microbatch.loss_mask[:, 1:].clone()  # (B, T - 1)
         has_loss = bool(predicts.any())
         if not has_loss:
-            # The head must take part in every backward, or DDP waits for its gradient: a token
-            # without weight, whose loss counts as 0.
+            # The head must take part in every backward, or DDP waits for its gradient. So one
+            # token without weight is predicted, and its loss is multiplied by 0.
             predicts[0, 0] = True
         rows, columns = predicts.nonzero(as_tuple=True)  # (N,)
 
@@ -369,7 +369,7 @@ class RLTrainer(Trainer):
             reference_logprobs = self.reference_logprobs(microbatch, targets)
         inputs = LossInputs(
             trainer_logprobs=logprobs,
-            # NaN marks tokens that no policy sampled (mask_env_responses=False): ratio 1.
+            # NaN marks tokens that no policy sampled (mask_env_responses=False). Their ratio is 1.
             inference_logprobs=torch.where(
                 inference_logprobs.isnan(), logprobs.detach(), inference_logprobs
             ),
@@ -390,17 +390,17 @@ class RLTrainer(Trainer):
         targets: Targets,
         entropy: Entropy = "value",
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of the targets, and the entropy where each is predicted. (N,) each."""
+        """Compute the logprob of each target, and the entropy of its prediction. (N,) each."""
         temperature = self.args.temperature
         model_inputs = {"input_ids": microbatch.input_ids.to(self.args.device), "use_cache": False}
         if self._layout == "padded":
             mask = (microbatch.sequence_ids >= 0) | (microbatch.sequence_ids.amax(1, True) < 0)
             model_inputs["attention_mask"] = mask.long().to(self.args.device)
-        else:  # without a mask, transformers makes one from positions that start anew
+        else:  # without a mask, transformers makes one from positions that restart at 0
             model_inputs["position_ids"] = microbatch.position_ids.to(self.args.device)
         base = self._base_of(model)
         chunk_size = chunk_size_for(base.config.get_text_config().vocab_size)
-        # accelerate gives it to forward; the head runs outside, and the reference is not prepared.
+        # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
             if self._why_full_logits:
                 logits = model(**model_inputs).logits  # (B, T, vocabulary)
@@ -412,7 +412,7 @@ class RLTrainer(Trainer):
                 hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
             head = list(base.get_output_embeddings().parameters())
             min_chunks = 1
-            if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: all ranks gather it for each chunk
+            if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: each chunk needs all ranks
                 num_chunks = -(-len(targets.token_ids) // chunk_size)
                 min_chunks = max_over_ranks(num_chunks, self.args.device)
             return chunked_logprobs_and_entropy(
@@ -422,8 +422,8 @@ class RLTrainer(Trainer):
 
     @torch.no_grad()
     def reference_logprobs(self, microbatch: Microbatch, targets: Targets) -> Tensor:
-        """Logprobs under the model without its adapter, or the frozen copy of what training started
-        from. (N,)
+        """Compute the targets' logprobs (N,) under the reference: the model without its adapter, or
+        the frozen copy of the model at the start.
         """
         if self._reference is not None:
             return self.token_logprobs(self._reference, microbatch, targets, "none")[0]
@@ -436,7 +436,7 @@ class RLTrainer(Trainer):
             model.train()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Forward and backward of this rank's share of the batch."""
+        """Count the operations of forward and backward for this rank's share of the batch."""
         if self.batch is None:
             return 0
         num_tokens = sum(len(sample.token_ids) for sample in self.batch.samples)
@@ -446,7 +446,7 @@ class RLTrainer(Trainer):
     # --- Batches and weights ----------------------------------------------------------------------
 
     def _next_batch(self) -> Batch:
-        """This step's batch, on every rank; those ahead are asked for on the way."""
+        """Return this step's batch on every rank, and request the batches ahead."""
         batch = None
         try:
             with self._gathering():
@@ -460,13 +460,13 @@ class RLTrainer(Trainer):
             batch = None
             raise
         finally:
-            if self.args.world_size > 1:  # an error too: the other ranks are waiting
+            if self.args.world_size > 1:  # also after an error: the others wait
                 batch = broadcast_batch(batch, self.args.device)
         assert batch is not None
         return batch
 
     def _take_batch(self, orchestrator: BatchSource) -> Batch:
-        if not orchestrator.num_pending:  # the first step, max_off_policy_steps = 0, a lost server
+        if not orchestrator.num_pending:  # first step, lost server, or max_off_policy_steps = 0
             self._sync_weights()
             self._submit(self.state.global_step)
         start = time.monotonic()
@@ -475,8 +475,8 @@ class RLTrainer(Trainer):
         return batch
 
     def _submit_ahead(self, orchestrator: BatchSource) -> None:
-        """Send the weights that this step starts from, and ask for the batches of the
-        max_off_policy_steps steps after it, as far as they are not pending.
+        """Send the weights that this step starts from. Request the batches of the next
+        max_off_policy_steps steps, except those that are pending already.
         """
         step = self.state.global_step
         first, last = step + 1 + orchestrator.num_pending, step + self.args.max_off_policy_steps
@@ -485,12 +485,12 @@ class RLTrainer(Trainer):
             self._submit(ahead)
 
     def _retry_when_server_lost(self, work: Callable[[], _T]) -> _T:
-        """Run `work`; when the server is lost on the way, wait for it to come back and run it again
-        with the weights sent anew.
+        """Run `work`. If the server is lost meanwhile, wait until the server is back and run `work`
+        again, which then sends the weights again.
 
         Raises:
-            InferenceServerError: it did not come back within vllm_server_timeout, or was lost three
-                times in this one piece of work.
+            InferenceServerError: the server did not come back within vllm_server_timeout, or was
+                lost in three attempts at this work.
         """
         for attempt in range(1, 4):
             try:
@@ -505,7 +505,7 @@ class RLTrainer(Trainer):
         raise AssertionError("unreachable")
 
     def _checkpoint_on_error(self, work: Callable[[], _T]) -> _T:
-        """Run `work`; when it fails, save what has been trained so far before the error goes on."""
+        """Run `work`. If it fails, save a checkpoint of the steps so far, then raise the error."""
         try:
             return work()
         except Exception:
@@ -513,14 +513,14 @@ class RLTrainer(Trainer):
             raise
 
     def _save_unfinished(self) -> None:
-        """A checkpoint of the steps done so far, where checkpoints are wanted at all."""
+        """Save a checkpoint of the steps done so far, unless save_strategy is "no"."""
         step = self.state.global_step
         if step == 0:
             return
         if self.args.save_strategy == "no":
             logger.warning("nothing of %d steps is saved: save_strategy = 'no'", step)
             return
-        if not has_checkpoint(self.args.output_dir or "", step):  # else it is whole already
+        if not has_checkpoint(self.args.output_dir or "", step):  # else this step is saved already
             self._save_checkpoint(cast(nn.Module, self.model), trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         logger.warning("step %d is saved in %s", step, self.args.output_dir)
@@ -532,11 +532,11 @@ class RLTrainer(Trainer):
         )
 
     def _gathering(self) -> AbstractContextManager[None]:
-        """Wherever rank 0 may send weights: the other ranks help it to gather a split model."""
+        """Enter this where rank 0 may send weights: other ranks help to gather a split model."""
         return gathering(self.accelerator.unwrap_model(self.model), self.args.lora_sync)
 
     def _sync_weights(self) -> None:
-        """Send the weights of this step to the server, unless it has them.
+        """Send the weights of this step to the server, unless the server has them.
         The policy version is the step's number.
         """
         version = self.state.global_step
@@ -546,7 +546,7 @@ class RLTrainer(Trainer):
         is_idle = self.orchestrator is None or self.orchestrator.num_pending == 0
         in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
         self._sync_metrics = self.weight_sync.push(model, version, in_flight)
-        if self._check_agreement is not None and not is_split(model):  # it would take all ranks
+        if self._check_agreement is not None and not is_split(model):  # it would need all ranks
             self._check_agreement(model, self.weight_sync.model_name)
         self._check_agreement = None
 
@@ -558,12 +558,12 @@ class RLTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Mean reward and metrics of the environment's eval split under the current weights:
-        `eval_reward` and so on.
+        """Evaluate the current weights on the environment's eval split. Returns the mean reward and
+        metrics: `eval_reward` and so on.
 
-        `eval_examples` examples, `eval_rollouts_per_example` rollouts each, with the sampling
-        options of training. Pending batches are waited for first, so that they have the server to
-        themselves.
+        An evaluation has `eval_examples` examples with `eval_rollouts_per_example` rollouts each,
+        and the sampling options of training. It starts after all pending batches are generated, so
+        it does not share the server with them.
         """
         if eval_dataset is not None:
             raise ConfigError("evaluate() takes no dataset: env has its own")
@@ -578,7 +578,7 @@ class RLTrainer(Trainer):
         return metrics
 
     def _evaluation(self) -> dict[str, float]:
-        """Its results, on every rank: save_strategy="best" decides by them."""
+        """Evaluate. Return the results on every rank, because save_strategy="best" needs them."""
         results: dict[str, float] | None = None
         try:
             with self._serving(), self._gathering():
@@ -586,7 +586,7 @@ class RLTrainer(Trainer):
                 found = self._retry_when_server_lost(self._evaluate_on_server) if is_here else {}
             results = found
         finally:
-            if self.args.world_size > 1:  # an error too: the other ranks are waiting
+            if self.args.world_size > 1:  # also after an error: the others wait
                 results = broadcast_metrics(results, self.args.device)
         return results
 
@@ -602,7 +602,7 @@ class RLTrainer(Trainer):
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds means over the steps since the last line to Trainer's own, and shows rollouts."""
+        """Add means over the steps since the last line to Trainer's numbers, and print rollouts."""
         if "loss" in logs and self._window.steps:
             logs |= self._window.take()
             if self.batch is not None and self.is_world_process_zero():
