@@ -1412,7 +1412,7 @@ def test_a_model_in_half_precision_becomes_float32_masters(make_trainer, caplog)
 def test_with_deepspeed_a_second_train_is_refused(make_trainer):
     trainer = make_trainer()
     trainer.is_deepspeed_enabled, trainer.model_wrapped = True, torch.nn.Module()
-    with pytest.raises(RuntimeError, match="a trainer trains once"):
+    with pytest.raises(RuntimeError, match=r"train\(\) works once per RLTrainer"):
         trainer.train()
 
 

@@ -116,7 +116,7 @@ _LAYERWISE = (
     "updates, without max_grad_norm"
 )
 _UNUSABLE_OPTIM = {
-    "schedule_free": "its weights are other ones in training than in evaluation, and the server "
+    "schedule_free": "its weights differ between training and evaluation, and the server "
     "would sample from the wrong ones",
     "lomo": _LAYERWISE,
     "adalomo": _LAYERWISE,

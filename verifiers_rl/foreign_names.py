@@ -20,6 +20,7 @@ _SAME = {
     "max_steps": "steps total_training_steps num_steps num_training_steps",
     "max_grad_norm": "max_norm grad_clip clip_grad gradient_clipping",
     "kl_beta": "beta kl_coef kl_loss_coef init_kl_coef kl_coeff kl_tau",
+    "entropy_beta": "entropy_coeff entropy_coef ent_coef",
     "advantage": "adv_estimator advantage_estimator",
     "loss": "loss_type policy_loss loss_mode",
     "loss_normalization": "loss_agg_mode",
@@ -71,7 +72,6 @@ _OTHER = {
     "the weights go to the server after every optimizer step; remove it": "weight_sync_steps "
     "sync_interval",
     "set warmup_steps; below 1 it is a share of all steps": "warmup_ratio lr_warmup_steps_ratio",
-    "the loss has no entropy bonus; pass a loss_fn to RLTrainer": "entropy_coeff entropy_coef",
     "set min_reward_variance, min_reward or max_reward": "filter_groups dynamic_sampling",
     "the reference is the model at the start; see kl_beta": "ref_model sync_ref_model",
 }

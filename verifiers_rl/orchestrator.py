@@ -307,8 +307,8 @@ class Orchestrator:
         finish: Callable[[list[Rollout]], bool] = lambda group: True,
         replace_for_s: float = 0.0,
     ) -> list[tuple[list[Rollout], bool]]:
-        """Run `num_at_once` groups at once. Run one more for each group that `finish` rejects within
-        `replace_for_s` seconds, while examples are left. Returns all groups in the order of
+        """Run `num_at_once` groups at once, and one more for each group that `finish` rejects
+        within `replace_for_s` seconds, while examples are left. Returns all groups in the order of
         `indices`, each with the result of `finish`.
 
         Raises:

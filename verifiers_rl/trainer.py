@@ -194,7 +194,9 @@ class RLTrainer(Trainer):
             KeyboardInterrupt: with one process, after a checkpoint of the steps done so far.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
-            raise RuntimeError("with DeepSpeed a trainer trains once; make another, or resume")
+            raise RuntimeError(
+                "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
+            )
         wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
         resume = enter_run_folder(self.args, wanted)
         with self._serving(), self._interrupts.deferred():
@@ -518,7 +520,7 @@ class RLTrainer(Trainer):
         if step == 0:
             return
         if self.args.save_strategy == "no":
-            logger.warning("nothing of %d steps is saved: save_strategy = 'no'", step)
+            logger.warning("none of the %d steps is saved, because save_strategy = 'no'", step)
             return
         if not has_checkpoint(self.args.output_dir or "", step):  # else this step is saved already
             self._save_checkpoint(cast(nn.Module, self.model), trial=None)
