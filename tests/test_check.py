@@ -3,6 +3,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -310,12 +311,14 @@ def test_what_is_wrong_has_a_line_each_and_no_server_starts(model_folder, tmp_pa
 @pytest.mark.e2e
 def test_a_run_that_works_is_ok_and_leaves_nothing_behind(warm_start, tmp_path):
     toml = write_run(tmp_path, warm_start)
-    (tmp_path / "tmp").mkdir()
-    done = run_check(toml, VF_RL_TEST=str(tmp_path), TMPDIR=str(tmp_path / "tmp"))
+    # A short name: vLLM's sockets lie there, and their paths have 107 characters at most.
+    with tempfile.TemporaryDirectory() as temporary:
+        done = run_check(toml, VF_RL_TEST=str(tmp_path), TMPDIR=temporary)
+        left = list(Path(temporary).glob("vf-rl-check-*"))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     first, *checks, last = done.stdout.splitlines()
     assert first == f"vf-rl: checking {toml}" and last.startswith("vf-rl: all is ok, after ")
     assert [line[:6] for line in checks if not line.startswith("      ")] == ["ok    "] * 16
     assert processes_of(tmp_path) == {}
-    assert not list((tmp_path / "tmp").glob("vf-rl-check-*"))
+    assert not left
     assert not (tmp_path / "run").exists()

@@ -455,8 +455,9 @@ class Preflight:
             )
         if found.is_of_another_model:
             raise Fix(
-                f"{found}, more than rounding explains: the server samples from another model than "
-                "is trained; take quantization and model overrides out of [inference.args]"
+                f"{found}, more than rounding explains: the server samples from a different model "
+                "than the one being trained; take quantization and model overrides out of "
+                "[inference.args]"
             )
         return str(found)
 
