@@ -2,6 +2,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,30 @@ def write_toml(tmp_path, model_folder):
         return path
 
     return write
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Runs vf-rl or vf-train to its end in this process, which saves the imports of another one."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    modules = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the TOML's folder is put there
+    monkeypatch.setenv(TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE])  # vf-rl sets one of its own
+
+    def run_here(command, *words):
+        monkeypatch.setattr(sys, "argv", [f"vf-{command}", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            (rl if command == "rl" else train).main()
+        stdout, stderr = capsys.readouterr()
+        return SimpleNamespace(returncode=ended.value.code, stdout=stdout, stderr=stderr)
+
+    yield run_here
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for name in {"tiny_env", "given"} & (set(sys.modules) - modules):
+        del sys.modules[name]  # another test has another one
 
 
 def make_config(**options):
@@ -177,7 +202,8 @@ def test_a_missing_model_is_one_clear_error(write_toml, tmp_path):
 
 
 def test_a_model_beside_the_toml_is_found_by_a_dot(write_toml, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The hub's client has read HF_HUB_OFFLINE by now; it would wait for the hub.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     toml = write_toml(model='model = "model"\n')
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -271,9 +297,9 @@ def test_a_cpu_server_needs_the_cpu_build(monkeypatch, packages, is_refused):
         plan.assign_gpus(config)
 
 
-def test_vf_train_does_not_leave_gpus_idle_in_silence(write_toml):
+def test_vf_train_does_not_leave_gpus_idle_in_silence(write_toml, run_here):
     toml = write_toml('[env]\nid = "e"\n[trainer]\ngpus = 2\n')
-    done = run("verifiers_rl.cli.train", "@", toml)
+    done = run_here("train", "@", toml)
     assert done.returncode == 1
     assert "trainer.gpus=2 needs a process for each: accelerate launch --num_processes 2" in (
         done.stderr
@@ -361,33 +387,52 @@ def test_the_server_is_told_what_follows_from_the_trainer():
         assert "--enable-lora" not in plan.server_command(make_config(trainer_args=options), "h", 7)
 
 
+# Each server ends as soon as it was asked for its status. So it is never too early or too late.
 SUPERVISE = """
-import sys, types
-from tests.conftest import free_port
-from tests.test_cli import make_config
-from verifiers_rl.cli import rl
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from verifiers_rl.cli import children, rl
+from verifiers_rl.cli.config import RunConfig
 
-lifetime_s, keeps_answering = float(sys.argv[1]), sys.argv[2] == "True"
-num_answers = 0
+folder, keeps_answering, port = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
+wait = "import os, sys, time\\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\\n"
+num_starts = num_answers = 0
+
+def server_command(*_):
+    global num_starts
+    num_starts += 1
+    return [sys.executable, "-c", wait, str(folder / f"asked {num_starts}")]
 
 def answers(client):
     global num_answers
     num_answers += 1
+    (folder / f"asked {num_starts}").touch()
+    if num_starts == 6:
+        (folder / "end").touch()
     return keeps_answering or num_answers == 1
 
-rl.answers, rl.MAX_RESTARTS, rl.BACKOFF_S = answers, 3, 0.05
-server = [sys.executable, "-c", f"import time; time.sleep({lifetime_s})"]
-trainer = [sys.executable, "-c", "import sys, time; time.sleep(12); sys.exit(7)"]
-rl.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
-config = make_config(trainer_args={"vllm_server_port": free_port()})
-sys.exit(rl.supervise(config, ("", ""), types.SimpleNamespace(server_log=None)))
+def ended_within(child, seconds):
+    if seconds > 60:  # the server is given up
+        (folder / "end").touch()
+    return children.ended_within(child, seconds)
+
+rl.answers, rl.MAX_RESTARTS, rl.BACKOFF_S, rl.POLL_S = answers, 3, 0.05, 0.02
+rl.server_command, rl.ended_within = server_command, ended_within
+trainer = [sys.executable, "-c", wait + "sys.exit(7)", str(folder / "end")]
+rl.trainer_command = lambda *_: trainer
+config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_args={"vllm_server_port": port})
+sys.exit(rl.supervise(config, ("", ""), SimpleNamespace(server_log=None)))
 """
 
 
 @pytest.mark.parametrize("keeps_answering", [False, True])
-def test_a_dying_server_is_started_again_later_and_later_and_not_for_ever(keeps_answering):
+def test_a_dying_server_is_started_again_later_and_later_and_not_for_ever(
+    tmp_path, keeps_answering
+):
     # One that has answered in between is not counted against those before it.
-    command = [sys.executable, "-c", SUPERVISE, "1.2", str(keeps_answering)]
+    command = [sys.executable, "-c", SUPERVISE, str(tmp_path), str(keeps_answering)]
+    command.append(str(free_port()))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     delays = [
         line.rpartition(" in ")[2] for line in done.stdout.splitlines() if "starting it" in line
@@ -436,25 +481,65 @@ def test_what_a_server_prints_when_it_is_ended_is_not_shown_but_why_it_ended_is(
     assert "[inference] broken" in shown("0", "broken")
 
 
+# Importing vLLM takes many seconds. This process does it once, and each case is a fork of it.
 UP_TO_VLLM = """
-import sys
+import json, os, sys
+import torch, uvloop
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from verifiers_rl.inference import server, vllm_versions
 
 parts = vllm_versions.server_parts()
+parts.make_arg_parser(FlexibleArgumentParser())  # vLLM keeps what it finds out about its options
 
 def stop(args):
     sys.exit(f"vLLM would listen on {args.host}, behind {args.middleware}")
 
 vllm_versions.server_parts = lambda: parts._replace(run_server=stop)
-server.main()
+for line in sys.stdin:
+    words, environment, *outputs = json.loads(line)
+    if (child := os.fork()) == 0:
+        for descriptor, path in enumerate(outputs, start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[1:] = words
+        try:
+            server.main()
+        except SystemExit as ended:  # as Python ends, but unloading vLLM takes seconds
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1 if isinstance(ended.code, str) else ended.code or 0)
+        sys.exit("the server's main() returned")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
 """
 
 
-def test_listening_beyond_this_machine_is_warned_of(model_folder):
+@pytest.fixture(scope="module")
+def vf_vllm(tmp_path_factory):
+    """Runs vf-vllm up to where vLLM would listen, in a process of its own."""
+    folder = tmp_path_factory.mktemp("vf_vllm")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", UP_TO_VLLM], **pipes) as process:
+
+        def run(*words, environment=None):
+            outputs = [folder / "stdout", folder / "stderr"]
+            case = [words, environment or dict(os.environ), *map(str, outputs)]
+            print(json.dumps(case), file=process.stdin, flush=True)
+            status = process.stdout.readline()
+            assert status, "the process that imports vLLM has ended"
+            stdout, stderr = (path.read_text() for path in outputs)
+            return SimpleNamespace(returncode=int(status), stdout=stdout, stderr=stderr)
+
+        yield run
+
+
+@pytest.mark.slow
+def test_listening_beyond_this_machine_is_warned_of(vf_vllm, model_folder):
     def output(*flags):
-        command = [sys.executable, "-c", UP_TO_VLLM, "--model", str(model_folder), *flags]
-        command += ["--port", str(free_port())]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+        return vf_vllm("--model", str(model_folder), *flags, "--port", str(free_port())).stderr
 
     beyond = output("--host", "0.0.0.0", "--middleware", "mine.Routes")
     # The last is the first that a request meets: routes of one's own are served.
@@ -465,15 +550,15 @@ def test_listening_beyond_this_machine_is_warned_of(model_folder):
     assert "vLLM would listen on 127.0.0.1" in alone and "WARNING: --host" not in alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "", "the run's own"])
-def test_vf_vllm_alone_makes_a_token_and_says_where_it_is(model_folder, tmp_path, given):
-    port = free_port()
-    command = [sys.executable, "-c", UP_TO_VLLM, "--model", str(model_folder), "--port", str(port)]
+def test_vf_vllm_alone_makes_a_token_and_says_where_it_is(vf_vllm, model_folder, tmp_path, given):
     environment = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")} | (
         {TOKEN_VARIABLE: given} if given is not None else {}
     )
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    words = ["--model", str(model_folder), "--port", str(free_port())]
+    done = vf_vllm(*words, environment=environment)
     assert "vLLM would listen on" in done.stderr
     named = re.findall(r"finds the server's token in (\S+);", done.stderr)
     saved = [str(path) for path in (tmp_path / "cache").rglob("*") if path.is_file()]
@@ -483,17 +568,18 @@ def test_vf_vllm_alone_makes_a_token_and_says_where_it_is(model_folder, tmp_path
         assert len(token) > 20 and token not in done.stderr + done.stdout
 
 
-def test_a_bad_flag_of_vllm_and_a_taken_port_are_one_line(model_folder):
+@pytest.mark.slow
+def test_a_bad_flag_of_vllm_and_a_taken_port_are_one_line(vf_vllm, model_folder):
     port = free_port()
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--port", str(port)]
-    command += ["--model", str(model_folder)]
+    words = ["--port", str(port), "--model", str(model_folder)]
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", *words]
     options = {"stderr": subprocess.PIPE, "text": True}
     with (
         reserve_port("127.0.0.1", port),
-        subprocess.Popen([*command, "--max-modle-len", "5"], **options) as bad,
-        subprocess.Popen(command, **options) as taken,  # both load vLLM, meanwhile
+        subprocess.Popen([*command, "--max-modle-len", "5"], **options) as bad,  # loads vLLM
     ):
-        said = [process.communicate(timeout=120)[1].splitlines() for process in (bad, taken)]
+        taken = vf_vllm(*words)
+        said = [text.splitlines() for text in (bad.communicate(timeout=120)[1], taken.stderr)]
     assert (bad.returncode, taken.returncode) == (2, 1)
     line = "vf-vllm: error: --max-modle-len: no such flag; did you mean --max-model-len?"
     assert said[0][-1] == line and not any("usage:" in line for line in said[0])
@@ -573,7 +659,7 @@ def of_session(monkeypatch, code, *words):
 
 def test_a_session_that_tmux_would_rename_runs(tmux, tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text("{}")  # a model
-    of_session(monkeypatch, "import time; time.sleep(1)")
+    of_session(monkeypatch, "import time; time.sleep(0.3)")
     status = session.run_in_tmux(make_config(), make_options(session="qwen3-0.6b"), tmp_path)
     assert status == 0
     said = capsys.readouterr().out.splitlines()
@@ -585,7 +671,7 @@ def test_a_session_that_tmux_would_rename_runs(tmux, tmp_path, monkeypatch, caps
 def test_a_terminal_too_small_for_two_panes_shows_one(tmux, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("LINES", "2")
-    of_session(monkeypatch, "import time; time.sleep(1)")
+    of_session(monkeypatch, "import time; time.sleep(0.3)")
     assert session.run_in_tmux(make_config(), make_options(), tmp_path) == 0
 
 
@@ -595,7 +681,7 @@ import signal, sys, time
 from pathlib import Path
 
 def save(*_):
-    time.sleep(2)
+    time.sleep(0.5)
     Path(sys.argv[1], "saved").write_text("")
     sys.exit(130)
 
@@ -659,6 +745,7 @@ def test_every_shipped_toml_is_valid(path, monkeypatch):
     plan.check_trainer_options(load_run_config(path))
 
 
+@pytest.mark.slow
 def test_the_training_script_describes_a_valid_run(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text_v1"))
     script = load_example("train")
@@ -709,23 +796,34 @@ def run(module, *args, **environment):
         ),
     ],
 )
-def test_a_wrong_toml_ends_either_command_with_status_1(write_toml, command, text, model, message):
+def test_a_wrong_toml_ends_either_command_with_status_1(
+    write_toml, run_here, command, text, model, message
+):
     toml = write_toml(text, **({"model": f'model = "{model}"\n'} if model else {}))
-    done = run(f"verifiers_rl.cli.{command}", "@", toml)
+    check_refusal(run_here(command, "@", toml), command, message)
+
+
+@pytest.mark.parametrize("command", ["rl", "train"])
+def test_the_process_of_either_command_ends_with_status_1(write_toml, command):
+    done = run(f"verifiers_rl.cli.{command}", "@", write_toml("[env]\n"))
+    check_refusal(done, command, "[env]: id is missing")
+
+
+def check_refusal(done, command, message):
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith(f"vf-{command}: error: ")
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("how", ["listens", "reserves"])
-def test_a_port_in_use_is_one_clear_error(write_toml, how):
+def test_a_port_in_use_is_one_clear_error(write_toml, run_here, how):
     port = free_port()
     with socket.create_server(("127.0.0.1", port)) if how == "listens" else reserve_port("", port):
         toml = write_toml(
             '[env]\nid = "e"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
             f"[trainer.args]\nvllm_server_port = {port}\n"
         )
-        done = run("verifiers_rl.cli.rl", "@", toml)  # "e" is no environment: the port comes first
+        done = run_here("rl", "@", toml)  # "e" is no environment: the port comes first
     assert done.returncode == 1
     reason = "Address already in use" if how == "listens" else f"process {os.getpid()}, a vf-rl"
     assert f"cannot listen on 127.0.0.1:{port}: {reason}" in done.stderr
@@ -777,17 +875,19 @@ def test_a_used_folder_is_one_clear_error_before_anything_starts(
 @pytest.mark.parametrize(
     ("code", "deadline_s", "said"),
     [
-        (
+        pytest.param(
             "import os; os._exit(3)",
             60.0,
             "loading the environment ended with status 3; see its output",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "import threading, time; threading.Thread(target=time.sleep, args=(99,)).start()",
             60,
             None,
+            marks=pytest.mark.slow,
         ),
-        ("import time; time.sleep(99)", 2.0, None),
+        ("import time; time.sleep(99)", 0.5, None),
     ],
 )
 def test_the_environment_is_loaded_in_a_process_that_ends(
@@ -809,9 +909,10 @@ def test_the_environment_is_loaded_in_a_process_that_ends(
     assert ("starting anyway" in capsys.readouterr().out) == ("; time.sleep" in code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_an_environment_that_does_not_load_ends_vf_rl_before_its_server_starts(
-    write_run, tmp_path, is_broken
+    write_run, run_here, tmp_path, is_broken
 ):
     port = free_port()
     toml = write_run(["a"], f"vllm_server_port = {port}\n")
@@ -820,7 +921,10 @@ def test_an_environment_that_does_not_load_ends_vf_rl_before_its_server_starts(
         path.write_text("print('hello')\nraise KeyError('nothing here')\n")
     else:
         toml.write_text(toml.read_text().replace('"tiny_env"', '"tinny_env"'))
-    done = run("verifiers_rl.cli.rl", "@", toml, "--no-tmux")
+    if is_broken:
+        done = run("verifiers_rl.cli.rl", "@", toml, "--no-tmux")
+    else:
+        done = run_here("rl", "@", toml, "--no-tmux")
     assert done.returncode == 1 and "starting the server" not in done.stdout
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"vf-rl: error: {toml}: ")
@@ -831,17 +935,25 @@ def test_an_environment_that_does_not_load_ends_vf_rl_before_its_server_starts(
         assert "tinny_env" in last and "Traceback" not in done.stderr + done.stdout
 
 
-def test_no_server_is_one_clear_error(write_run):
-    toml = write_run(["a"], "vllm_server_port = 1\nvllm_server_timeout = 1\n")
-    done = run("verifiers_rl.cli.train", "@", toml)
+@pytest.mark.slow
+def test_no_server_is_one_clear_error(write_run, run_here, tmp_path):
+    options = f'output_dir = "{tmp_path}/run"\nvllm_server_port = 1\nvllm_server_timeout = 0.5\n'
+    done = run_here("train", "@", write_run(["a"], options))
     assert done.returncode == 1
-    assert "no server at http://127.0.0.1:1 after 1 s (vllm_server_timeout)" in done.stderr
+    assert "no server at http://127.0.0.1:1 after 0.5 s (vllm_server_timeout)" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(write_run, tmp_path):
+@pytest.mark.slow
+def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(
+    write_run, run_here, tmp_path, monkeypatch
+):
+    # A server that is never up. The trainer is the real one, as is the process that loads.
+    server = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(rl, "server_command", lambda *_: server)
+    monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
     toml = write_run([], f"vllm_server_port = {free_port()}\nmax_seq_len = 32\n")
-    done = run("verifiers_rl.cli.rl", "@", toml, "--no-tmux", VF_RL_TEST=str(tmp_path))
+    done = run_here("rl", "@", toml, "--no-tmux")
     assert done.returncode == 1
     said = [line for line in done.stdout.splitlines() if line.startswith("[trainer]")]
     why = "the environment's training dataset is empty" if HAS_CLASSIC else "'env': it has no tasks"

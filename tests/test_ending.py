@@ -152,7 +152,7 @@ SAVING_TRAINER = """
 import signal, sys, time
 
 def save(*_):
-    time.sleep(1)
+    time.sleep(0.5)
     print("step 5 is saved")
     sys.exit(143)
 
@@ -188,9 +188,18 @@ def read_until(process, text):
     raise AssertionError(f"it ended before it said {text!r}")
 
 
-def test_the_last_lines_of_vf_rl_are_the_trainers():
-    wait = "import time; time.sleep(3); print('reward: 0.1 -> 0.9'); print('serve it: vllm serve')"
-    process = supervised(NOISY_SERVER, wait)
+def test_the_last_lines_of_vf_rl_are_the_trainers(tmp_path):
+    up = f"open({str(tmp_path / 'up')!r}, 'w')"
+    server = NOISY_SERVER.replace('"the server is up")', f'"the server is up", flush=True); {up}')
+    wait = f"""
+import os, time
+while not os.path.exists({str(tmp_path / "up")!r}):
+    time.sleep(0.02)
+time.sleep(0.3)  # vf-rl prints what the server said
+print("reward: 0.1 -> 0.9")
+print("serve it: vllm serve")
+"""
+    process = supervised(server, wait)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "[inference] the server is up" in output and "nanobind" not in output
@@ -272,8 +281,8 @@ def wait(interrupt):
         print("saving")
         time.sleep(float(os.environ["SAVING_S"]))
 
-train.train, ending.SAVE_GRACE_S = wait, 2.0
-ending.end_with.__defaults__ = (2.0,)
+train.train, ending.SAVE_GRACE_S = wait, 1.0
+ending.end_with.__defaults__ = (1.0,)
 train.main()
 """
 

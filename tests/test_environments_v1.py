@@ -116,6 +116,34 @@ def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, **options):
     return asyncio.run(run()), server.requests
 
 
+@pytest.fixture(scope="module")
+def play_with_tools(tokenizer, tmp_path_factory):
+    """Plays groups of tool_tasks, all with one tool server, which takes seconds to start."""
+    server = Server(tokenizer, None)
+    folder = str(tmp_path_factory.mktemp("tools"))
+    args = RLConfig(output_dir=folder, max_seq_len=400, max_tokens=90, use_cpu=True)
+    with asyncio.Runner() as loop:
+        listening = serving(server.answer, "/v1/chat/completions/tokens")
+        url = loop.run(listening.__aenter__())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(HERE))
+            patch.setenv("PYTHONPATH", str(HERE))
+            harness = NULL | {"tool_timeout": 2.0}
+            env = load("tool_tasks", harness=harness, agent={"max_turns": 3})
+            runner = make_runner(env, url, tokenizer, args)
+            loop.run(runner.open())
+
+        def play(say, max_tokens=40):
+            server.say, server.requests = say, []
+            sampling = args.sampling_args() | {"max_tokens": max_tokens}
+            group = runner.run_group("train", 0, 1, "m", sampling, 9, Slots(4))
+            return loop.run(group), server.requests
+
+        yield play
+        loop.run(runner.close())
+        loop.run(listening.__aexit__(None, None, None))
+
+
 def check_tokens(rollouts, requests):
     """The sampled tokens of all requests are those trained: each once, with its logprob and its
     version, after exactly the tokens that the server was prompted with.
@@ -212,6 +240,7 @@ def test_a_program_that_asks_for_a_stream_is_trained(tokenizer, tmp_path):
     assert body["max_tokens"] == 40 and not {"stream", "max_completion_tokens"} & body.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_04, reason="verifiers before 0.4 has no gate for tool calls")
 def test_a_tool_call_that_the_taskset_refuses_is_not_made(tokenizer, tmp_path):
     def say(prompt):
@@ -297,21 +326,23 @@ def test_a_truncation_of_any_turn_counts(tokenizer, tmp_path):
     assert rollout.error is None and rollout.is_truncated and rollout.num_turns == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("taskset", "agent", "num_turns"),
-    [("tool_tasks", {"max_turns": 3}, 3), ("stopping_tasks", {}, 2)],
+    ("taskset", "num_turns"),
+    [("tool_tasks", 3), ("stopping_tasks", 2)],
     ids=["turn limit", "stop condition of the task"],
 )
 def test_an_agent_that_calls_on_and_on_is_ended_without_an_error(
-    tokenizer, tmp_path, taskset, agent, num_turns
+    tokenizer, tmp_path, request, taskset, num_turns
 ):
     def call_on_and_on(_):
         return {"name": "double", "arguments": '{"x":4}'}
 
-    env = load(taskset, agent=agent)
-    (rollout,), requests = play(
-        env, tokenizer, tmp_path, call_on_and_on, max_tokens=40, max_seq_len=400
-    )
+    if taskset == "tool_tasks":  # its agent has max_turns = 3
+        (rollout,), requests = request.getfixturevalue("play_with_tools")(call_on_and_on)
+    else:
+        env, options = load(taskset), {"max_tokens": 40, "max_seq_len": 400}
+        (rollout,), requests = play(env, tokenizer, tmp_path, call_on_and_on, **options)
     assert rollout.error is None, rollout.error
     assert rollout.num_turns == len(requests) == num_turns
     check_tokens([rollout], requests)
@@ -328,13 +359,14 @@ def test_environment_tokens_can_be_trained_too(tokenizer, tmp_path):
     assert [p != p for p in logprobs] == between and any(between)
 
 
-def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, tmp_path):
+@pytest.mark.slow
+def test_tools_are_called_over_mcp_and_their_results_are_not_trained(play_with_tools):
     def say(prompt):
         if "<|tool|>8<|end|>" in prompt:
             return "it is 8"
         return {"name": "double", "arguments": '{"x":4}'}
 
-    (rollout,), requests = play(load("tool_tasks"), tokenizer, tmp_path, say, max_tokens=90)
+    (rollout,), requests = play_with_tools(say, max_tokens=90)
     assert rollout.error is None, rollout.error
     assert rollout.metrics["tools_called"] == 1 and rollout.reward == len("it is 8")
     assert requests[0][0]["tools"][0]["function"]["name"] == "double"
@@ -342,11 +374,11 @@ def test_tools_are_called_over_mcp_and_their_results_are_not_trained(tokenizer, 
     check_tokens([rollout], requests)
 
 
-def test_a_tool_that_takes_longer_than_tool_timeout_is_named(tokenizer, tmp_path):
-    call = {"name": "double", "arguments": '{"x": -30}'}
-    env = load("tool_tasks", harness=NULL | {"tool_timeout": 0.3})
-    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: call)
-    assert "the tool 'double' did not answer within 0.3 s (tool_timeout)" in str(rollout.error)
+@pytest.mark.slow
+def test_a_tool_that_takes_longer_than_tool_timeout_is_named(play_with_tools):
+    call = {"name": "double", "arguments": '{"x": -4}'}
+    (rollout,), requests = play_with_tools(lambda _: call)
+    assert "the tool 'double' did not answer within 2 s (tool_timeout)" in str(rollout.error)
     assert len(requests) == 1 and not rollout.samples
 
 
@@ -358,12 +390,14 @@ def test_tool_servers_import_a_taskset_that_is_beside_a_script(tokenizer, tmp_pa
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(HERE), "/elsewhere"]
 
 
-def test_tool_servers_that_do_not_answer_are_named(tokenizer, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_tool_servers_that_do_not_answer_are_named(play_with_tools, monkeypatch):
     monkeypatch.setattr("verifiers_rl.envs.chat_harness.CONNECT_S", 0.0)
-    (rollout,), _ = play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes")
+    (rollout,), _ = play_with_tools(lambda _: "yes")
     assert "the tool servers [''] did not answer within 0 s" in str(rollout.error)
 
 
+@pytest.mark.slow
 def test_an_environment_that_does_not_start_in_time_is_one_error(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("verifiers_rl.envs.v1.LOAD_S", 0.05)
     options = {"generation_timeout": 0.05}
@@ -371,6 +405,7 @@ def test_an_environment_that_does_not_start_in_time_is_one_error(tokenizer, tmp_
         play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
@@ -379,11 +414,11 @@ def test_an_environment_that_does_not_start_in_time_is_one_error(tokenizer, tmp_
         ({"name": "double", "arguments": "{"}, "error: the arguments are no JSON"),
     ],
 )
-def test_a_wrong_call_is_answered(tokenizer, tmp_path, call, answer):
+def test_a_wrong_call_is_answered(play_with_tools, tokenizer, call, answer):
     def say(prompt):
         return "well" if "<|tool|>" in prompt else call
 
-    (rollout,), requests = play(load("tool_tasks"), tokenizer, tmp_path, say)
+    (rollout,), requests = play_with_tools(say)
     assert rollout.error is None, rollout.error
     assert f"<|tool|>{answer}" in tokenizer.decode(requests[1][0]["tokens"])
 
@@ -659,6 +694,7 @@ SECRETS |= {"PGPASSWORD": "s8", "MYSQL_PWD": "s9", "GITHUB_PAT": "s10", "REDIS_A
 SECRETS |= {"HF_TOKENS": "s12", "DATABASE_URL": "postgres://me:s13@db/1"}
 
 
+@pytest.mark.slow
 def test_programs_and_tool_servers_do_not_get_the_trainers_secrets(
     tokenizer, tmp_path, monkeypatch
 ):

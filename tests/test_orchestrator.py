@@ -573,13 +573,15 @@ def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator,
 
 
 def test_waiting_says_how_many_rollouts_are_done(make_orchestrator, monkeypatch, capfd):
-    monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 0.5)
-    runner = StubRunner(delay_s=1.2)
+    # Lines at 0.2, 0.4 and 0.8 s; of the rollouts, half end after 0.6 s and half after 1.2 s.
+    monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 0.2)
+    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.05)
+    runner = StubRunner(delay_s=0.6)
     orchestrator = make_orchestrator(runner, max_concurrent=4)
     one_step(orchestrator)
-    assert "waiting for rollouts: 0 of 8 after 1 s" in capfd.readouterr().err
+    assert "waiting for rollouts: 0 of 8 after 0 s" in capfd.readouterr().err
     orchestrator.evaluate(2, 4, "policy", 0)
-    assert "waiting for rollouts: 4 of 8 after 2 s" in capfd.readouterr().err
+    assert "waiting for rollouts: 4 of 8 after 1 s" in capfd.readouterr().err
     monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 5.0)
     runner.delay_s = 0.0
     one_step(orchestrator, step=1)
@@ -603,10 +605,10 @@ def test_an_environment_that_always_fails_is_not_asked_for_more(make_orchestrato
 
 
 def test_no_replacement_begins_after_the_deadline_of_one_rollout(make_orchestrator):
-    runner = StubRunner(outcome=lambda index, i: 0.5, delay_s=1.0)
+    runner = StubRunner(outcome=lambda index, i: 0.5, delay_s=0.5)
     options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 40}
-    batch = one_step(make_orchestrator(runner, rollout_timeout_s=1.5, **options))
-    assert len(runner.seen) == 4  # two at 0 s, two at 1 s, none at 2 s
+    batch = one_step(make_orchestrator(runner, rollout_timeout_s=0.9, **options))
+    assert len(runner.seen) == 4  # two at 0 s, two at 0.5 s, none at 1 s
     assert len(batch.samples) == 8
 
 

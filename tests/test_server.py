@@ -290,20 +290,81 @@ def test_a_request_whose_body_arrives_in_an_update_waits_for_its_end():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_the_processes_of_a_vf_vllm_on_a_cpu_sleep_where_vllm_spins(is_ours):
-    script = (
-        "from vllm.plugins import load_general_plugins\n"
-        "load_general_plugins()\n"
-        "from vllm.distributed.device_communicators import shm_broadcast\n"
-        "print(shm_broadcast.sched_yield.__module__)\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "VERIFIERS_RL_SERVER_PID"}
-    if is_ours:
-        environment["VERIFIERS_RL_SERVER_PID"] = "1"
+# Importing vLLM takes many seconds, and vLLM warns meanwhile. A process of its own does it once;
+# each script runs in a fork of that.
+WITH_VLLM = """
+import json, os, sys, traceback
+import torch, vllm.plugins
+
+for script, variables, *outputs in json.load(sys.stdin):
+    if (child := os.fork()) == 0:
+        for descriptor, path in enumerate(outputs, start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+        os.environ.update(variables)
+        status = 1
+        try:
+            exec(script, {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+YIELD = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.device_communicators import shm_broadcast
+print(shm_broadcast.sched_yield.__module__)
+"""
+REPACK = """
+import torch
+from verifiers_rl.inference.vllm_versions import repack_for_cpu
+
+model = torch.nn.Module()
+repack_for_cpu(model)
+print("nothing to pack")
+model.experts = torch.nn.Module()
+model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 2))
+repack_for_cpu(model)
+"""
+
+
+@pytest.fixture(scope="module")
+def with_vllm(tmp_path_factory):
+    """How the scripts above ended, each with its status, stdout and stderr."""
+    folder = tmp_path_factory.mktemp("with_vllm")
+    variables = {"yield, ours": {"VERIFIERS_RL_SERVER_PID": "1"}, "yield, not ours": {}}
+    variables["repack"] = {}
+    cases = [
+        (REPACK if name == "repack" else YIELD, given, f"{folder}/{name} 1", f"{folder}/{name} 2")
+        for name, given in variables.items()
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITH_VLLM],
+        input=json.dumps(cases),
+        env={k: v for k, v in os.environ.items() if k != "VERIFIERS_RL_SERVER_PID"},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
+    assert done.returncode == 0, done.stderr
+    return {
+        name: SimpleNamespace(
+            returncode=int(status),
+            stdout=(folder / f"{name} 1").read_text(),
+            stderr=(folder / f"{name} 2").read_text(),
+        )
+        for name, status in zip(variables, done.stdout.split(), strict=True)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_processes_of_a_vf_vllm_on_a_cpu_sleep_where_vllm_spins(with_vllm, is_ours):
+    done = with_vllm["yield, ours" if is_ours else "yield, not ours"]
     assert done.returncode == 0, done.stderr
     module = done.stdout.splitlines()[-1]
     assert (module == "verifiers_rl.inference.vllm_versions") == is_ours
@@ -503,24 +564,9 @@ def test_an_engine_whose_pause_comes_too_late_goes_on_afterwards():
     assert not is_paused
 
 
-REPACK = """
-import torch
-from verifiers_rl.inference.vllm_versions import repack_for_cpu
-
-model = torch.nn.Module()
-repack_for_cpu(model)
-print("nothing to pack")
-model.experts = torch.nn.Module()
-model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 2))
-repack_for_cpu(model)
-"""
-
-
-def test_experts_that_cannot_be_packed_anew_are_an_error_and_not_wrong_weights():
-    # In a process of its own: vLLM warns when it is imported.
-    done = subprocess.run(
-        [sys.executable, "-c", REPACK], capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.slow
+def test_experts_that_cannot_be_packed_anew_are_an_error_and_not_wrong_weights(with_vllm):
+    done = with_vllm["repack"]
     assert done.returncode == 1 and "nothing to pack" in done.stdout
     assert "RuntimeError: on a CPU this vLLM cannot take new weights of a mixture" in done.stderr
 
@@ -580,6 +626,7 @@ def test_an_engine_that_dies_in_an_update_is_a_lost_server(monkeypatch, fails, d
         return {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 60.0}
 
     monkeypatch.setenv(TOKEN_VARIABLE, "t")
+    monkeypatch.setattr("verifiers_rl.inference.server.DYING_S", 0.5)  # it dies after 0.2 s
     routes = WeightSyncRoutes(None)
     routes.connection = "c"
     request = SimpleNamespace(
@@ -630,15 +677,17 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("forks", ["forks", "alone"])
-def test_a_second_trainer_is_refused_while_the_first_lives(forks):
+def test_a_second_trainer_is_refused_while_the_first_lives(monkeypatch, forks):
     with control_server() as (client, _):
         command = [sys.executable, "-c", HOLDER, str(client.port), forks]
         first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             child = int(first.stdout.readline())
             who = rf"process {first.pid} on {socket.gethostname()}, since 20\d\d-.*"
-            with pytest.raises(InferenceServerError, match=f"423.*{who}vllm_server_port"):
-                client.hold("second")
+            with monkeypatch.context() as patch:
+                patch.setattr("verifiers_rl.inference.server.HOLDER_GRACE_S", 0.2)
+                with pytest.raises(InferenceServerError, match=f"423.*{who}vllm_server_port"):
+                    client.hold("second")
             first.kill()  # and a process that it has forked lives on
             start = time.monotonic()
             client.hold("second").close()
@@ -651,17 +700,21 @@ def test_a_second_trainer_is_refused_while_the_first_lives(forks):
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_trainer_that_connects_anew_or_leaves_is_not_in_the_way():
+def test_a_trainer_that_connects_anew_or_leaves_is_not_in_the_way(monkeypatch):
+    def is_refused(name):
+        with monkeypatch.context() as patch:
+            patch.setattr("verifiers_rl.inference.server.HOLDER_GRACE_S", 0.2)
+            with pytest.raises(InferenceServerError, match="another trainer has this server"):
+                client.hold(name)
+
     with control_server() as (client, _):
         first = client.hold("first")
         again = client.hold("first")  # its old connection is not closed yet
         first.close()
-        with pytest.raises(InferenceServerError, match="another trainer has this server"):
-            client.hold("second")
+        is_refused("second")
         again.close()
         second = client.hold("second")
-        with pytest.raises(InferenceServerError, match="another trainer has this server"):
-            client.hold("first")
+        is_refused("first")
         second.close()
 
 
@@ -875,6 +928,7 @@ def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothin
         return await routes.answer(request)
 
     monkeypatch.setattr("verifiers_rl.inference.server.expected_shapes", fail)
+    monkeypatch.setattr("verifiers_rl.inference.server.DYING_S", 0.1)  # this engine does not die
     routes = WeightSyncRoutes(None)
     routes.holder, routes.connection, routes.policy_version = Holder("first", "n"), "c", 3
     status, reply = asyncio.run(connect())

@@ -55,6 +55,9 @@ MAX_RESTARTS = 5  # in a row, without an answer of the server in between
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 
 
+POLL_S = 0.5  # between two looks at the server
+
+
 class Stopped(Exception):
     """A signal asked us to stop."""
 
@@ -165,7 +168,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
         inherit = options.server_log is not None
         trainer = Child("trainer", command, trainer_env, None, inherit)
         was_ready, num_deaths = False, 0
-        while not ended_within(trainer, 0.5):
+        while not ended_within(trainer, POLL_S):
             if server.process.poll() is None:
                 if (num_deaths or not was_ready) and answers(client):
                     was_ready, num_deaths = True, 0

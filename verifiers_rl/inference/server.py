@@ -66,6 +66,7 @@ CACHE_DEADLINE_S = 60.0
 # How long a new trainer waits for the previous one to leave. When a process dies, its connection
 # ends at once, but this server may hear of the new trainer first.
 HOLDER_GRACE_S = 2.0
+DYING_S = 2.0  # vLLM reports a failed call at most so long before it reports a dead engine
 # A machine that is lost does not close its connections. So after KEEPALIVE_IDLE_S of silence, TCP
 # probes it KEEPALIVE_PROBES times, KEEPALIVE_INTERVAL_S apart.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
@@ -567,10 +568,10 @@ async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
 
 
 async def is_dying(engine: Any) -> bool:
-    """Return whether the engine is dead. Wait up to 2 s for that, because vLLM reports a failed
-    call shortly before it reports that the engine is dead.
+    """Return whether the engine is dead. Wait up to `DYING_S` for that, because vLLM reports a
+    failed call shortly before it reports that the engine is dead.
     """
-    for _ in range(20):
+    for _ in range(round(DYING_S / 0.1)):
         if engine.errored:
             return True
         await asyncio.sleep(0.1)  # vLLM has no event for it

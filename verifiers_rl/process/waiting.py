@@ -10,6 +10,7 @@ from typing import Any
 
 QUIET_S = 5.0  # shorter waits are not worth a line
 LONGEST_SILENCE_S = 60.0
+LOOK_S = 1.0  # between two looks at what is awaited
 
 
 class WaitingLine:
@@ -57,7 +58,7 @@ def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str
     deadline = time.monotonic() + deadline_s
     with WaitingLine(describe) as line:
         while (left_s := deadline - time.monotonic()) > 0:
-            if wait([future], timeout=min(left_s, 1.0)).done:
+            if wait([future], timeout=min(left_s, LOOK_S)).done:
                 return future.result()
             line.show()
     raise TimeoutError
