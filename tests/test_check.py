@@ -275,6 +275,7 @@ def run_check(toml, **environment):
     )
 
 
+@pytest.mark.slow
 def test_what_is_wrong_has_a_line_each_and_no_server_starts(model_folder, tmp_path):
     (model_folder / "chat_template.jinja").unlink()
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -297,7 +297,7 @@ needs_flash = pytest.mark.skipif(
         ("plain", "sdpa"),
         ("plain", "eager"),
         ("soft cap", "eager"),
-        ("wide heads", "flex_attention"),
+        pytest.param("wide heads", "flex_attention", marks=pytest.mark.slow),
         pytest.param("wide heads", "flash_attention_2", marks=needs_flash),
     ],
 )

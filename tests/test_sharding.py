@@ -217,6 +217,7 @@ def one_process(tmp_path_factory):
     return run(tmp_path_factory.mktemp("one"), [], "ddp", [*CASES, "full-kl"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
     if kind.startswith("zero"):
@@ -294,6 +295,7 @@ def test_fsdp2_sums_gradients_in_float32():
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
 def test_the_example_config_splits_the_model(tmp_path, one_process, kind):
     if kind.startswith("zero"):

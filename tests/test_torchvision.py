@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # As a user's script may: transformers first, and nothing of ours.
 SCRIPT = """
 import torch
@@ -17,6 +19,7 @@ except RuntimeError as error:  # only torchvision's own one
 """
 
 
+@pytest.mark.slow
 def test_torchvision_works_beside_the_installed_torch_though_its_library_may_not_load():
     command = [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
