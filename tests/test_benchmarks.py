@@ -26,6 +26,7 @@ children = {}
 for name in sys.argv[2:]:
     if (child := os.fork()) == 0:
         output = os.open(os.path.join(sys.argv[1], name), os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(output, 1)
         os.dup2(output, 2)
         status = 1
         try:
