@@ -18,8 +18,6 @@ These commands, in two terminals, train a small model to reverse strings on a CP
     python examples/one_file.py --model /tmp/model
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import random
@@ -27,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import httpx
 import openai
 import torch
 from peft import LoraConfig, get_peft_model
@@ -72,8 +71,9 @@ def sample_group(client: openai.OpenAI, model: str, version: int, prompt: str) -
         n=GROUP,
         max_tokens=MAX_TOKENS,
         temperature=TEMPERATURE,
+        top_p=1.0,  # neutral, as in extra_body: a model may bring other defaults
         logprobs=True,
-        extra_body={"return_token_ids": True},
+        extra_body={"return_token_ids": True, "top_k": -1, "min_p": 0, "repetition_penalty": 1},
     )
     prompt_ids: list[int] = reply.prompt_token_ids  # type: ignore[attr-defined]
     rollouts = []
@@ -88,9 +88,8 @@ def sample_group(client: openai.OpenAI, model: str, version: int, prompt: str) -
             inference_logprobs=[0.0] * n + logprobs,
             policy_versions=[-1] * n + [version] * m,
         )
-        completion = choice.message.content or ""
-        reward = score(prompt, completion)
-        rollouts.append(Rollout(0, prompt, completion, reward=reward, samples=[sample]))
+        text = choice.message.content or ""
+        rollouts.append(Rollout(0, prompt, text, reward=score(prompt, text), samples=[sample]))
     return rollouts
 
 
@@ -165,18 +164,19 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=16, help="0 trains all weights")
     parser.add_argument("--output", help="a folder for the trained model")
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     if options.lora_rank:
         lora = LoraConfig(r=options.lora_rank, lora_alpha=16, target_modules="all-linear")
         model = get_peft_model(model, lora)
-    model.to(device)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, weight_decay=0.0)
     server = InferenceClient("127.0.0.1", options.port)
     server.wait_until_ready()
+    server.check_model(model.config)
     weight_sync = WeightSync(server)
-    url = server.base_url
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=generation_key(url))
+    direct = httpx.Client(trust_env=False, timeout=600)  # no proxy: the server is beside us
+    url, key = f"{server.base_url}/v1", generation_key(server.base_url)
+    client = openai.OpenAI(base_url=url, api_key=key, http_client=direct)
     rng = random.Random(0)
     with ThreadPoolExecutor(NUM_GROUPS) as threads:
         for step in range(options.steps):

@@ -45,11 +45,22 @@ def args(tmp_path):
             {"env": None, "orchestrator": StubSource(), "example_order": len},
             "example_order: without effect beside orchestrator",
         ),
-        ({"weight_sync": StubSource()}, "weight_sync: StubSource has no model_name, push, check_s"),
+        (
+            {"env": None, "orchestrator": StubSource(), "args": {"advantage": "std"}},
+            "advantage='std': without effect beside orchestrator",
+        ),
+        (
+            {"weight_sync": StubSink(), "args": {"weight_sync_backend": "tcp"}},
+            "weight_sync_backend='tcp': without effect beside weight_sync",
+        ),
+        ({"example_order": "easy"}, "example_order='easy' is no function$"),
+        ({"weight_sync": StubSource()}, "weight_sync: StubSource has no policy_version, model"),
         ({"orchestrator": StubSink()}, "orchestrator: StubSink has no num_pending, start, submit"),
     ],
 )
-def test_an_argument_that_cannot_work_is_refused_at_once(args, options, message):
+def test_an_argument_that_cannot_work_is_refused_at_once(tmp_path, args, options, message):
+    if isinstance(options.get("args"), dict):
+        options = {**options, "args": RLConfig(str(tmp_path), use_cpu=True, **options["args"])}
     with pytest.raises(ConfigError, match=message):
         RLTrainer(
             **{"model": "a/model-that-is-not-looked-for", "env": "an env", "args": args, **options}

@@ -58,7 +58,7 @@ def test_every_option_of_ours_has_a_help():
             {"batch_size": 100},
             r"batch_size=100 is not a multiple of rollouts_per_example=16; try batch_size=112",
         ),
-        ({"rollouts_per_example": 1}, r"rollouts_per_example=1: must be >= 2"),
+        ({"rollouts_per_example": 0}, r"rollouts_per_example=0: must be an integer >= 1"),
         ({"batch_size": 0}, r"batch_size=0: must be an integer >= 1"),
         ({"micro_batch_size": 2.5}, r"micro_batch_size=2.5: must be an integer"),
         ({"temperature": 0.0}, r"temperature=0.0: must be a number > 0"),
@@ -346,3 +346,9 @@ def test_what_floats_round_down_is_not_lost_and_the_filter_gets_its_bounds():
     config = RLConfig(use_cpu=True, batch_size=1600, max_oversampling=1.15, **options)
     assert config.max_groups_per_batch == 115
     assert asdict(config.group_filter()) == options
+
+
+def test_a_baseline_needs_a_group_of_two(tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, rollouts_per_example=1)
+    with pytest.raises(ConfigError, match=r"rollouts_per_example=1: must be >= 2: .*'mean'"):
+        args.make_advantage()

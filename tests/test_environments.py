@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers import HAS_CLASSIC, load_example, make_samples
-from verifiers_rl import RLConfig
+from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
 from verifiers_rl.envs.chat_template import reason_against_chat_template
@@ -102,6 +102,41 @@ def test_a_template_that_does_not_give_back_past_turns_is_named(assistant, reaso
     tokenizer.name_or_path = "some/model"
     found = reason_against_chat_template(tokenizer)
     assert found == (reason and f"the chat template of 'some/model' {reason}")
+
+
+def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
+    async def nothing(*args): ...
+
+    own = SimpleNamespace(
+        name="mine", description="mine: two examples", weights=[1.0], num_overlong_prompts=0,
+        bounds_replies=True, files_per_rollout=1, first_prompt=[], sizes=lambda split: [2],
+        open=nothing, close=nothing, run_group=nothing,
+    )  # fmt: skip
+    args, said = RLConfig(output_dir=str(tmp_path)), []
+    assert make_runner(own, "http://unused", None, args, said.append) is own
+    assert said == ["mine: two examples"]
+    mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(SimpleNamespace(**vars(own)), "other")]
+    mix[1].env.name, mix[1].env.weights, mix[1].env.sizes = (
+        "other",
+        [1.0, 3.0],
+        lambda split: [2, 5],
+    )
+    mixed = make_runner(mix, "http://unused", None, args)
+    assert (mixed.weights, mixed.sizes("train")) == ([3.0, 0.25, 0.75], [2, 2, 5])
+    for change, message in (
+        ({"weights": [1.0, 1.0]}, "2 weights and 1 sizes"),
+        ({"name": "yours"}, "environment 'mine' is an EnvRunner named 'yours'; give both the same"),
+    ):
+        wrong = SimpleNamespace(**vars(own) | change)
+        with pytest.raises(InvalidEnvironmentError, match=message):
+            make_runner([WeightedEnv(wrong, "mine"), mix[1]], "http://unused", None, args)
+    sampled = [WeightedEnv(own, "mine", sampling_args={"top_p": 0.5}), mix[1]]
+    with pytest.raises(InvalidEnvironmentError, match="sampling and env_workers do nothing for"):
+        make_runner(sampled, "http://unused", None, args)
+    del own.first_prompt, own.weights
+    message = "environment 'env': SimpleNamespace has no weights, first_prompt; types.EnvRunner"
+    with pytest.raises(InvalidEnvironmentError, match=message):
+        make_runner(own, "http://unused", None, args)
 
 
 @pytest.mark.parametrize("env", [3, None, {"id": "e"}])

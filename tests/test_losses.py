@@ -1,13 +1,16 @@
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
 
+from tests.helpers import ROOT
 from verifiers_rl.config import RLConfig
 from verifiers_rl.losses import (
     LOSSES,
     LossInputs,
+    LossOutputs,
     add_terms,
     bind_options,
     cispo,
@@ -15,12 +18,14 @@ from verifiers_rl.losses import (
     entropy_bonus,
     gspo,
     icepop,
+    needs,
     needs_of,
     ppo,
     reference_kl,
     reinforce,
     weigh_samples,
 )
+from verifiers_rl.types import Rollout
 
 
 def make_inputs(trainer, inference, advantages, sequence_ids=None, weights=None, **more):
@@ -194,6 +199,26 @@ def test_terms_are_added_and_say_together_what_they_need():
     assert set(outputs.metrics) == {"clipped_share", "reference_kl"}
 
 
+def test_needs_add_up_and_a_misspelt_one_is_refused():
+    @needs("entropy_gradient")
+    @needs("reference_logprobs")
+    def both(inputs, scale=1.0): ...
+
+    assert needs_of(partial(both, scale=2.0)) == {"entropy_gradient", "reference_logprobs"}
+    marked = needs("entropy_gradient")(partial(reinforce))
+    assert needs_of(marked) == {"entropy_gradient"} and needs_of(reinforce) == frozenset()
+    with pytest.raises(ValueError, match=r"needs\('entropy'\): must be of entropy_gradient, ref"):
+        needs("entropy")
+
+
+def test_an_argument_that_a_loss_needs_is_missed_before_it_is_called():
+    def own(inputs, beta): ...
+
+    with pytest.raises(ValueError, match=r"loss_args lacks what loss='m:own' needs: .*'beta'"):
+        bind_options(own, "m:own", {})
+    bind_options(own, "m:own", {"beta": 1})
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_weights_multiply_each_token_of_every_loss(name):
     logs = [math.log(0.5), math.log(0.6)], [math.log(0.55), math.log(0.5)], [1.0, -0.5]
@@ -245,3 +270,29 @@ def test_extreme_ratios_stay_finite(name):
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(inputs.trainer_logprobs.grad).all()
+
+
+def python_of(page):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_losses_and_advantages_in_the_docs_keep_their_contracts():
+    (in_readme,) = (text for text in python_of("README.md") if "def reinforce" in text)
+    names = {"LossInputs": LossInputs, "LossOutputs": LossOutputs}
+    exec(in_readme.partition("trainer = ")[0], names)
+    for text in python_of("docs/losses.md"):
+        exec(text, names)
+    logprobs = [math.log(0.5), math.log(0.25)]
+    inputs = make_inputs(
+        logprobs, logprobs, [1.0, -2.0], weights=[0.5, 1.0],
+        reference_logprobs=torch.tensor([0.0, 0.0]),
+    )  # fmt: skip
+    expected = -(0.5 * logprobs[0] - 2 * logprobs[1])
+    outputs = add_terms(names["reinforce"])(inputs)
+    assert outputs.loss.item() == pytest.approx(expected)
+    outputs = add_terms(partial(names["my_loss"], pull=0.2))(inputs)
+    away = 0.5 * logprobs[0] ** 2 + logprobs[1] ** 2
+    assert outputs.loss.item() == pytest.approx(expected + 0.2 * away)
+    assert needs_of(names["my_loss"]) == {"reference_logprobs"}
+    group = [Rollout(0, "", reward=reward, num_turns=2) for reward in (1.0, 3.0)]
+    assert names["my_advantage"](group) == pytest.approx([-1.02, 0.98])

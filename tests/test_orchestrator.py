@@ -1,9 +1,11 @@
 import asyncio
 import gc
+import math
 import threading
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,7 +133,7 @@ def test_an_advantage_function_sees_the_rollouts_and_may_give_one_number_a_token
             [rollout.reward * t for sample in rollout.samples for t in range(len(sample.token_ids))]
             for rollout in group
         ]
-        return [numbers[0], torch.tensor(numbers[1]), 7.0, *numbers[3:]]
+        return [np.array(numbers[0]), torch.tensor(numbers[1]), np.float32(7.0)]
 
     outcomes = StubRunner(outcome=lambda index, i: ValueError("no") if i == 3 else float(i))
     orchestrator = make_orchestrator(
@@ -171,6 +173,19 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
     orchestrator.submit(0, "policy", 0)
     assert [rollout.advantage for rollout in orchestrator.get().rollouts] == [0.25, -0.5, 0.5, 1.5]
 
+    class AllGraded(StubRunner):
+        async def run_group(self, *args):
+            group = await super().run_group(*args)
+            for rollout in group:
+                rollout.set_advantage(math.nan)
+                rollout.has_own_advantages = True
+            return group
+
+    orchestrator = make_orchestrator(AllGraded(), batch_size=4)
+    orchestrator.submit(0, "policy", 0)
+    with pytest.raises(RolloutError, match="an advantage is nan"):
+        orchestrator.get()
+
 
 @pytest.mark.parametrize(
     ("advantage_fn", "problem"),
@@ -178,6 +193,8 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
         (lambda group: [1.0], "returned 1 advantages for 4 rollouts"),
         (lambda group: [float("nan")] * 4, "an advantage is nan"),
         (lambda group: [[1.0]] * 4, "1 advantages for a rollout whose samples have"),
+        (lambda group: ["high"] * 4, "returned what is no number: could not convert string"),
+        (lambda group: 1.0, "returned what is no number: 'float' object is not iterable"),
     ],
 )
 def test_an_advantage_function_that_breaks_its_contract_ends_training(
@@ -204,7 +221,7 @@ def test_an_example_order_of_ones_own_decides_what_comes_next(make_orchestrator)
     ):
         orchestrator = make_orchestrator(runner, example_order=wrong)
         orchestrator.submit(0, "policy", 0)
-        with pytest.raises(ValueError, match=problem):
+        with pytest.raises(RolloutError, match=problem):
             orchestrator.get()
 
 

@@ -122,6 +122,7 @@ def run(case):
         loss_normalization=next((f for f in flags if f in ("token", "constant")), "sequence"),
         loss="gspo" if "gspo" in flags else "cispo",
         kl_beta=0.1 if use_lora or "kl" in flags else 0.0,
+        entropy_beta=0.1 if "entropy" in flags else 0.0,
         gradient_checkpointing="checkpointing" in flags,
         bf16="bf16" in flags, ddp_find_unused_parameters="unused" in flags,
         **sharding,
@@ -152,7 +153,7 @@ COMPARED = {"loss", "grad_norm", "entropy", "mismatch_kl", "importance_ratio_max
 CASES = [
     "full", "full-tied-checkpointing", "full-single-constant", "adapter",
     "adapter-single-unused-token", "merged-checkpointing", "full-sgd-token-gspo",
-    "adapter-sgd-constant", "full-sgd-bf16", "adapter-sgd-bf16", "full-sgd", "adapter-sgd",
+    "adapter-sgd-constant", "full-sgd-bf16", "adapter-sgd-bf16", "full-sgd", "adapter-sgd", "adapter-entropy",
 ]  # fmt: skip
 
 

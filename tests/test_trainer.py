@@ -45,7 +45,7 @@ from verifiers_rl.losses import LossInputs, needs
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, model_flops
 from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_metrics
-from verifiers_rl.types import Batch, Rollout
+from verifiers_rl.types import Batch, Rollout, Sample
 
 
 @pytest.fixture(scope="module")
@@ -1487,6 +1487,32 @@ def test_what_a_loss_needs_is_computed_only_for_it(make_trainer):
     assert loss == pytest.approx(-trainer._window.steps[0]["entropy"], rel=1e-5)
     # With LoRA the reference is the model under its adapter, and nothing is copied.
     assert make_trainer(loss_fn=needy, use_lora=True, lora_rank=4)._reference is None
+
+
+def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_of_it(make_trainer):
+    def divided_by_a_spread(inputs):  # NaN for one token
+        logprobs = inputs.trainer_logprobs
+        loss = (inputs.weights * inputs.advantages * logprobs).sum() / logprobs.detach().std(
+            correction=0
+        )
+        return LossOutputs(loss)
+
+    def sample(num_tokens, has_loss):
+        rest = num_tokens - 2
+        return Sample(
+            [*range(num_tokens)], [False, False, *[has_loss] * rest], [0.0, 0.0, *[-5.0] * rest],
+            [-1, -1, *[0] * rest], [0.0, 0.0, *[float(has_loss)] * rest],
+        )  # fmt: skip
+
+    samples = [sample(8, True), sample(9, True)]
+    trainer = make_trainer(loss_fn=divided_by_a_spread, max_tokens_per_microbatch=20)
+    expected, expected_grads = batch_gradients(trainer, samples)
+    # The longest is alone in the first microbatch.
+    loss, grads = batch_gradients(trainer, [*samples, sample(20, False)])
+    assert trainer._window.steps[-1]["num_microbatches"] == 2
+    assert loss == pytest.approx(expected) and math.isfinite(loss)
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad)
 
 
 def test_the_entropy_bonus_moves_the_policy_towards_indecision(make_trainer):

@@ -6,6 +6,7 @@ import pytest
 
 from verifiers_rl import LossOutputs, RLConfig
 from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.plan import server_command
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.types import Rollout
 
@@ -15,6 +16,7 @@ def folder(tmp_path, monkeypatch):
     """A folder with a module of a user's, which can be imported from it."""
     (tmp_path / "code_of_user.py").write_text(
         textwrap.dedent("""
+        import dataclasses
         from verifiers_rl import LossOutputs, RLConfig, RLTrainer
 
         number = 3
@@ -25,8 +27,9 @@ def folder(tmp_path, monkeypatch):
         def advantage(group):
             return [rollout.reward * 2 for rollout in group]
 
+        @dataclasses.dataclass
         class Config(RLConfig):
-            pass
+            max_seq_len: int = 96
 
         class MyTrainer(RLTrainer):
             config_class = Config
@@ -93,6 +96,8 @@ def test_a_toml_names_the_class_of_its_trainer(folder):
     run = write_toml(folder, 'class = "code_of_user:MyTrainer"\n[trainer.args]\nbatch_size = 32')
     assert run.trainer_class().__name__ == "MyTrainer"
     assert run.config_class().__name__ == "Config"
+    assert (run.option("batch_size"), run.option("max_seq_len")) == (32, 96)
+    assert "--max-model-len 96 " in " ".join(server_command(run, "h", 7))
     run.load_own_code()
     assert write_toml(folder, "gpus = 1").config_class() is RLConfig
 

@@ -8,7 +8,9 @@ are zero. `RLTrainer(advantage_fn=...)` takes an `AdvantageFn`, which sees the r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,23 @@ from verifiers_rl.types import Rollout
 # for each rollout a number, or (for process rewards) a sequence with a number for each token of its
 # samples, one sample after the other. The numbers of tokens without loss are ignored.
 AdvantageFn = Callable[[list[Rollout]], Sequence[float | Sequence[float]] | Tensor]
+
+
+def as_numbers(advantages: Any, num_rollouts: int) -> list[float | list[float]]:
+    """What an `AdvantageFn` returned, in plain numbers.
+
+    Raises:
+        ValueError: not one number, or one sequence of numbers, for each rollout.
+    """
+    try:
+        numbers = [np.asarray(advantage, dtype=np.float64).tolist() for advantage in advantages]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"advantage_fn returned what is no number: {error}") from error
+    if len(numbers) != num_rollouts:
+        raise ValueError(
+            f"advantage_fn returned {len(numbers)} advantages for {num_rollouts} rollouts"
+        )
+    return numbers
 
 
 def of_rewards(function: Callable[[Tensor], Tensor]) -> AdvantageFn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.losses import LossFn
 from verifiers_rl.report.trackers import tracker_error
-from verifiers_rl.types import BatchSource, WeightSink
+from verifiers_rl.types import BatchSource, WeightSink, missing_members
 
 _DATA = "data and rewards belong to env: env_from(prompts, reward, eval_dataset=...)"
 _WITHOUT_EFFECT = {
@@ -36,6 +37,14 @@ _FOREIGN_ARGUMENTS = {
     "environment_factory": _DATA,
     "tools": _DATA,
 }
+
+
+# Options that only our own orchestrator and its environments use.
+_OF_ORCHESTRATOR = (
+    *("advantage", "shuffle", "mask_truncated_completions", "zero_truncated_completions"),
+    *("min_reward_variance", "min_reward", "max_reward", "max_concurrent", "env_workers"),
+    *("client_type", "mask_env_responses", "max_prompt_len"),
+)
 
 
 class Replaced(NamedTuple):
@@ -94,9 +103,9 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
         if function is None:
             continue
         if not callable(function):
+            named = f"; one that has a name is set by RLConfig({next(iter(options))}=...)"
             raise ConfigError(
-                f"{name}={function!r} is no function; one that has a name is set by "
-                f"RLConfig({next(iter(options))}=...)"
+                f"{name}={function!r} is no function{named if name != 'example_order' else ''}"
             )
         set_too = {option: getattr(args, option) for option in options}
         if set_too != options:
@@ -104,8 +113,7 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
             raise ConfigError(f"{shown}: without effect beside {name}; remove one of the two")
     for name, protocol in (("orchestrator", BatchSource), ("weight_sync", WeightSink)):
         part = getattr(replaced, name)
-        members = [m for m in vars(protocol) if not m.startswith("_")]
-        lacking = [m for m in members if part is not None and not hasattr(part, m)]
+        lacking = missing_members(part, protocol) if part is not None else []
         if lacking:
             raise ConfigError(
                 f"{name}: {type(part).__name__} has no {', '.join(lacking)}; "
@@ -120,5 +128,18 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
                     f"{name}: without effect beside orchestrator, which makes the batches; give it "
                     "to your orchestrator, and leave it out here"
                 )
+        for name in _OF_ORCHESTRATOR:
+            _check_default(args, name, "orchestrator")
     elif env is None:
         raise ConfigError("env is None: pass an environment, or an orchestrator that has its own")
+    if replaced.weight_sync is not None:
+        _check_default(args, "weight_sync_backend", "weight_sync")
+
+
+def _check_default(args: RLConfig, name: str, part: str) -> None:
+    """Raise ConfigError if this option is set, which does nothing beside a part that is given."""
+    (default,) = (f.default for f in fields(RLConfig) if f.name == name)
+    if getattr(args, name) != default:
+        raise ConfigError(
+            f"{name}={getattr(args, name)!r}: without effect beside {part}; give it to your {part}"
+        )

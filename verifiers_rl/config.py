@@ -142,7 +142,6 @@ _names_layers = must(
     "be a list of names of layers, or 'all-linear'",
     lambda value: value == "all-linear" or (bool(value) and fits(value, list[str])),
 )
-_has_baseline = must("be >= 2: the baseline is the mean of a group", lambda value: value >= 2)
 _is_factor = must("be a number >= 1", lambda value: value >= 1)
 _vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <= 2)
 _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
@@ -171,12 +170,12 @@ _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def unknown_option_hint(name: str) -> str:
+def unknown_option_hint(name: str, config_class: Any = None) -> str:
     """Return what to set instead of an option that `RLConfig` does not have."""
     name = name.replace("-", "_")
     if name in HINTS:
         return HINTS[name]
-    known = [f.name for f in fields(RLConfig)]
+    known = [f.name for f in fields(config_class or RLConfig)]
     near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     return f"did you mean {near[0]!r}?" if near else "verifiers_rl/config.py lists the options"
 
@@ -275,7 +274,7 @@ class RLConfig(TrainingArguments):
 
     # --- Batches ----------------------------------------------------------------------------------
     batch_size: PositiveInt = _option(512, "Rollouts of one optimizer step, over all ranks.")
-    rollouts_per_example: Annotated[int, _has_baseline] = _option(
+    rollouts_per_example: PositiveInt = _option(
         16,
         "Rollouts of one example; their mean reward is the baseline.",
     )
@@ -539,6 +538,9 @@ class RLConfig(TrainingArguments):
         """
         try:
             loss_fn = LOSSES.get(self.loss) or load_user_code(self.loss, "loss")
+        except UserCodeError as error:
+            raise ConfigError(str(error)) from error
+        try:
             return bind_options(loss_fn, self.loss, self.loss_args)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -557,6 +559,11 @@ class RLConfig(TrainingArguments):
             ConfigError: the function cannot be loaded.
         """
         if self.advantage in ADVANTAGES:
+            if self.rollouts_per_example < 2:
+                raise ConfigError(
+                    f"rollouts_per_example={self.rollouts_per_example}: must be >= 2: the baseline "
+                    f"of advantage={self.advantage!r} is taken over a group"
+                )
             return of_rewards(ADVANTAGES[self.advantage])
         try:
             return load_user_code(self.advantage, "advantage")

@@ -70,8 +70,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if ctx.entropy_has_gradient:
             # d H / d logit_v = - p(v) (log p(v) + H), over the temperature; p = exp_x / z
             (entropy,) = saved
-            of_entropy = torch.xlogy(exp_x, exp_x) + exp_x * (entropy - z.log())[:, None]
-            grad_logits -= of_entropy * (grads[1] / ctx.temperature / z)[:, None]
+            of_entropy = torch.xlogy(exp_x, exp_x)
+            of_entropy.addcmul_(exp_x, (entropy - z.log())[:, None])
+            grad_logits.sub_(of_entropy.mul_((grads[1] / ctx.temperature / z)[:, None]))
         return grad_logits.to(ctx.dtype), None, None, None, None
 
 
@@ -129,8 +130,10 @@ class _FrozenHead(torch.autograd.Function):
                     head(chunk), chunk_targets, temperature, entropy_mode, overwrite=True
                 )
                 gradients = [
-                    torch.autograd.grad(output.sum(), chunk, retain_graph=has_gradient)[0]
-                    for output in outputs[: 1 + has_gradient]
+                    torch.autograd.grad(output.sum(), chunk, retain_graph=has_gradient and i == 0)[
+                        0
+                    ]
+                    for i, output in enumerate(outputs[: 1 + has_gradient])
                 ]
             results.append((*(output.detach() for output in outputs), *gradients))
         logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(slots=True)
 class LossInputs:
-    """Flat tensors over the N >= 1 loss tokens of a microbatch.
+    """Flat tensors over the N >= 1 loss tokens of a microbatch. If a microbatch has none, the loss
+    is called with one other token, for the names of its metrics, and its result is not used.
 
     Attributes:
         trainer_logprobs: (N,) float32, with gradient, at the sampling temperature.
@@ -79,8 +80,11 @@ def needs(*what: Need) -> Callable[[_T], _T]:
             forward pass under the reference, and without LoRA a copy of the model.
     """
 
+    if unknown := set(what) - set(get_args(Need)):
+        raise ValueError(f"needs({unknown.pop()!r}): must be of {', '.join(get_args(Need))}")
+
     def mark(loss_fn: _T) -> _T:
-        loss_fn.needs = frozenset(what)  # type: ignore[attr-defined]
+        loss_fn.needs = needs_of(loss_fn) | set(what)  # type: ignore[attr-defined]
         return loss_fn
 
     return mark
@@ -88,9 +92,8 @@ def needs(*what: Need) -> Callable[[_T], _T]:
 
 def needs_of(loss_fn: Any) -> frozenset[Need]:
     """Return what this loss is marked with, also through `functools.partial`."""
-    while isinstance(loss_fn, partial):
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "needs", frozenset())
+    own: frozenset[Need] = getattr(loss_fn, "needs", frozenset())
+    return own | needs_of(loss_fn.func) if isinstance(loss_fn, partial) else own
 
 
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
@@ -228,7 +231,8 @@ def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> L
 
     s = exp(mean over the sequence's loss tokens of log r_t),
     L = - sum_t min(s * A_t, clip(s, 1 - eps_low, 1 + eps_high) * A_t).
-    With `loss_normalization="sequence"` this is the paper's objective, one term a sequence.
+    With `loss_normalization="sequence"` this is the paper's objective, if each rollout is one
+    sample.
 
     Args:
         inputs: one microbatch.
@@ -318,6 +322,10 @@ def bind_options(loss_fn: Callable[..., LossOutputs], name: str, options: Any) -
         if name in LOSSES and not (is_number and value >= 0):
             raise ValueError(f"loss_args: {option}={value!r} must be a number >= 0")
     loss = partial(loss_fn, **options)
+    try:
+        inspect.signature(loss).bind(None)  # the inputs
+    except TypeError as error:
+        raise ValueError(f"loss_args lacks what loss={name!r} needs: {error}") from error
     if name in LOSSES:
         bounds = {p.name: p.default for p in inspect.signature(loss).parameters.values()}
         if bounds.get("eps_low", 0) >= 1:
@@ -335,7 +343,7 @@ def bind_options(loss_fn: Callable[..., LossOutputs], name: str, options: Any) -
 
 @needs("reference_logprobs")
 def reference_kl(inputs: LossInputs, beta: float) -> LossOutputs:
-    """beta * sum_t w_t * KL_t, which keeps the policy near the model that training started from.
+    """beta * sum_t w_t * KL_t, which keeps the policy near its reference.
 
     KL(trainer || reference) at each sampled token by the k3 estimator
     (http://joschu.net/blog/kl-approx.html), as in GRPO: d - 1 - log d, d = p_reference / p_trainer.

@@ -44,7 +44,7 @@ Penalty = Annotated[float, must("be from -2 to 2", lambda value: -2 <= value <= 
 def rules_of(kind: Any) -> list[Rule]:
     """Return the rules in a declared type, including those in the parts of a union."""
     if typing.get_origin(kind) is Annotated:
-        return list(kind.__metadata__)
+        return [rule for rule in kind.__metadata__ if callable(rule)]
     return [rule for part in typing.get_args(kind) for rule in rules_of(part)]
 
 

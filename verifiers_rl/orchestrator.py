@@ -25,9 +25,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from torch import Tensor
-
-from verifiers_rl.advantages import AdvantageFn, center_on_group_mean, of_rewards
+from verifiers_rl.advantages import AdvantageFn, as_numbers, center_on_group_mean, of_rewards
 from verifiers_rl.data import (
     ExampleOrder,
     GroupFilter,
@@ -262,7 +260,10 @@ class Orchestrator:
         self, step: int, model: str, policy_version: int, num_batches: int, progress: Progress
     ) -> Batch:
         positions = range(step * self.max_groups, (step + 1) * self.max_groups)
-        indices = examples_at(self.example_order, positions, self.env.sizes("train"))
+        try:
+            indices = examples_at(self.example_order, positions, self.env.sizes("train"))
+        except ValueError as error:
+            raise RolloutError(str(error)) from error
         start = asyncio.get_running_loop().time()
 
         def finish(group: list[Rollout]) -> bool:
@@ -366,17 +367,11 @@ class Orchestrator:
                     rollout.reward = 0.0
                 if rollout.is_truncated and self.mask_truncated_completions:
                     rollout.leave_out_of_loss()
-            if all(rollout.has_own_advantages for rollout in survivors):
-                continue
-            advantages = self.advantage_fn(survivors)
-            if len(advantages) != len(survivors):
-                raise ValueError(
-                    f"advantage_fn returned {len(advantages)} advantages for {len(survivors)} "
-                    "rollouts"
-                )
-            for rollout, advantage in zip(survivors, advantages, strict=True):
-                if not rollout.has_own_advantages:
-                    is_tensor = isinstance(advantage, Tensor)
-                    rollout.set_advantage(advantage.tolist() if is_tensor else advantage)
-                if not math.isfinite(rollout.advantage):
-                    raise ValueError(f"an advantage is {rollout.advantage}")
+            if not all(rollout.has_own_advantages for rollout in survivors):
+                advantages = self.advantage_fn(survivors)
+                for rollout, advantage in zip(survivors, as_numbers(advantages, len(survivors)),
+                                              strict=True):  # fmt: skip
+                    if not rollout.has_own_advantages:
+                        rollout.set_advantage(advantage)
+            if wrong := [r.advantage for r in survivors if not math.isfinite(r.advantage)]:
+                raise ValueError(f"an advantage is {wrong[0]}")

@@ -52,11 +52,16 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
     orchestrator, weight_sync = replaced.orchestrator, replaced.weight_sync
     if orchestrator is not None and weight_sync is not None:
         return ServerSide(orchestrator, weight_sync, None)
-    advantage_fn = replaced.advantage_fn or args.make_advantage()
     client = InferenceClient(args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout)
-    runner = None
+    runner = advantage_fn = None
     if orchestrator is None:  # made before waiting for the server, so its errors come at once
+        advantage_fn = replaced.advantage_fn or args.make_advantage()
         runner = make_runner(env, client.base_url, tokenizer, args)
+        if replaced.example_order is not None and len(set(runner.weights)) > 1:
+            raise ConfigError(
+                f"example_order decides which environment comes next, so weights {runner.weights} "
+                "of the environments have no effect; leave them out"
+            )
     status = client.wait_until_ready()
     if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
@@ -83,17 +88,12 @@ def _orchestrate(
     runner: EnvRunner,
     weight_sync: WeightSink,
     args: Any,
-    advantage_fn: AdvantageFn,
+    advantage_fn: AdvantageFn | None,
     example_order: ExampleOrder | None,
 ) -> Orchestrator:
     if example_order is None:
         example_order = partial(
             order_examples, weights=runner.weights, shuffle=args.shuffle, seed=args.seed
-        )
-    elif len(set(runner.weights)) > 1:
-        raise ConfigError(
-            f"example_order decides which environment comes next, so weights {runner.weights} of "
-            "the environments have no effect; leave them out"
         )
     return Orchestrator(
         runner,

@@ -94,7 +94,8 @@ class RLTrainer(Trainer):
         loss_fn: `LossInputs -> LossOutputs`, called on each microbatch; replaces `args.loss`.
         advantage_fn: computes advantages from the rollouts of a group, one per rollout or one per
             token (see advantages.py); replaces `args.advantage`.
-        example_order: chooses the examples of a step (see data.py); replaces `args.shuffle`.
+        example_order: chooses the examples of a step (see data.py); replaces `args.shuffle`
+            and the weights of several environments.
         peft_config: any PEFT config in place of the LoRA that `args` describes.
         orchestrator: gives batches in place of the `Orchestrator` of `env`.
         weight_sync: takes weights in place of the `WeightSync` to the server.
@@ -354,7 +355,7 @@ class RLTrainer(Trainer):
         has_loss = bool(predicts.any())
         if not has_loss:
             # The head must take part in every backward, or DDP waits for its gradient. So one
-            # token without weight is predicted, and its loss is multiplied by 0.
+            # token is predicted, and its loss is not used.
             predicts[0, 0] = True
         rows, columns = predicts.nonzero(as_tuple=True)  # (N,)
 
@@ -383,7 +384,7 @@ class RLTrainer(Trainer):
         )
         outputs = self.loss_fn(inputs)
         means.add(inputs, outputs.metrics, counts=has_loss)
-        return outputs.loss if has_loss else outputs.loss * 0.0
+        return outputs.loss if has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 
     def token_logprobs(
         self,
@@ -413,13 +414,14 @@ class RLTrainer(Trainer):
             with hidden_states_in_place_of_logits(base) as to_logits:
                 hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
             head = list(base.get_output_embeddings().parameters())
-            min_chunks = 1
+            min_chunks, is_trained = 1, any(p.requires_grad for p in head)
             if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: each chunk needs all ranks
+                is_trained |= entropy == "gradient"  # or its hooks would see two backwards
                 num_chunks = -(-len(targets.token_ids) // chunk_size)
                 min_chunks = max_over_ranks(num_chunks, self.args.device)
             return chunked_logprobs_and_entropy(
                 hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
-                head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
+                head_is_trained=is_trained, min_chunks=min_chunks,
             )  # fmt: skip
 
     @torch.no_grad()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -285,7 +286,6 @@ class Targets:
     token_ids: Tensor
 
 
-@runtime_checkable
 class EnvRunner(Protocol):
     """Runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an object
     with these members as it is; `envs/` has a class for each kind of environment.
@@ -380,3 +380,10 @@ class WeightSink(Protocol):
     def check_server(self) -> None: ...
     def wait_for_server(self) -> None: ...
     def close(self) -> None: ...
+
+
+def missing_members(part: Any, protocol: type) -> list[str]:
+    """The names that this protocol has and the part has not."""
+    names = [*protocol.__annotations__, *(n for n in vars(protocol) if not n.startswith("_"))]
+    nothing = object()  # a property may ask the server, so none is called
+    return [name for name in names if inspect.getattr_static(part, name, nothing) is nothing]

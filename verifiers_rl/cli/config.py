@@ -38,7 +38,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,11 @@ class RunConfig:
             return RLConfig  # without the trainer, which takes seconds to import
         return getattr(self.trainer_class(), "config_class", RLConfig)
 
+    def option(self, name: str) -> Any:
+        """The value of this option in [trainer.args], or the default of its field."""
+        defaults = {f.name: f.default for f in fields(self.config_class())}
+        return self.trainer_args.get(name, defaults[name])
+
     def load_own_code(self) -> None:
         """Load what the TOML names as "module:name", to see whether it can be.
 
@@ -139,6 +144,8 @@ class RunConfig:
         if self.trainer_class_name or any(
             ":" in str(args.get(name, "")) for name in ("loss", "advantage")
         ):
+            import transformers  # noqa: F401  # before a module beside the TOML hides a library
+
             make_importable(self.folder)
             checked = self.config_class()(**{**args, "use_cpu": True, "bf16": False})
             checked.make_loss()
@@ -304,13 +311,13 @@ def check_trainer_args(config: RunConfig) -> None:
     """Raise TomlError for a key of [trainer.args] that is no field of the trainer's config.
     Imports transformers.
     """
-    from dataclasses import fields
-
     from verifiers_rl.config import unknown_option_hint
 
     known = {f.name for f in fields(config.config_class())}
     if unknown := [name for name in config.trainer_args if name not in known]:
-        hints = "; ".join(f"{name!r}; {unknown_option_hint(name)}" for name in unknown)
+        hints = "; ".join(
+            f"{name!r}; {unknown_option_hint(name, config.config_class())}" for name in unknown
+        )
         raise TomlError(f"{config.path}: [trainer.args] has an unknown key {hints}")
 
 

@@ -23,10 +23,12 @@ def main() -> None:
     from verifiers_rl.envs.base import InvalidEnvironmentError
     from verifiers_rl.option_rules import ConfigError
 
-    problem = ""
+    problem, what = "", "the TOML"
     try:
         config = load_run_config(path, checks_model=False)
+        what = "the code that [trainer] names"
         config.load_own_code()
+        what = "the environment's own code"
         config.load_envs()
     except (InvalidEnvironmentError, ConfigError, TomlError) as error:
         problem = str(error).removeprefix(f"{path}: ")
@@ -36,7 +38,7 @@ def main() -> None:
         from verifiers_rl.data import describe_error
 
         traceback.print_exc()
-        problem = f"the environment's own code fails: {describe_error(error)}"
+        problem = f"{what} fails: {describe_error(error)}"
     unfinished = answer.with_suffix(".unfinished")
     unfinished.write_text(" ".join(problem.split()))
     unfinished.rename(answer)

@@ -187,12 +187,11 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     that follow from the trainer's options.
     """
     args = dict(config.inference_args)
-    trainer = config.trainer_args
-    args.setdefault("max_model_len", trainer.get("max_seq_len", 2048))
-    merged = trainer.get("lora_sync") == "merged" or trainer.get("lora_modules_to_save")
-    if trainer.get("use_lora", True) and not merged:
+    args.setdefault("max_model_len", config.option("max_seq_len"))
+    merged = config.option("lora_sync") == "merged" or config.option("lora_modules_to_save")
+    if config.option("use_lora") and not merged:
         args.setdefault("enable_lora", True)
-        args.setdefault("max_lora_rank", smallest_lora_rank(trainer.get("lora_rank", 16)))
+        args.setdefault("max_lora_rank", smallest_lora_rank(config.option("lora_rank")))
     product = math.prod(args.get(name, 1) for name in PARALLEL_SIZES)
     if "tensor_parallel_size" not in args and config.inference_gpus > product:
         args["tensor_parallel_size"] = config.inference_gpus // product

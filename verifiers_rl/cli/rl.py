@@ -138,9 +138,8 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
     """Start server and trainer, restart the server when it dies, and end both when the trainer
     ends. The trainer waits while the server loads. Returns the trainer's exit status.
     """
-    host = config.trainer_args.get("vllm_server_host", "127.0.0.1")
-    port = config.trainer_args.get("vllm_server_port", 8000)
-    timeout_s = config.trainer_args.get("vllm_server_timeout", 300.0)
+    host, port = config.option("vllm_server_host"), config.option("vllm_server_port")
+    timeout_s = config.option("vllm_server_timeout")
     try:
         reservation = reserve_port(host, port)
     except PortError as error:

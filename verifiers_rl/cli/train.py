@@ -60,8 +60,8 @@ def train(interrupt: Interrupt) -> None:
         path, rest = toml_argument(sys.argv[1:])
         options = parser.parse_args(rest)
         config = load_run_config(path)
+        check_trainer_args(config)  # which imports transformers, before the TOML's own modules
         make_importable(config.folder)
-        check_trainer_args(config)
     except TomlError as error:
         fail(error)
     if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:

@@ -9,7 +9,7 @@ from typing import Any
 
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
 from verifiers_rl.envs.mixed import MixedEnvironment
-from verifiers_rl.types import EnvRunner
+from verifiers_rl.types import EnvRunner, missing_members
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,22 @@ def _what(env: Any) -> str:
 
 def _runner(env: Any, options: RunnerOptions) -> EnvRunner:
     """Return the `EnvRunner` of one environment of any kind."""
-    if isinstance(env, EnvRunner):
+    if hasattr(env, "run_group") and hasattr(env, "sizes"):  # the user's own EnvRunner
+        if lacking := missing_members(env, EnvRunner):
+            raise InvalidEnvironmentError(
+                f"environment {options.name!r}: {type(env).__name__} has no {', '.join(lacking)}; "
+                "types.EnvRunner says what it needs"
+            )
+        if len(env.weights) != len(env.sizes("train")):
+            raise InvalidEnvironmentError(
+                f"environment {options.name!r}: {len(env.weights)} weights and "
+                f"{len(env.sizes('train'))} sizes; there must be one of both for each environment"
+            )
+        if options.sampling_args or options.num_workers:
+            raise InvalidEnvironmentError(
+                f"environment {options.name!r}: sampling and env_workers do nothing for an "
+                "EnvRunner of your own; leave them out, and do in it what they would do"
+            )
         return env
     from verifiers_rl.envs.v1 import V1Environment
     from verifiers_rl.envs.v1_loading import load_v1_environment
@@ -121,6 +136,11 @@ def make_runner(
             max_concurrent=args.max_concurrent,
         )
         parts.append(_runner(one.env, options))
+        if len(mixed) > 1 and parts[-1].name != one.name:
+            raise InvalidEnvironmentError(
+                f"environment {one.name!r} is an EnvRunner named {parts[-1].name!r}; give both the "
+                "same name"
+            )
         if description := parts[-1].description:
             report(description)
     return parts[0] if len(parts) == 1 else MixedEnvironment(parts, [one.weight for one in mixed])

@@ -28,7 +28,11 @@ class MixedEnvironment:
         self.parts = list(parts)
         self.name = ", ".join(names)
         self.description = "\n".join(part.description for part in parts if part.description)
-        self.weights = list(weights)
+        self.weights = [
+            weight * own / sum(part.weights)
+            for part, weight in zip(parts, weights, strict=True)
+            for own in part.weights
+        ]
         self.bounds_replies = all(part.bounds_replies for part in parts)
         self.num_overlong_prompts = sum(part.num_overlong_prompts for part in parts)
         self.first_prompt = parts[0].first_prompt

@@ -436,7 +436,9 @@ class V1Environment:
             is_truncated=is_cut or trace.stop_condition == "context_length",
             generation_s=trace.timing.agent.duration,
         )
-        rollout.has_own_advantages = any(advantages_of(b) is not None for b in trace.branches)
+        rollout.has_own_advantages = any(
+            advantages_of(branch) is not None for branch in filter(is_for_training, trace.branches)
+        )
         if rollout.has_own_advantages:
             rollout.set_advantage([a for sample in rollout.samples for a in sample.advantages])
         if not rollout.num_sampled_tokens:

@@ -28,6 +28,8 @@ def raise_open_files(num_wanted: int) -> int:
 
 def rollouts_at_once(max_concurrent: int, files_per_rollout: int) -> int:
     """Return `max_concurrent`, or fewer (and print it) if too few files may be open for that."""
+    if not files_per_rollout:
+        return max_concurrent
     num_files = raise_open_files(max_concurrent * files_per_rollout + RESERVED) - RESERVED
     fitting = max(num_files // files_per_rollout, 1)
     if fitting < max_concurrent:

@@ -336,7 +336,8 @@ class EarlyWarnings(TrainerCallback):
             return
         if self._last_step is None:
             self._last_step = self._first_step
-        is_uniform = logs.get("uniform_group_share") == 1.0  # in each step since the last line
+        # In each step since the last line; and no advantage_fn has made a difference of its own.
+        is_uniform = logs.get("uniform_group_share") == 1.0 and not logs.get("advantage_abs")
         num_steps = state.global_step - self._last_step
         self._num_uniform_steps = self._num_uniform_steps + num_steps if is_uniform else 0
         self._last_step = state.global_step
