@@ -153,7 +153,8 @@ COMPARED = {"loss", "grad_norm", "entropy", "mismatch_kl", "importance_ratio_max
 CASES = [
     "full", "full-tied-checkpointing", "full-single-constant", "adapter",
     "adapter-single-unused-token", "merged-checkpointing", "full-sgd-token-gspo",
-    "adapter-sgd-constant", "full-sgd-bf16", "adapter-sgd-bf16", "full-sgd", "adapter-sgd", "adapter-entropy",
+    "adapter-sgd-constant", "full-sgd-bf16", "adapter-sgd-bf16", "full-sgd", "adapter-sgd",
+    "adapter-entropy",
 ]  # fmt: skip
 
 

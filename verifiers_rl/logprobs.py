@@ -120,25 +120,26 @@ class _FrozenHead(torch.autograd.Function):
         entropy_mode: Entropy,
     ) -> tuple[Tensor, Tensor]:
         results = []
-        has_gradient = entropy_mode == "gradient"
+        # A pass for each output that has a gradient: only one backward follows each call of the
+        # head, as the hooks of ZeRO-3 expect, and the memory of a pass is free for the next one.
+        modes: list[Entropy] = [entropy_mode]
+        if entropy_mode == "gradient":
+            modes = ["none", "gradient"]
         for chunk, chunk_targets in zip(
             hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
         ):
             chunk = chunk.detach().requires_grad_()
-            with torch.enable_grad():
-                outputs = token_logprobs_and_entropy(
-                    head(chunk), chunk_targets, temperature, entropy_mode, overwrite=True
-                )
-                gradients = [
-                    torch.autograd.grad(output.sum(), chunk, retain_graph=has_gradient and i == 0)[
-                        0
-                    ]
-                    for i, output in enumerate(outputs[: 1 + has_gradient])
-                ]
+            gradients = []
+            for number, mode in enumerate(modes):
+                with torch.enable_grad():
+                    outputs = token_logprobs_and_entropy(
+                        head(chunk), chunk_targets, temperature, mode, overwrite=True
+                    )
+                    gradients += torch.autograd.grad(outputs[number].sum(), chunk)
             results.append((*(output.detach() for output in outputs), *gradients))
         logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
         ctx.save_for_backward(*gradients)
-        if not has_gradient:
+        if entropy_mode != "gradient":
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 

@@ -414,14 +414,13 @@ class RLTrainer(Trainer):
             with hidden_states_in_place_of_logits(base) as to_logits:
                 hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
             head = list(base.get_output_embeddings().parameters())
-            min_chunks, is_trained = 1, any(p.requires_grad for p in head)
+            min_chunks = 1
             if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: each chunk needs all ranks
-                is_trained |= entropy == "gradient"  # or its hooks would see two backwards
                 num_chunks = -(-len(targets.token_ids) // chunk_size)
                 min_chunks = max_over_ranks(num_chunks, self.args.device)
             return chunked_logprobs_and_entropy(
                 hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
-                head_is_trained=is_trained, min_chunks=min_chunks,
+                head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
             )  # fmt: skip
 
     @torch.no_grad()
