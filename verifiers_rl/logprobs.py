@@ -129,7 +129,7 @@ class _FrozenHead(torch.autograd.Function):
             hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
         ):
             chunk = chunk.detach().requires_grad_()
-            gradients = []
+            gradients: list[Tensor] = []
             for number, mode in enumerate(modes):
                 with torch.enable_grad():
                     outputs = token_logprobs_and_entropy(
