@@ -290,7 +290,10 @@ class EnvRunner(Protocol):
     """Runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an object
     with these members as it is; `envs/` has a class for each kind of environment.
 
-    Examples are numbered consecutively over all its environments.
+    Examples are numbered consecutively over all its environments. A runner sets `Rollout.env` to
+    its name, ends each rollout at a deadline of its own, and returns at least one rollout for a
+    group. The run's `generation_timeout`, `max_prompt_len`, `mask_env_responses` and `client_type`
+    do not reach a runner that a user passes.
 
     Attributes:
         name: name of its environment, the prefix of its metrics.

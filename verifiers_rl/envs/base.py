@@ -105,8 +105,8 @@ class WeightedEnv:
     """One of several environments to train on.
 
     Attributes:
-        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, or a classic
-            `verifiers.Environment`.
+        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
+            `verifiers.Environment`, or a `types.EnvRunner` of this name.
         name: prefix of its metrics.
         weight: its share of the groups, up to a common factor.
         sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}.
