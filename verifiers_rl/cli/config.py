@@ -88,8 +88,8 @@ class RunConfig:
     inference_gpus: int = 1
     inference_args: dict[str, Any] = field(default_factory=dict)
     trainer_gpus: int = 1
-    trainer_class_name: str = ""
     trainer_args: dict[str, Any] = field(default_factory=dict)
+    trainer_class_name: str = ""
 
     @property
     def folder(self) -> Path:
