@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
     sampling = args.sampling_args()
     if choices:
         sampling["extra_body"] |= {"structured_outputs": {"choice": choices}}
-    runner.sampling_args = sampling
+    runner.options = replace(runner.options, sampling_args=sampling)
 
     async def run():
         await runner.open()
