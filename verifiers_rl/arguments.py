@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +39,18 @@ _FOREIGN_ARGUMENTS = {
 }
 
 
-# Options that only our own orchestrator and its environments use.
-_OF_ORCHESTRATOR = (
-    *("advantage", "shuffle", "mask_truncated_completions", "zero_truncated_completions"),
-    *("min_reward_variance", "min_reward", "max_reward", "max_concurrent", "env_workers"),
-    *("client_type", "mask_env_responses", "max_prompt_len"),
-)
+# Options that do nothing beside a part that the caller gives.
+_REPLACED_OPTIONS = {
+    "loss_fn": ("loss", "loss_args"),
+    "advantage_fn": ("advantage",),
+    "example_order": ("shuffle",),
+    "orchestrator": (
+        *("advantage", "shuffle", "mask_truncated_completions", "zero_truncated_completions"),
+        *("min_reward_variance", "min_reward", "max_reward", "max_concurrent", "env_workers"),
+        *("client_type", "mask_env_responses", "max_prompt_len"),
+    ),
+    "weight_sync": ("weight_sync_backend",),
+}
 
 
 class Replaced(NamedTuple):
@@ -94,23 +100,14 @@ def check_arguments(
 
 def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
     """Raise ConfigError if a part lacks what is called, or makes another argument useless."""
-    for name, options in (
-        ("loss_fn", {"loss": "cispo", "loss_args": {}}),
-        ("advantage_fn", {"advantage": "mean"}),
-        ("example_order", {"shuffle": True}),
-    ):
+    for name in ("loss_fn", "advantage_fn", "example_order"):
         function = getattr(replaced, name)
         if function is None:
             continue
         if not callable(function):
-            named = f"; one that has a name is set by RLConfig({next(iter(options))}=...)"
-            raise ConfigError(
-                f"{name}={function!r} is no function{named if name != 'example_order' else ''}"
-            )
-        set_too = {option: getattr(args, option) for option in options}
-        if set_too != options:
-            shown = ", ".join(f"{option}={value!r}" for option, value in set_too.items())
-            raise ConfigError(f"{shown}: without effect beside {name}; remove one of the two")
+            option = {"loss_fn": "loss", "advantage_fn": "advantage"}.get(name)
+            named = f"; one that has a name is set by RLConfig({option}=...)" if option else ""
+            raise ConfigError(f"{name}={function!r} is no function{named}")
     for name, protocol in (("orchestrator", BatchSource), ("weight_sync", WeightSink)):
         part = getattr(replaced, name)
         lacking = missing_members(part, protocol) if part is not None else []
@@ -128,18 +125,17 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
                     f"{name}: without effect beside orchestrator, which makes the batches; give it "
                     "to your orchestrator, and leave it out here"
                 )
-        for name in _OF_ORCHESTRATOR:
-            _check_default(args, name, "orchestrator")
     elif env is None:
         raise ConfigError("env is None: pass an environment, or an orchestrator that has its own")
-    if replaced.weight_sync is not None:
-        _check_default(args, "weight_sync_backend", "weight_sync")
-
-
-def _check_default(args: RLConfig, name: str, part: str) -> None:
-    """Raise ConfigError if this option is set, which does nothing beside a part that is given."""
-    (default,) = (f.default for f in fields(RLConfig) if f.name == name)
-    if getattr(args, name) != default:
-        raise ConfigError(
-            f"{name}={getattr(args, name)!r}: without effect beside {part}; give it to your {part}"
-        )
+    # The defaults of a config class of the user's own may differ from ours.
+    defaults = {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in fields(args)
+    }
+    for part, options in _REPLACED_OPTIONS.items():
+        for name in options if getattr(replaced, part) is not None else ():
+            if getattr(args, name) != defaults[name]:
+                raise ConfigError(
+                    f"{name}={getattr(args, name)!r}: without effect beside {part}; remove one of "
+                    "the two"
+                )

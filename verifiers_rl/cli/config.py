@@ -142,7 +142,7 @@ class RunConfig:
         """
         args = self.trainer_args
         if self.trainer_class_name or any(
-            ":" in str(args.get(name, "")) for name in ("loss", "advantage")
+            names_user_code(str(args.get(name, ""))) for name in ("loss", "advantage")
         ):
             import transformers  # noqa: F401  # before a module beside the TOML hides a library
 

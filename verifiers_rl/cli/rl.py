@@ -48,13 +48,8 @@ USAGE = (
     "       vf-rl --check @ config.toml"
 )
 
-
 MAX_RESTARTS = 5  # in a row, without an answer of the server in between
-
-
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
-
-
 POLL_S = 0.5  # between two looks at the server
 
 
