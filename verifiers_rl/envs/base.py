@@ -1,7 +1,8 @@
 """What all kinds of environment share. Each kind is a class that satisfies `types.EnvRunner`:
 
 classic.py  `verifiers.Environment`, up to verifiers 0.3
-v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
+v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them, v1_client.py takes
+            their model calls to the server
 workers.py  classic environments in separate processes
 mixed.py    several of any kind
 make.py     chooses the kind for what a user passes as `env`

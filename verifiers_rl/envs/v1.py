@@ -6,9 +6,9 @@ classic ones.
     branch             one sample: a path from the graph's root to a leaf, its tokens one after the
                        other; each sampled token is in the loss once
 
-Agents send model calls to verifiers' interception endpoint in this process. `_TokenClient` passes
-them on to `vf-vllm` as tokens: the tokens so far unchanged, and those of new messages from the
-trainer's own tokenizer. So if each turn's messages extend those before, its tokens do too.
+Agents send model calls to verifiers' interception endpoint in this process. `v1_client.TokenClient`
+passes them on to `vf-vllm` as tokens: the tokens so far unchanged, and those of new messages from
+the trainer's own tokenizer. So if each turn's messages extend those before, its tokens do too.
 """
 
 from __future__ import annotations
@@ -23,16 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
-import openai
 import verifiers.v1 as vf
-from jinja2 import TemplateError
-from pydantic import PrivateAttr
-from verifiers.v1.dialects import Dialect
-from verifiers.v1.dialects.chat import ChatDialect
-from verifiers.v1.errors import ProviderError
-from verifiers.v1.graph import PendingTurn
-from verifiers.v1.interception import server as interception
 
 from verifiers_rl.data import ENDLESS, describe_sizes
 from verifiers_rl.envs.base import (
@@ -42,6 +33,7 @@ from verifiers_rl.envs.base import (
     versions_of_tokens,
 )
 from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.v1_client import TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
     IN_PROCESS,
     check_login,
@@ -58,11 +50,8 @@ from verifiers_rl.envs.v1_versions import (
     advantages_of,
     is_for_training,
     is_infinite,
-    prompt_too_long,
     ran_out_of_time,
-    tokens_so_far,
 )
-from verifiers_rl.inference import ServerClient, policy_versions
 from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -340,7 +329,7 @@ class V1Environment:
         """Run `num_rollouts` episodes of one task. Each gives a rollout for each trace of a trained
         agent. An error fails only its own episode.
         """
-        config = _TokenClientConfig(
+        config = TokenClientConfig(
             base_url=self.options.base_url,
             api_key_var="VLLM_API_KEY",
             sampling=self.options.sampling_args or sampling_args,
@@ -404,7 +393,7 @@ class V1Environment:
 
     def _rollout(self, trace: vf.Trace, policy_version: int, temperature: float) -> Rollout:
         """Make the rollout of a trace. Raises ValueError if it cannot be trained on."""
-        if not isinstance(trace.agent.config.client, _TokenClientConfig):
+        if not isinstance(trace.agent.config.client, TokenClientConfig):
             raise ValueError(
                 f"the agent {trace.agent.name!r} has a client of its own, so its tokens are not of "
                 "the model that is trained; mark it trainable = False in the environment's setup()"
@@ -514,147 +503,3 @@ def samples_from_trace(
                 sample.set_advantage(advantages)
             samples.append(sample)
     return samples
-
-
-# --- Model calls ----------------------------------------------------------------------------------
-
-
-class _TokenClientConfig(vf.TrainClientConfig):
-    """Says to which of our environments a model call belongs, and its sampling options."""
-
-    sampling: dict[str, Any]
-    _environment: V1Environment = PrivateAttr()
-
-
-class _TokenClient(vf.Client):
-    """Passes model calls from the endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
-
-    def __init__(self, config: _TokenClientConfig) -> None:
-        self._env = config._environment
-        self._sampling = {**config.sampling}
-        self._sampling |= self._sampling.pop("extra_body", {})
-        self._http = ServerClient(f"{config.base_url}/v1", self._env.options.timeout_s)
-
-    async def get_response(
-        self,
-        dialect: Dialect,
-        body: dict[str, Any],
-        sampling: vf.SamplingConfig,
-        session_id: str | None = None,
-        turn: PendingTurn | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> vf.Response:
-        if not isinstance(dialect, ChatDialect):
-            raise ProviderError(
-                f"{type(dialect).__name__}: only chat completions can be trained on; use a harness "
-                "that asks for them",
-                status_code=400,
-            )
-        own = sampling.model_dump(exclude_none=True)  # the agent's
-        extra = {k: v for k, v in own.pop("extra_body", {}).items() if v is not None}
-        options = self._sampling | extra | own
-        template = {"tools": body.get("tools")}
-        template |= options.pop("chat_template_kwargs", body.get("chat_template_kwargs", {}))
-        try:
-            prompt_ids = self._prompt_ids(body["messages"], turn, template)
-        except ValueError as error:  # the prompt has an image
-            raise ProviderError(str(error), status_code=400) from error
-        room = self._env.options.max_seq_len - len(prompt_ids)
-        if room < 1:
-            raise prompt_too_long(
-                turn,
-                f"maximum context length: {len(prompt_ids)} tokens fill max_seq_len="
-                f"{self._env.options.max_seq_len}",
-                IN_PROCESS,
-            )
-        request = body | options | {"tokens": prompt_ids}
-        # If a program asks for a stream, verifiers makes one from the whole reply. The only
-        # limit is max_tokens below.
-        for name in ("stream", "stream_options", "max_completion_tokens"):
-            request.pop(name, None)
-        agent = turn.trace.agent.name if turn is not None else ""
-        self._env.warn_of_bias(agent, request, self._sampling)
-        request["max_tokens"] = min(options.get("max_tokens") or room, room)
-        # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
-        request["messages"] = [{"role": "user", "content": "."}]
-        policy_versions.set(None)
-        try:
-            reply = await self._http.post(
-                "/chat/completions/tokens", cast_to=httpx.Response, body=request
-            )
-        except openai.OpenAIError as error:
-            if "context length" in str(error):
-                raise prompt_too_long(turn, str(error), IN_PROCESS) from error
-            status = getattr(error, "status_code", 503)
-            raise ProviderError(str(error), status_code=status) from error
-        completion = reply.json()
-        (choice,) = completion["choices"]
-        tokens, logprobs = choice.pop("token_ids"), choice.pop("logprobs")["content"]
-        completion.pop("prompt_token_ids", None)
-        response = dialect.parse_response(dialect.validate_response(completion))
-        response.raw = completion
-        response.tokens = vf.TurnTokens(
-            prompt_ids=prompt_ids,
-            completion_ids=tokens,
-            completion_logprobs=[entry["logprob"] for entry in logprobs],
-        )
-        if session_id and (spans := policy_versions.get()):
-            self._env.versions.setdefault(session_id, []).append((response.message, spans))
-        return response
-
-    def _prompt_ids(
-        self, messages: list[Any], turn: PendingTurn | None, template: dict[str, Any]
-    ) -> list[int]:
-        """Return the tokens so far and those of new messages; render all again if that fails."""
-        tokens = tokens_so_far(turn) if turn is not None else None
-        if turn is not None and tokens is not None:
-            last = turn.prefix_node_ids[-1]
-            was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
-            all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)
-            if all_new and not was_cut:
-                added = self._tokens_after(messages, len(turn.tail), tokens[-1], template)
-                if added is not None:
-                    return tokens + added
-        return self._env.render(messages, **template)
-
-    def _tokens_after(
-        self, messages: list[Any], num_new: int, last_token: int, template: dict[str, Any]
-    ) -> list[int] | None:
-        """Return what the template writes after a reply that ended with `last_token`, for the last
-        `num_new` messages; None if no reply ends with this token.
-
-        A short reply stands in for the real one. The tokens of the real one are known, and the
-        template may render it otherwise than it was sampled.
-        """
-        if last_token not in self._env.special_ids:
-            return None
-        question = {"role": "user", "content": "?"}
-        reply = {**messages[-num_new - 1], "content": "."}
-        reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
-        try:
-            before = self._env.render([question], is_prompt=False, **template)
-            after = self._env.render([question, reply, *messages[-num_new:]], **template)
-        except TemplateError:
-            return None  # the template refuses such a conversation
-        ends = [at for at, token in enumerate(after) if token == last_token]
-        num_before = before.count(last_token)
-        return after[ends[num_before] + 1 :] if len(ends) > num_before else None
-
-    async def relay(self, *args: Any, **kwargs: Any) -> Any:
-        raise ProviderError("streamed replies cannot be trained on", status_code=400)
-
-    async def close(self) -> None:
-        await self._http.close()
-
-
-_stock_resolve_client = interception.resolve_client
-
-
-def _resolve_client(config: Any) -> vf.Client:
-    """Make a client from its configuration. verifiers' own function knows only two kinds."""
-    if isinstance(config, _TokenClientConfig):
-        return _TokenClient(config)
-    return _stock_resolve_client(config)
-
-
-interception.resolve_client = _resolve_client
