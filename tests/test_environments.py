@@ -131,7 +131,7 @@ def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
         with pytest.raises(InvalidEnvironmentError, match=message):
             make_runner([WeightedEnv(wrong, "mine"), mix[1]], "http://unused", None, args)
     sampled = [WeightedEnv(own, "mine", sampling_args={"top_p": 0.5}), mix[1]]
-    with pytest.raises(InvalidEnvironmentError, match="sampling and env_workers do nothing for"):
+    with pytest.raises(InvalidEnvironmentError, match="sampling does nothing for an EnvRunner"):
         make_runner(sampled, "http://unused", None, args)
     del own.first_prompt, own.weights
     message = "environment 'env': SimpleNamespace has no weights, first_prompt; types.EnvRunner"

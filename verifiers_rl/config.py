@@ -144,6 +144,10 @@ _names_layers = must(
 )
 _is_factor = must("be a number >= 1", lambda value: value >= 1)
 _vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <= 2)
+_is_auto_or_count = must(
+    "be 'auto' or an integer >= 0",
+    lambda value: value == "auto" or (isinstance(value, int) and value >= 0),
+)
 _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
@@ -337,10 +341,12 @@ class RLConfig(TrainingArguments):
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
     max_concurrent: PositiveInt = _option(512, "Rollouts in flight at a time.")
-    env_workers: NotNegativeInt = _option(
-        0,
-        "Worker processes for each classic environment, so that its Python code does not wait for "
-        "the trainer's. 0 runs environments in a thread of the trainer.",
+    env_workers: Annotated[int | str, _is_auto_or_count] = _option(
+        "auto",
+        "Rollout workers: processes that run the environments, so that their Python code does not "
+        "wait for the trainer's. auto: one for each four cores, at most 8; an environment that "
+        "cannot be made again in a worker runs in a thread of the trainer, and one line says why. "
+        "0 runs all environments in a thread of the trainer.",
     )
     client_type: Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"] = (
         _option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -90,6 +90,7 @@ class Rollout:
         is_truncated: a length limit cut a turn.
         generation_s: seconds from the first request to the last reply.
         error: why it failed; such a rollout enters neither the baseline nor the batch.
+        num_restarts: how often its group began again, because its worker process died.
         advantage: set when its group is complete; the mean over its loss tokens if they differ.
         has_own_advantages: the environment has set the advantages of its samples; they are kept.
     """
@@ -106,6 +107,7 @@ class Rollout:
     is_truncated: bool = False
     generation_s: float = 0.0
     error: BaseException | None = None
+    num_restarts: int = 0
     advantage: float = 0.0
     has_own_advantages: bool = False
 
@@ -159,15 +161,25 @@ class Slots(asyncio.Semaphore):
         self._taking = asyncio.Lock()
 
     @asynccontextmanager
-    async def several(self, num: int) -> AsyncIterator[None]:
-        """Hold `num` places, or all if there are fewer."""
-        num_taken = 0
+    async def several(self, num: int) -> AsyncIterator[Callable[[], None]]:
+        """Hold `num` places, or all if there are fewer. Gives a function to call when one of the
+        `num` rollouts ends: it frees a place that the others do not need.
+        """
+        num_taken, num_left = 0, num
+
+        def end_one() -> None:
+            nonlocal num_taken, num_left
+            num_left -= 1
+            if 0 <= num_left < num_taken:
+                num_taken -= 1
+                self.release()
+
         try:
             async with self._taking:
                 for _ in range(min(num, self._num_slots)):
                     await self.acquire()
                     num_taken += 1
-            yield
+            yield end_one
         finally:
             for _ in range(num_taken):
                 self.release()
@@ -197,11 +209,20 @@ class Progress:
         self.num_done += 1
 
     @asynccontextmanager
-    async def several(self, num: int) -> AsyncIterator[None]:
+    async def several(self, num: int) -> AsyncIterator[Callable[[], None]]:
         """Do as `Slots.several`."""
-        async with self._slots.several(num):
-            yield
-        self.num_done += num
+        num_counted = 0
+        async with self._slots.several(num) as end_one:
+
+            def count_one() -> None:
+                nonlocal num_counted
+                if num_counted < num:
+                    num_counted += 1
+                    self.num_done += 1
+                end_one()
+
+            yield count_one
+        self.num_done += num - num_counted
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 classic.py  `verifiers.Environment`, up to verifiers 0.3
 v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them, v1_client.py takes
             their model calls to the server
-workers.py  classic environments in separate processes
+workers.py  environments of both kinds in processes of their own; worker_main.py runs there
 mixed.py    several of any kind
 make.py     chooses the kind for what a user passes as `env`
 """
@@ -16,9 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
+
+from verifiers_rl.types import EnvRunner, Rollout, Split
 
 logger = logging.getLogger(__name__)
+
+
+class NotPortableError(Exception):
+    """The environment cannot be made again in another process; the message says why."""
 
 
 class InvalidEnvironmentError(ValueError):
@@ -83,8 +89,6 @@ class RunnerOptions:
         name: prefix of its metrics.
         sampling_args: for every request, in place of those that `run_group` gets.
         num_eval_tasks: tasks of a stream that evaluations use.
-        num_workers: processes for a classic environment; 0 runs it in the trainer's process.
-        max_concurrent: limit of rollouts in flight in one worker process.
     """
 
     base_url: str
@@ -97,8 +101,60 @@ class RunnerOptions:
     name: str = "env"
     sampling_args: dict[str, Any] | None = None
     num_eval_tasks: int = 64
-    num_workers: int = 0
-    max_concurrent: int = 512
+
+
+class ExampleRunner(Protocol):
+    """Runs rollouts of examples that it is given. It has no dataset, so a worker process can make
+    it again in little time and memory.
+
+    Attributes:
+        files_per_rollout: see `types.EnvRunner`.
+    """
+
+    files_per_rollout: int
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+
+    async def run_example(
+        self,
+        example: dict[str, Any],
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: Any,
+    ) -> list[Rollout]:
+        """Do as `types.EnvRunner.run_group`, for this example.
+
+        Args:
+            slots: each rollout enters it while it uses the server.
+        """
+        ...
+
+
+class EnvRecipe(Protocol):
+    """How to make an environment again in another process; can be pickled."""
+
+    def make(self) -> ExampleRunner: ...
+
+
+class PortableEnvironment(EnvRunner, Protocol):
+    """An `EnvRunner` that another process can make again. It then chooses and sends the examples,
+    and the other process runs them.
+    """
+
+    def recipe(self) -> EnvRecipe:
+        """Return how to make it again. Raises NotPortableError if that is not possible."""
+        ...
+
+    async def example(self, split: Split, index: int) -> dict[str, Any]:
+        """Return an example in a form for JSON."""
+        ...
+
+    def prompt_of(self, example: dict[str, Any]) -> str:
+        """Return the prompt of an example as text, for people."""
+        ...
 
 
 @dataclass

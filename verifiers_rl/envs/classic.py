@@ -5,6 +5,7 @@ samples.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import importlib
 import inspect
@@ -13,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +124,16 @@ def _segment(
     return token_ids, [in_loss] * n, [logprob] * n, [version] * n
 
 
-class ClassicEnvironment:
-    """The `EnvRunner` of a classic `verifiers.Environment`, also of an `EnvGroup`.
+class ClassicExampleRunner:
+    """The `ExampleRunner` of a classic `verifiers.Environment`, also of an `EnvGroup`.
 
     `verifiers` cuts a sequence at `max_seq_len`, and marks it as truncated.
 
     Raises:
-        InvalidEnvironmentError: `env` is not a classic environment, its dataset cannot be read, or
-            no training example is left.
+        InvalidEnvironmentError: `env` is not a classic environment.
     """
 
-    bounds_replies = False
     files_per_rollout = 1  # a connection to the server
-    description = ""
 
     def __init__(self, env: Any, options: RunnerOptions) -> None:
         if not self.can_run(env):
@@ -145,59 +144,13 @@ class ClassicEnvironment:
         self.env = env
         self.options = options
         self.name = options.name
-        self.weights = [1.0]
-        self.num_overlong_prompts = 0
         self._client: Any = None
         env.set_max_seq_len(options.max_seq_len)
         _report_reward_errors(env.rubric)
-        try:
-            splits = {"train": env.get_dataset(), "eval": env.get_eval_dataset()}
-        except (ValueError, IndexError) as error:
-            raise InvalidEnvironmentError(
-                f"the environment's dataset cannot be read: {error}"
-            ) from error
-        self._examples = {
-            name: self._without_overlong(split, options.tokenizer, options.max_prompt_len)
-            for name, split in splits.items()
-        }
-        if not len(self._examples["train"]):
-            left_out = (
-                f", {self.num_overlong_prompts} were longer than max_prompt_len"
-                if options.max_prompt_len
-                else ""
-            )
-            raise InvalidEnvironmentError(f"the environment's training dataset is empty{left_out}")
-        try:
-            self.first_prompt = list(self._examples["train"][0]["prompt"])
-            for message in self.first_prompt:
-                as_vllm_renders(dict(message))
-        except ValueError as error:
-            raise InvalidEnvironmentError(f"the first training example: {error}") from error
-        renders_anew = options.client_type == "openai_chat_completions" and self._is_multi_turn
-        template_problem = (
-            reason_against_chat_template(options.tokenizer)
-            if renders_anew and options.tokenizer
-            else None
-        )
-        if template_problem:
-            logger.warning(
-                "%s: each turn will start a sequence of its own, and be trained as one. "
-                'client_type="openai_chat_completions_token" goes on with the tokens as sampled',
-                template_problem,
-            )
 
     @staticmethod
     def can_run(env: Any) -> bool:
         return isinstance(env, vf.Environment)
-
-    def sizes(self, split: Split) -> list[int]:
-        """Return the number of examples of this split, as a list of one."""
-        return [len(self._examples[split])]
-
-    @property
-    def _is_multi_turn(self) -> bool:
-        envs = getattr(self.env, "envs", [self.env])  # several in an EnvGroup
-        return any(getattr(env, "max_turns", 1) != 1 for env in envs)
 
     async def open(self) -> None:
         """Make the HTTP client; called on the event loop that will use it."""
@@ -212,46 +165,22 @@ class ClassicEnvironment:
         if self._client is not None:
             await self._client.close()
 
-    async def run_group(
-        self,
-        split: Split,
-        index: int,
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Slots | Progress,
-    ) -> list[Rollout]:
-        """Roll out and score one example `num_rollouts` times.
-        An error fails only its own rollout.
-        """
-        row = {**self._examples[split][index]}
-        row.setdefault("example_id", index)
-        return await self.run_example(
-            index,
-            row,
-            num_rollouts,
-            model,
-            self.options.sampling_args or sampling_args,
-            policy_version,
-            slots,
-        )
-
     async def run_example(
         self,
-        index: int,
-        row: dict[str, Any],
+        example: dict[str, Any],
         num_rollouts: int,
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: Slots | Progress,
+        slots: Any,
     ) -> list[Rollout]:
-        """Do as `run_group`, for this example at `index` of its split.
+        """Roll out and score one row of the dataset `num_rollouts` times. An error fails only its
+        own rollout.
 
         Rollouts run through `env.rollout` one by one, not through `env.run_group`. There, an
         exception in one of them (for example in a tool) would lose the whole group.
         """
+        row, sampling_args = example["row"], self.options.sampling_args or sampling_args
         runs = [self._run(row, model, sampling_args, slots) for _ in range(num_rollouts)]
         results = await asyncio.gather(*runs)
         states = [state for state, error in results if error is None]
@@ -265,7 +194,7 @@ class ClassicEnvironment:
             except Exception as error:  # whatever the environment's scoring raises
                 scoring_error = self._explain(error, deadline, "scoring a group")
         return [
-            self._rollout(index, row, state, error or scoring_error, policy_version)
+            self._rollout(row, state, error or scoring_error, policy_version)
             for state, error in results
         ]
 
@@ -302,14 +231,13 @@ class ClassicEnvironment:
 
     def _rollout(
         self,
-        index: int,
         row: dict[str, Any],
         state: Any,
         error: BaseException | None,
         policy_version: int,
     ) -> Rollout:
         prompt = _last_text(row.get("prompt"))
-        rollout = Rollout(example_id=index, prompt=prompt, env=self.name)
+        rollout = Rollout(example_id=0, prompt=prompt, env=self.name)
         error = error or (state.get("error") if state is not None else None)
         if error is None:
             try:
@@ -337,6 +265,143 @@ class ClassicEnvironment:
         rollout.is_truncated = bool(state["is_truncated"])
         rollout.generation_s = state["verifiers_rl_generation_s"]
         return rollout
+
+
+@dataclass(frozen=True)
+class ClassicRecipe:
+    """The `EnvRecipe` of a `ClassicEnvironment`.
+
+    Attributes:
+        env: the environment itself if it has no id, else None.
+        env_id, env_args: what `verifiers.load_environment` takes.
+        looks: `fingerprint` of the environment.
+        options: those of the `ClassicEnvironment`.
+    """
+
+    env: Any
+    env_id: str
+    env_args: dict[str, Any]
+    looks: list[Any]
+    options: RunnerOptions
+
+    def make(self) -> ClassicExampleRunner:
+        env = self.env or load_environment(self.env_id, self.env_args)
+        if fingerprint(env) != self.looks:
+            raise InvalidEnvironmentError(
+                f"loaded by its id, {self.env_id!r}, it has (class, examples, rewards) "
+                f"{fingerprint(env)}, and the trainer's {self.looks}: what is changed after "
+                "load_environment is not in the workers; set env_workers=0"
+            )
+        return ClassicExampleRunner(env, self.options)
+
+
+def fingerprint(env: Any) -> list[Any]:
+    """Return what must be equal in two environments if they are the same."""
+    names: list[str] = []
+    rubrics = [env.rubric]
+    for rubric in rubrics:
+        rubrics += getattr(rubric, "rubrics", [])
+        for func in map(inspect.unwrap, rubric.funcs):
+            names.append(getattr(func, "__name__", type(func).__name__))
+    return [type(env).__name__, len(env.get_dataset()), sorted(names)]
+
+
+class ClassicEnvironment(ClassicExampleRunner):
+    """The `EnvRunner` of a classic `verifiers.Environment`, also of an `EnvGroup`.
+
+    Raises:
+        InvalidEnvironmentError: `env` is not a classic environment, its dataset cannot be read, or
+            no training example is left.
+    """
+
+    bounds_replies = False
+    description = ""
+
+    def __init__(self, env: Any, options: RunnerOptions) -> None:
+        super().__init__(env, options)
+        self.weights = [1.0]
+        self.num_overlong_prompts = 0
+        try:
+            splits = {"train": env.get_dataset(), "eval": env.get_eval_dataset()}
+        except (ValueError, IndexError) as error:
+            raise InvalidEnvironmentError(
+                f"the environment's dataset cannot be read: {error}"
+            ) from error
+        self._examples = {
+            name: self._without_overlong(split, options.tokenizer, options.max_prompt_len)
+            for name, split in splits.items()
+        }
+        if not len(self._examples["train"]):
+            left_out = (
+                f", {self.num_overlong_prompts} were longer than max_prompt_len"
+                if options.max_prompt_len
+                else ""
+            )
+            raise InvalidEnvironmentError(f"the environment's training dataset is empty{left_out}")
+        try:
+            self.first_prompt = list(self._examples["train"][0]["prompt"])
+            for message in self.first_prompt:
+                as_vllm_renders(dict(message))
+        except ValueError as error:
+            raise InvalidEnvironmentError(f"the first training example: {error}") from error
+        renders_anew = options.client_type == "openai_chat_completions" and self._is_multi_turn
+        template_problem = (
+            reason_against_chat_template(options.tokenizer)
+            if renders_anew and options.tokenizer
+            else None
+        )
+        if template_problem:
+            logger.warning(
+                "%s: each turn will start a sequence of its own, and be trained as one. "
+                'client_type="openai_chat_completions_token" goes on with the tokens as sampled',
+                template_problem,
+            )
+
+    def sizes(self, split: Split) -> list[int]:
+        """Return the number of examples of this split, as a list of one."""
+        return [len(self._examples[split])]
+
+    @property
+    def _is_multi_turn(self) -> bool:
+        envs = getattr(self.env, "envs", [self.env])  # several in an EnvGroup
+        return any(getattr(env, "max_turns", 1) != 1 for env in envs)
+
+    def recipe(self) -> ClassicRecipe:
+        # An environment without an id is sent itself.
+        env = None if self.env.env_id else _without_error_reports(self.env)
+        args = (self.env.env_id, self.env.env_args, fingerprint(self.env), self.options)
+        return ClassicRecipe(env, *args)
+
+    async def example(self, split: Split, index: int) -> dict[str, Any]:
+        row = {**self._examples[split][index]}
+        row.setdefault("example_id", index)
+        return {"row": row}
+
+    def prompt_of(self, example: dict[str, Any]) -> str:
+        return _last_text(example["row"].get("prompt"))
+
+    async def run_group(
+        self,
+        split: Split,
+        index: int,
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: Slots | Progress,
+    ) -> list[Rollout]:
+        """Do as `ClassicExampleRunner.run_example`, for this example of its split."""
+        group = await self.run_example(
+            await self.example(split, index),
+            num_rollouts,
+            model,
+            sampling_args,
+            policy_version,
+            slots,
+        )
+        for rollout in group:
+            rollout.example_id = index
+        return group
 
     def _without_overlong(self, dataset: Any, tokenizer: Any, max_prompt_len: int | None) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
@@ -407,6 +472,26 @@ def _with_errors_in_state(func: Callable[..., Any], is_group: bool) -> Callable[
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     wrapper._errors_in_state = True  # type: ignore[attr-defined]
     return wrapper
+
+
+def _without_error_reports(env: Any) -> Any:
+    """Return a copy of the environment with the reward functions that it was made with. Those of
+    `_report_reward_errors` cannot be pickled.
+    """
+
+    def bare(rubric: Any) -> Any:
+        bare_rubric = copy.copy(rubric)
+        bare_rubric.funcs = [
+            func.__wrapped__ if getattr(func, "_errors_in_state", False) else func
+            for func in rubric.funcs
+        ]
+        if hasattr(rubric, "rubrics"):
+            bare_rubric.rubrics = [bare(inner) for inner in rubric.rubrics]
+        return bare_rubric
+
+    bare_env = copy.copy(env)
+    bare_env.rubric = bare(env.rubric)
+    return bare_env
 
 
 def _last_text(prompt: Any) -> str:

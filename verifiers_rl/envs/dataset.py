@@ -50,7 +50,8 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
         what: str,
     ) -> None:
         super().__init__(vf.TasksetConfig())
-        parameters = _parameters_from(reward_fn, rows, what)
+        self.reward_fn = reward_fn
+        self.parameters = _parameters_from(reward_fn, rows, what)
         self.tasks = []
         for number, row in enumerate(rows):
             try:
@@ -68,12 +69,25 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
                     f"{what}, row {number}: the prompt has a system message of its own; leave "
                     "system_prompt out"
                 )
-            task = ExampleTask(data, self.config.task)
-            task.row, task.reward_fn, task.parameters = row, reward_fn, parameters
-            self.tasks.append(task)
+            needed = {name: row[name] for name in self.parameters if name in row}
+            self.tasks.append(self._task(data, needed))
+
+    def _task(self, data: vf.TaskData, row: Mapping[str, Any]) -> ExampleTask:
+        task = ExampleTask(data, self.config.task)
+        task.row, task.reward_fn, task.parameters = row, self.reward_fn, self.parameters
+        return task
 
     def load(self) -> Iterable[ExampleTask]:
         return self.tasks
+
+    def pack_task(self, task: ExampleTask) -> dict[str, Any]:
+        return {"data": task.data.model_dump(mode="json"), "row": task.row}
+
+    def unpack_task(self, packed: dict[str, Any]) -> ExampleTask:
+        return self._task(vf.TaskData.model_validate(packed["data"]), packed["row"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tasks": []}  # a worker gets them one by one
 
 
 def env_from(
@@ -89,8 +103,9 @@ def env_from(
             lists of messages; or a list of prompts as strings.
         reward_fn: returns the reward of one reply. It gets what its parameters name: `completion`,
             the reply as text; `prompt`; any other column of the dataset; `**kwargs` gets all of
-            these. It runs in the trainer's process, on the thread that generates. A function that
-            waits should be async, because otherwise all rollouts wait with it.
+            these. It runs in a rollout worker (`env_workers`) if it is defined in a module, or in a
+            script that has `if __name__ == "__main__":`, else in the trainer's process. A function
+            that waits should be async, because otherwise all rollouts of its process wait with it.
         system_prompt: put before each prompt.
         eval_dataset: for evaluations, in place of `dataset`.
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    NotPortableError,
+    PortableEnvironment,
+    RunnerOptions,
+    WeightedEnv,
+)
 from verifiers_rl.envs.mixed import MixedEnvironment
+from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
 from verifiers_rl.types import EnvRunner, missing_members
 
 logger = logging.getLogger(__name__)
@@ -48,10 +55,10 @@ def _runner(env: Any, options: RunnerOptions) -> EnvRunner:
                 f"environment {options.name!r}: {len(env.weights)} weights and "
                 f"{len(env.sizes('train'))} sizes; there must be one of both for each environment"
             )
-        if options.sampling_args or options.num_workers:
+        if options.sampling_args:
             raise InvalidEnvironmentError(
-                f"environment {options.name!r}: sampling and env_workers do nothing for an "
-                "EnvRunner of your own; leave them out, and do in it what they would do"
+                f"environment {options.name!r}: sampling does nothing for an EnvRunner of your "
+                "own; leave it out, and do in it what it would do"
             )
         return env
     from verifiers_rl.envs.v1 import V1Environment
@@ -60,23 +67,42 @@ def _runner(env: Any, options: RunnerOptions) -> EnvRunner:
     if isinstance(env, str):
         env = load_v1_environment({"taskset": {"id": env}})
     if V1Environment.can_run(env):
-        if options.num_workers:
-            raise InvalidEnvironmentError(
-                f"environment {options.name!r}: env_workers={options.num_workers}: environments of "
-                "verifiers.v1 run in the trainer's process only; leave env_workers out"
-            )
         return V1Environment(env, options)
     if find_spec("verifiers.legacy") is not None:
         from verifiers_rl.envs.classic import ClassicEnvironment
-        from verifiers_rl.envs.workers import WorkerEnvironment
 
         if ClassicEnvironment.can_run(env):
-            return (WorkerEnvironment if options.num_workers else ClassicEnvironment)(env, options)
+            return ClassicEnvironment(env, options)
     raise InvalidEnvironmentError(
         f"environment {options.name!r}: expected an Env or a Taskset of verifiers.v1, or a classic "
         f"verifiers.Environment, got {_what(env)}. Prompts and a reward function become one by "
         "env_from(prompts, reward)"
     )
+
+
+def _in_workers(
+    runner: EnvRunner, pool: WorkerPool, env_workers: int | str, report: Callable[[str], None]
+) -> EnvRunner:
+    """Return the runner of the same environment in worker processes. If that is not possible,
+    return it as it is, and report why.
+
+    Raises:
+        InvalidEnvironmentError: that is not possible, and `env_workers` is a number.
+    """
+    try:
+        if not hasattr(runner, "recipe"):
+            raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
+        return WorkerEnvironment(cast(PortableEnvironment, runner), pool)
+    except NotPortableError as error:
+        where = "" if runner.name == "env" else f" {runner.name!r}"
+        if env_workers != "auto":
+            raise InvalidEnvironmentError(
+                f"environment{where}: env_workers={env_workers}: {error}; or set env_workers=0"
+            ) from error
+        report(
+            f"environment{where} runs in a thread of the trainer, which makes both slower: {error}"
+        )
+        return runner
 
 
 def make_runner(
@@ -119,6 +145,8 @@ def make_runner(
             "importance ratios will be off, watch mismatch_kl",
             biased,
         )
+    num_workers = count_workers(args.env_workers)
+    pool = WorkerPool(num_workers, args.max_concurrent, args.generation_timeout)
     parts: list[EnvRunner] = []
     for one, sampled in zip(mixed, sampling, strict=True):
         options = RunnerOptions(
@@ -132,8 +160,6 @@ def make_runner(
             name=one.name,
             sampling_args=sampled.sampling_args() if one.sampling_args else None,
             num_eval_tasks=args.eval_examples,
-            num_workers=args.env_workers,
-            max_concurrent=args.max_concurrent,
         )
         parts.append(_runner(one.env, options))
         if len(mixed) > 1 and parts[-1].name != one.name:
@@ -143,4 +169,6 @@ def make_runner(
             )
         if description := parts[-1].description:
             report(description)
+        if num_workers:
+            parts[-1] = _in_workers(parts[-1], pool, args.env_workers, report)
     return parts[0] if len(parts) == 1 else MixedEnvironment(parts, [one.weight for one in mixed])

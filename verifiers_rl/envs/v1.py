@@ -19,6 +19,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,16 @@ from verifiers_rl.envs.v1_loading import (
     with_local_chat,
 )
 from verifiers_rl.envs.v1_loading import load_v1_environment as load_v1_environment
-from verifiers_rl.envs.v1_tasks import MAX_OVERLONG, TaskStream, check_text_only, first_messages
+from verifiers_rl.envs.v1_tasks import (
+    MAX_OVERLONG,
+    TaskStream,
+    check_portable,
+    check_text_only,
+    first_messages,
+    pack_task,
+    unpack_task,
+    without_tasks,
+)
 from verifiers_rl.envs.v1_versions import (
     advantages_of,
     is_for_training,
@@ -83,31 +93,25 @@ class EpisodeError(RuntimeError):
     """The error that verifiers recorded for a failed episode; its traceback is a note."""
 
 
-class V1Environment:
-    """The `EnvRunner` of an environment of `verifiers.v1`.
+class V1ExampleRunner:
+    """The `ExampleRunner` of an environment of `verifiers.v1`.
 
     An agent in the `null` harness, or for which nobody chose a harness, gets
     `chat_harness.ChatHarness`, and the local runtime unless another is set. Other harnesses stay;
     see `with_local_chat`.
 
-    A taskset without end is a stream: training uses its tasks in their order, each once.
-    Evaluations then use its first `num_eval_tasks`, which training leaves out, unless evaluations
-    have a taskset of their own.
-
     Args:
         env: an `Env` or a `Taskset`. A taskset is played by the environment of its module, or else
-            by one agent. Evaluations use the attribute `eval_taskset` of `env` if it has one, else
-            its taskset.
+            by one agent.
+        eval_taskset: the taskset of evaluations; None: they use that of `env`.
         options: `client_type` must be the default.
 
     Raises:
-        InvalidEnvironmentError: there are no tasks, a prompt has images, tools are defined in the
-            script that runs, a remote sandbox lacks its key, or client_type is another.
+        InvalidEnvironmentError: tools are defined in the script that runs, a remote sandbox lacks
+            its key, or client_type is another.
     """
 
-    bounds_replies = True  # each reply is limited to what is left of max_seq_len
-
-    def __init__(self, env: Any, options: RunnerOptions) -> None:
+    def __init__(self, env: Any, eval_taskset: Any, options: RunnerOptions) -> None:
         name = options.name
         if not self.can_run(env):
             raise InvalidEnvironmentError(
@@ -119,7 +123,6 @@ class V1Environment:
                 'verifiers.v1 are run with "openai_chat_completions_token" only; leave client_type '
                 "out"
             )
-        of_evaluation = getattr(env, "eval_taskset", None)
         module = sys.modules.get(type(getattr(env, "taskset", env)).__module__)
         folder = Path(getattr(module, "__file__", None) or "").parent
         if str(folder) in sys.path and "site-packages" not in folder.parts:  # a script's
@@ -132,92 +135,23 @@ class V1Environment:
             warn_of_plain_functions(self.env)
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
+        self.tasksets = {"train": env.taskset, "eval": eval_taskset or env.taskset}
         self.options = options
         self.tokenizer = tokenizer = options.tokenizer
         self.special_ids: set[int] = set()
         if tokenizer is not None:
             self.special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.name = name
-        self.weights = [1.0]
         self._warned: set[tuple[str, str]] = set()  # agent, option
         # For each running trace, its replies with the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
-        self.num_overlong_prompts = 0
-        self.max_prompt_len = None if tokenizer is None else options.max_prompt_len
-        self._eval_tasks: list[vf.Task] = []
-        self._tasks: list[vf.Task] | TaskStream
-        try:
-            self._take_tasks(env.taskset, of_evaluation)
-        except InvalidEnvironmentError as error:
-            raise InvalidEnvironmentError(f"environment {name!r}: {error}") from error
         self.files_per_rollout = self._files_per_rollout()
-        self.description = self._describe()
         self._serving: asyncio.Task[None] | None = None
         self.endpoint_session: aiohttp.ClientSession | None = None  # for `chat_harness`
-
-    def _take_tasks(self, taskset: Any, of_evaluation: Any) -> None:
-        num_eval_tasks = self.options.num_eval_tasks
-        if of_evaluation is not None:
-            tasks = self._iterate(of_evaluation)
-            limit = num_eval_tasks if is_infinite(of_evaluation) else None
-            self._eval_tasks = list(itertools.islice(tasks, limit))
-        if is_infinite(taskset):
-            if of_evaluation is None:
-                tasks = self._iterate(taskset)
-                self._eval_tasks = list(itertools.islice(tasks, num_eval_tasks))
-            num_skipped = 0 if of_evaluation is not None else len(self._eval_tasks)
-            self._tasks = TaskStream(lambda: self._iterate(taskset), num_skipped)
-            first = [self._tasks.at(0)]
-        else:
-            self._tasks = first = list(self._iterate(taskset))
-            if of_evaluation is None:
-                self._eval_tasks = self._tasks
-        if self.num_overlong_prompts:
-            logger.warning(
-                "%d prompts longer than max_prompt_len=%s left out",
-                self.num_overlong_prompts,
-                self.max_prompt_len,
-            )
-        if not first:
-            left_out = (
-                f"; {self.num_overlong_prompts} were longer than max_prompt_len"
-                if self.num_overlong_prompts
-                else ""
-            )
-            raise InvalidEnvironmentError(f"it has no tasks{left_out}")
-        # If the environment speaks first, tasks have no messages; a stand-in takes their place.
-        stand_in = [{"role": "user", "content": "?"}]
-        self.first_prompt = next((m for task in first if (m := first_messages(task))), stand_in)
-
-    def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
-        """Yield the taskset's tasks, without those whose first prompt is too long."""
-        num_in_a_row = 0
-        for task in taskset:
-            check_text_only(task)
-            if self._is_overlong(task):
-                self.num_overlong_prompts += 1
-                num_in_a_row += 1
-                if is_infinite(taskset) and num_in_a_row >= MAX_OVERLONG:
-                    raise InvalidEnvironmentError(
-                        f"{num_in_a_row} tasks of its stream one after the other have a prompt "
-                        f"longer than max_prompt_len={self.max_prompt_len}"
-                    )
-                continue
-            num_in_a_row = 0
-            yield task
-
-    def _is_overlong(self, task: vf.Task) -> bool:
-        limit = self.max_prompt_len
-        return limit is not None and len(self.render(first_messages(task))) > limit
 
     @staticmethod
     def can_run(env: Any) -> bool:
         return isinstance(env, vf.Env | vf.Taskset)
-
-    def sizes(self, split: Split) -> list[int]:
-        """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""
-        tasks = self._tasks if split == "train" else self._eval_tasks
-        return [ENDLESS if isinstance(tasks, TaskStream) else len(tasks)]
 
     def _files_per_rollout(self) -> int:
         """Return how many sockets and pipes a rollout holds in this process at most: both ends of
@@ -232,17 +166,6 @@ class V1Environment:
         if any(harness.id != IN_PROCESS for harness in harnesses):
             num_files += 5
         return num_files * (config.max_concurrent_agents or len(harnesses))
-
-    def _describe(self) -> str:
-        """Return one line for the start of a run."""
-        num_held_out = len(self._eval_tasks)
-        of_evaluation = f", {num_held_out} for evaluations"
-        if self._eval_tasks is self._tasks:
-            of_evaluation = ", also for evaluations"
-        tasks = describe_sizes(self.sizes("train"))
-        tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
-        which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
 
     def render(self, messages: list[Any], is_prompt: bool = True, **template: Any) -> list[int]:
         """Return token ids of messages, with the beginning of a reply if `is_prompt`. `template`
@@ -316,15 +239,27 @@ class V1Environment:
                 self.name, agent, name, value,
             )  # fmt: skip
 
-    async def run_group(
+    async def run_example(
         self,
-        split: Split,
-        index: int,
+        example: dict[str, Any],
         num_rollouts: int,
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
-        slots: Slots | Progress,
+        slots: Any,
+    ) -> list[Rollout]:
+        """Do as `run_task`, for a task that came from another process."""
+        task = unpack_task(self.tasksets[example["split"]], example["task"])
+        return await self.run_task(task, num_rollouts, model, sampling_args, policy_version, slots)
+
+    async def run_task(
+        self,
+        task: vf.Task,
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: Any,
     ) -> list[Rollout]:
         """Run `num_rollouts` episodes of one task. Each gives a rollout for each trace of a trained
         agent. An error fails only its own episode.
@@ -336,27 +271,8 @@ class V1Environment:
         )
         config._environment = self
         context = vf.ModelContext(model=model, client=config)
-        task = await self._task(split, index)
         runs = [self._run(task, context, policy_version, slots) for _ in range(num_rollouts)]
-        rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
-        for rollout in rollouts:
-            rollout.example_id = index
-        return rollouts
-
-    async def _task(self, split: Split, index: int) -> vf.Task:
-        if split == "eval":
-            return self._eval_tasks[index]
-        if not isinstance(self._tasks, TaskStream):
-            return self._tasks[index]
-        deadline_s = max(self.options.timeout_s, LOAD_S)
-        try:
-            # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
-            return await asyncio.wait_for(asyncio.to_thread(self._tasks.at, index), deadline_s)
-        except TimeoutError as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: task {index} of its stream did not come within "
-                f"{deadline_s:g} s; raise generation_timeout"
-            ) from error
+        return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
 
     async def _run(
         self, task: vf.Task, context: vf.ModelContext, policy_version: int, slots: Slots | Progress
@@ -437,6 +353,187 @@ class V1Environment:
         if not math.isfinite(rollout.reward):
             raise ValueError(f"the environment's reward is {rollout.reward}")
         return rollout
+
+
+@dataclass(frozen=True)
+class V1Recipe:
+    """The `EnvRecipe` of a `V1Environment`.
+
+    Attributes:
+        env: the class of an `Env` and its config, or a taskset without its tasks.
+        eval_taskset: the taskset of evaluations, without its tasks; None: they use that of `env`.
+        options: those of the `V1Environment`.
+    """
+
+    env: tuple[type[vf.Env], vf.EnvConfig] | vf.Taskset
+    eval_taskset: vf.Taskset | None
+    options: RunnerOptions
+
+    def make(self) -> V1ExampleRunner:
+        env: Any = self.env
+        if isinstance(env, tuple):
+            kind, config = env
+            env = kind(config)
+        return V1ExampleRunner(env, self.eval_taskset, self.options)
+
+
+class V1Environment(V1ExampleRunner):
+    """The `EnvRunner` of an environment of `verifiers.v1`.
+
+    A taskset without end is a stream: training uses its tasks in their order, each once.
+    Evaluations then use its first `num_eval_tasks`, which training leaves out, unless evaluations
+    have a taskset of their own.
+
+    Args:
+        env: see `V1ExampleRunner`. Evaluations use its attribute `eval_taskset` if it has one, else
+            its taskset.
+        options: see `V1ExampleRunner`.
+
+    Raises:
+        InvalidEnvironmentError: there are no tasks, a prompt has images, or an error of
+            `V1ExampleRunner`.
+    """
+
+    bounds_replies = True  # each reply is limited to what is left of max_seq_len
+
+    def __init__(self, env: Any, options: RunnerOptions) -> None:
+        of_evaluation = getattr(env, "eval_taskset", None)
+        super().__init__(env, of_evaluation, options)
+        self._given = env
+        self.weights = [1.0]
+        self.num_overlong_prompts = 0
+        self.max_prompt_len = None if self.tokenizer is None else options.max_prompt_len
+        self._eval_tasks: list[vf.Task] = []
+        self._tasks: list[vf.Task] | TaskStream
+        try:
+            self._take_tasks(self.tasksets["train"], of_evaluation)
+        except InvalidEnvironmentError as error:
+            raise InvalidEnvironmentError(f"environment {self.name!r}: {error}") from error
+        self.description = self._describe()
+
+    def _take_tasks(self, taskset: Any, of_evaluation: Any) -> None:
+        num_eval_tasks = self.options.num_eval_tasks
+        if of_evaluation is not None:
+            tasks = self._iterate(of_evaluation)
+            limit = num_eval_tasks if is_infinite(of_evaluation) else None
+            self._eval_tasks = list(itertools.islice(tasks, limit))
+        if is_infinite(taskset):
+            if of_evaluation is None:
+                tasks = self._iterate(taskset)
+                self._eval_tasks = list(itertools.islice(tasks, num_eval_tasks))
+            num_skipped = 0 if of_evaluation is not None else len(self._eval_tasks)
+            self._tasks = TaskStream(lambda: self._iterate(taskset), num_skipped)
+            first = [self._tasks.at(0)]
+        else:
+            self._tasks = first = list(self._iterate(taskset))
+            if of_evaluation is None:
+                self._eval_tasks = self._tasks
+        if self.num_overlong_prompts:
+            logger.warning(
+                "%d prompts longer than max_prompt_len=%s left out",
+                self.num_overlong_prompts,
+                self.max_prompt_len,
+            )
+        if not first:
+            left_out = (
+                f"; {self.num_overlong_prompts} were longer than max_prompt_len"
+                if self.num_overlong_prompts
+                else ""
+            )
+            raise InvalidEnvironmentError(f"it has no tasks{left_out}")
+        # If the environment speaks first, tasks have no messages; a stand-in takes their place.
+        stand_in = [{"role": "user", "content": "?"}]
+        self.first_prompt = next((m for task in first if (m := first_messages(task))), stand_in)
+
+    def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
+        """Yield the taskset's tasks, without those whose first prompt is too long."""
+        num_in_a_row = 0
+        for task in taskset:
+            check_text_only(task)
+            if self._is_overlong(task):
+                self.num_overlong_prompts += 1
+                num_in_a_row += 1
+                if is_infinite(taskset) and num_in_a_row >= MAX_OVERLONG:
+                    raise InvalidEnvironmentError(
+                        f"{num_in_a_row} tasks of its stream one after the other have a prompt "
+                        f"longer than max_prompt_len={self.max_prompt_len}"
+                    )
+                continue
+            num_in_a_row = 0
+            yield task
+
+    def _is_overlong(self, task: vf.Task) -> bool:
+        limit = self.max_prompt_len
+        return limit is not None and len(self.render(first_messages(task))) > limit
+
+    def sizes(self, split: Split) -> list[int]:
+        """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""
+        tasks = self._tasks if split == "train" else self._eval_tasks
+        return [ENDLESS if isinstance(tasks, TaskStream) else len(tasks)]
+
+    def _describe(self) -> str:
+        """Return one line for the start of a run."""
+        num_held_out = len(self._eval_tasks)
+        of_evaluation = f", {num_held_out} for evaluations"
+        if self._eval_tasks is self._tasks:
+            of_evaluation = ", also for evaluations"
+        tasks = describe_sizes(self.sizes("train"))
+        tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
+        which = "environment" if self.name == "env" else f"environment {self.name!r}"
+        return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
+
+    def recipe(self) -> V1Recipe:
+        first = self._tasks.at(0) if isinstance(self._tasks, TaskStream) else self._tasks[0]
+        check_portable(self.tasksets["train"], first)
+        if self._eval_tasks:
+            check_portable(self.tasksets["eval"], self._eval_tasks[0])
+        env = self._given
+        given = without_tasks(env) if isinstance(env, vf.Taskset) else (type(env), env.config)
+        of_evaluation = getattr(env, "eval_taskset", None)
+        if of_evaluation is not None:
+            of_evaluation = without_tasks(of_evaluation)
+        return V1Recipe(given, of_evaluation, self.options)
+
+    async def example(self, split: Split, index: int) -> dict[str, Any]:
+        task = await self._task(split, index)
+        return {"split": split, "task": pack_task(self.tasksets[split], task)}
+
+    def prompt_of(self, example: dict[str, Any]) -> str:
+        return unpack_task(self.tasksets[example["split"]], example["task"]).data.prompt_text
+
+    async def run_group(
+        self,
+        split: Split,
+        index: int,
+        num_rollouts: int,
+        model: str,
+        sampling_args: dict[str, Any],
+        policy_version: int,
+        slots: Slots | Progress,
+    ) -> list[Rollout]:
+        """Do as `V1ExampleRunner.run_task`, for this task of its split."""
+        task = await self._task(split, index)
+        rollouts = await self.run_task(
+            task, num_rollouts, model, sampling_args, policy_version, slots
+        )
+        for rollout in rollouts:
+            rollout.example_id = index
+        return rollouts
+
+    async def _task(self, split: Split, index: int) -> vf.Task:
+        if split == "eval":
+            return self._eval_tasks[index]
+        if not isinstance(self._tasks, TaskStream):
+            return self._tasks[index]
+        deadline_s = max(self.options.timeout_s, LOAD_S)
+        try:
+            # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
+            return await asyncio.wait_for(asyncio.to_thread(self._tasks.at, index), deadline_s)
+        except TimeoutError as error:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: task {index} of its stream did not come within "
+                f"{deadline_s:g} s; raise generation_timeout"
+            ) from error
 
 
 def _failure_of(episode: vf.Episode) -> EpisodeError:

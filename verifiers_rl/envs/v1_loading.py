@@ -31,6 +31,7 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 logger = logging.getLogger(__name__)
 
 IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
+SCRIPT = ("__main__", "__mp_main__")  # names of the script that runs, here and in a worker
 GLOBAL_DEFAULT = "bash"  # verifiers' harness if neither agent nor taskset names one
 
 
@@ -261,7 +262,7 @@ def _exported_beside(taskset: vf.Taskset) -> list[type]:
     """
     cls = type(taskset)
     names = [cls.__module__.rsplit(".", n)[0] for n in range(cls.__module__.count(".") + 1)]
-    if (plugin_id := taskset.config.id) and cls.__module__ != "__main__":
+    if (plugin_id := taskset.config.id) and cls.__module__ not in SCRIPT:
         # Not for a class of the script that runs: the id may name the script, and the import would
         # run it again.
         try:

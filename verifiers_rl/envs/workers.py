@@ -1,236 +1,478 @@
-"""Environments in separate processes, so that their Python code takes no time from the trainer.
+"""Rollout workers: environments in processes of their own, so that their Python code and the
+orchestrator's work for each token take no time from the trainer.
 
-    trainer process                                 worker process
-    WorkerEnvironment ── an example ─────────►  ClassicEnvironment.run_example: rollouts, scores
-                      ◄── their Rollouts ─────
+    trainer process                                      worker processes
+    WorkerEnvironment ── an example, as JSON ──────►  ExampleRunner: rollouts, scores
+                      ◄── Rollouts, as arrays ──────
 
-A worker loads the environment again, by its id and arguments. We do not use the environment server
-of `verifiers`: its workers talk to the model through stock clients, which lose policy versions and
-empty replies, and a worker whose environment does not load is restarted forever.
+A worker makes each environment again from its recipe (`base.EnvRecipe`): one of verifiers.v1 from
+its configuration, a classic one from its id and arguments. If parts of it are defined in the script
+that runs, the worker imports the script, as multiprocessing's "spawn" does. The recipe is pickled,
+and goes through a socket pair that no other process can reach. All later messages are JSON and
+arrays (messages.py).
 
-Messages are pickled and go through a socket pair that no other process can reach.
+We do not use the environment server of `verifiers`: its workers talk to the model through stock
+clients, which lose policy versions and empty replies, and a worker that dies is not started again.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
-import gc
-import inspect
 import itertools
 import json
 import logging
+import multiprocessing.spawn
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-import traceback
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.classic import ClassicEnvironment, load_environment
-from verifiers_rl.process.parent import die_with_parent
-from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots
+from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError, PortableEnvironment
+from verifiers_rl.envs.messages import EnvWorkerError, frame, receive, unpack_group
+from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
 
 EXIT_S = 30.0  # deadline for a worker to end by itself
+ALIVE_S = 2.0  # a worker says so often that its event loop runs
+BLOCKED_S = 30.0  # a worker that has said nothing for so long is reported
+MAX_ATTEMPTS = 3  # of a group whose worker dies
+MAX_DEATHS = 5  # of a worker that has returned no group in between
+MAX_AUTO_WORKERS = 8
 
 
-class EnvWorkerError(RuntimeError):
-    """A rollout failed in a worker; the traceback from there is a note of this error."""
+class WorkerLostError(EnvWorkerError):
+    """The worker process has ended, or was ended because it did not answer."""
 
 
-class WorkerEnvironment(ClassicEnvironment):
-    """A `ClassicEnvironment` whose groups run in worker processes.
+def count_workers(env_workers: int | str) -> int:
+    """Return how many processes `env_workers` asks for. "auto" asks for one for each four cores
+    that this process may use: at least 1, at most `MAX_AUTO_WORKERS`.
+    """
+    if isinstance(env_workers, int):
+        return env_workers
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(max(num_cores // 4, 1), MAX_AUTO_WORKERS)
 
-    A group goes to the worker with the fewest groups. When a worker dies, its rollouts fail, and
-    another worker is started for the next group.
+
+class WorkerPool:
+    """Worker processes that the environments of a run share.
 
     Args:
-        env: made by `verifiers.load_environment`. Later changes of it do not reach the workers.
-
-    Raises:
-        InvalidEnvironmentError: `env` has no id to load it by, or arguments that cannot be pickled.
+        num_workers: >= 1.
+        max_concurrent: limit of rollouts in flight in one worker.
+        timeout_s: seconds that a rollout may take. A worker that says nothing for so long (and not
+            for less than `BLOCKED_S`) is ended.
     """
 
-    def __init__(self, env: Any, options: RunnerOptions) -> None:
-        super().__init__(env, options)
-        num_workers = options.num_workers
-        if not env.env_id:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: env_workers={num_workers} loads it again in other "
-                "processes, by its id, and it has none; make it with "
-                "verifiers.load_environment(id, ...) or set env_workers=0"
-            )
-        setup = {
-            "env_id": env.env_id,
-            "env_args": env.env_args,
-            # The trainer sends the examples, and has already measured their prompts.
-            "options": replace(options, max_prompt_len=None),
-            "looks": _fingerprint(env),
-        }
+    def __init__(self, num_workers: int, max_concurrent: int, timeout_s: float) -> None:
+        self.workers: list[_Worker] = []
+        self._num_workers = num_workers
+        self._max_concurrent = max_concurrent
+        self._timeout_s = timeout_s
+        self._recipes: list[tuple[str, bytes]] = []  # name of the environment, pickled recipe
+        self._needs_script = False
+        self._num_open = 0  # environments that are open
+        self._opening: asyncio.Task[None] | None = None
+
+    def add(self, env: PortableEnvironment) -> int:
+        """Take up an environment; return its number.
+
+        Raises:
+            NotPortableError: a worker could not make it again.
+        """
+        recipe = env.recipe()
         try:
-            frame = _frame(setup)
+            data = pickle.dumps(recipe)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: env_workers={num_workers}: its arguments or the "
-                f"tokenizer cannot be sent to another process: {error}; set env_workers=0"
+            raise NotPortableError(
+                f"its parts cannot be sent to another process: {error}"
             ) from error
-        deadline_s = max(options.timeout_s, LOAD_S)
-        self._workers = [_Worker(self.name, frame, deadline_s) for _ in range(num_workers)]
+        if b"__main__" in data:
+            if problem := problem_of_importing_script():
+                raise NotPortableError(problem)
+            self._needs_script = True
+        self._recipes.append((env.name, data))
+        return len(self._recipes) - 1
 
     async def open(self) -> None:
-        """Start the workers, and wait until all have loaded the environment."""
-        starts = [worker.open() for worker in self._workers]
+        """Start the workers, and wait until all have made all environments.
+
+        Raises:
+            InvalidEnvironmentError: a worker could not make an environment.
+        """
+        self._num_open += 1
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open())
+        await asyncio.shield(self._opening)
+
+    async def _open(self) -> None:
+        setup = [json.dumps(self._preparation()).encode(), pickle.dumps(self._recipes)]
+        load_s = max(self._timeout_s, LOAD_S)
+        names = ", ".join(name for name, _ in self._recipes)
+        self.workers = [
+            _Worker(names, setup, load_s, max(self._timeout_s, BLOCKED_S))
+            for _ in range(self._num_workers)
+        ]
+        starts = [worker.open() for worker in self.workers]
         for problem in await asyncio.gather(*starts, return_exceptions=True):
             if problem is not None:
-                await self.close()
+                await self._close()
                 raise problem
 
-    async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers))
+    def _preparation(self) -> dict[str, Any]:
+        """Return what a worker sets before it unpickles the recipes."""
+        given = multiprocessing.spawn.get_preparation_data("rollout worker")
+        names = ["sys_path", "sys_argv", "orig_dir", "dir"]
+        if self._needs_script:
+            names += ["init_main_from_path", "init_main_from_name"]
+        return {
+            "process": {name: given[name] for name in names if name in given},
+            "max_concurrent": self._max_concurrent,
+            "alive_s": ALIVE_S,
+            "blocked_s": BLOCKED_S,
+        }
 
-    async def run_example(
+    async def close(self) -> None:
+        """End the workers when the last environment is closed."""
+        self._num_open -= 1
+        if self._num_open == 0:
+            await self._close()
+
+    async def _close(self) -> None:
+        self._opening = None
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    async def run_group(
+        self, request: dict[str, Any], on_rollout_end: Callable[[], None]
+    ) -> tuple[list[Rollout], int]:
+        """Run one group in the worker with the least to do. If the worker dies, begin again in
+        another one.
+
+        Returns:
+            The rollouts, and how often the group began again.
+
+        Raises:
+            EnvWorkerError: the worker could not run the group, or workers died with it
+                `MAX_ATTEMPTS` times.
+        """
+        for num_restarts in itertools.count():
+            worker = min(self.workers, key=lambda one: (not one.answers, one.num_groups))
+            try:
+                return await worker.run_group(request, on_rollout_end), num_restarts
+            except WorkerLostError:
+                if num_restarts + 1 == MAX_ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+
+class WorkerEnvironment:
+    """The `EnvRunner` of an environment whose groups run in worker processes. This process chooses
+    the examples and sends them.
+
+    Args:
+        env: the environment in this process. Later changes of it do not reach the workers.
+        pool: workers for all environments of the run.
+
+    Raises:
+        NotPortableError: a worker could not make it again.
+    """
+
+    files_per_rollout = 0  # the worker holds them
+
+    def __init__(self, env: PortableEnvironment, pool: WorkerPool) -> None:
+        self.env = env
+        self.pool = pool
+        self._number = pool.add(env)
+        self.name = env.name
+        self.description = env.description
+        self.weights = env.weights
+        self.num_overlong_prompts = env.num_overlong_prompts
+        self.bounds_replies = env.bounds_replies
+        self.first_prompt = env.first_prompt
+
+    def sizes(self, split: Split) -> list[int]:
+        return self.env.sizes(split)
+
+    async def open(self) -> None:
+        await self.pool.open()
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    async def run_group(
         self,
+        split: Split,
         index: int,
-        row: dict[str, Any],
         num_rollouts: int,
         model: str,
         sampling_args: dict[str, Any],
         policy_version: int,
         slots: Slots | Progress,
     ) -> list[Rollout]:
-        """Do as the base, in a worker, and hold a slot for each rollout until all are done."""
+        """Do as `EnvRunner.run_group`, in a worker."""
+        example = await self.env.example(split, index)
         try:
-            async with slots.several(num_rollouts):
-                worker = min(self._workers, key=lambda worker: worker.num_groups)
-                return await worker.run_example(
-                    index, row, num_rollouts, model, sampling_args, policy_version
-                )
-        except EnvWorkerError as error:
-            return [
-                self._rollout(index, row, None, error, policy_version) for _ in range(num_rollouts)
-            ]
+            text = json.dumps(example)
+        except (TypeError, ValueError) as error:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: example {index} cannot be sent to a worker as JSON: "
+                f"{error}; set env_workers=0"
+            ) from error
+        request = {
+            "env": self._number,
+            "example": text,
+            "num_rollouts": num_rollouts,
+            "model": model,
+            "sampling_args": sampling_args,
+            "policy_version": policy_version,
+        }
+        async with slots.several(num_rollouts) as give_one_back:
+            try:
+                group, num_restarts = await self.pool.run_group(request, give_one_back)
+            except EnvWorkerError as error:
+                prompt = self.env.prompt_of(example)
+                group = [Rollout(index, prompt, env=self.name) for _ in range(num_rollouts)]
+                num_restarts = MAX_ATTEMPTS - 1 if isinstance(error, WorkerLostError) else 0
+                for rollout in group:
+                    rollout.error = error
+        for rollout in group:
+            rollout.example_id = index
+            rollout.num_restarts = num_restarts
+        return group
 
 
-def _fingerprint(env: Any) -> list[Any]:
-    """Return what must be equal in two environments if they are the same."""
-    names: list[str] = []
-    rubrics = [env.rubric]
-    for rubric in rubrics:
-        rubrics += getattr(rubric, "rubrics", [])
-        for func in map(inspect.unwrap, rubric.funcs):
-            names.append(getattr(func, "__name__", type(func).__name__))
-    return [type(env).__name__, len(env.get_dataset()), sorted(names)]
+def problem_of_importing_script() -> str | None:
+    """Return why the script that runs cannot be imported in another process, or None if it can."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:
+        return None  # python -m package.module
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).is_file():
+        return "parts of it are defined in an interactive session, which a worker cannot import"
+    if not is_guarded(Path(path).read_text()):
+        return (
+            f"parts of it are defined in {Path(path).name}, which a worker would import, and which "
+            'lacks `if __name__ == "__main__":` around what starts the training'
+        )
+    return None
+
+
+def is_guarded(source: str) -> bool:
+    """Return whether a script has `if __name__ == "__main__":` at its top level."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
+            sides = [node.test.left, *node.test.comparators]
+            names = {side.id for side in sides if isinstance(side, ast.Name)}
+            values = {side.value for side in sides if isinstance(side, ast.Constant)}
+            if "__name__" in names and "__main__" in values:
+                return True
+    return False
 
 
 class _Worker:
-    """The trainer's side of one worker process.
+    """This side of one worker process. A process that ends is started again.
 
     Args:
-        name: name of the environment, for messages.
-        setup: first message to the process.
+        names: of its environments, for messages.
+        setup: the first messages to the process: its preparation, the recipes.
         load_s: deadline of its start, seconds.
+        silent_s: a process that has said nothing for so long is ended.
+
+    Attributes:
+        num_groups: groups that it was given and has not returned.
+        num_deaths: since it returned a group.
+        is_silent: it was reported as blocked, and has said nothing since.
     """
 
-    def __init__(self, name: str, setup: bytes, load_s: float) -> None:
-        self.name = name
-        self.num_groups = 0  # given to it and not returned yet
+    def __init__(self, names: str, setup: list[bytes], load_s: float, silent_s: float) -> None:
+        self.names = names
+        self.num_groups = 0
+        self.num_deaths = 0
+        self.is_silent = False
         self._setup = setup
         self._load_s = load_s
+        self._silent_s = silent_s
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._replies: dict[int, asyncio.Future[list[Rollout]]] = {}
+        self._stack: BinaryIO | None = None  # what the process writes when its loop is blocked
+        self._starting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # one reads, one watches
+        self._heard = asyncio.Event()
+        self._replies: dict[int, tuple[asyncio.Future[list[Rollout]], Callable[[], None]]] = {}
         self._numbers = itertools.count()
-        self._starting: asyncio.Lock
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is started, and not reported as blocked."""
+        is_started = self._starting is not None and self._starting.done()
+        return is_started and not self.is_silent
 
     async def open(self) -> None:
-        self._starting = asyncio.Lock()  # made on the event loop that uses it
-        await self._start()
+        self._starting = asyncio.create_task(self._start())
+        await self._starting
 
     async def _start(self) -> None:
-        """Start the process, and wait until it has loaded the environment.
+        """Start the process, and wait until it has made the environments.
 
         Raises:
-            InvalidEnvironmentError: it could not load the environment, or not within the deadline.
+            InvalidEnvironmentError: it could not make one, or not within the deadline.
         """
         ours, theirs = socket.socketpair()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
         with theirs:
-            setup = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+            descriptors = [theirs.fileno(), self._stack.fileno()]
+            setup = [*map(str, descriptors), str(os.getpid()), json.dumps(sys.path)]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", MAIN, *setup],
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # so that processes that it leaves behind can be ended
             )
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             _feed_eof_when_ended(self._process, reader)
-            self._writer.write(self._setup)
-            problem = await asyncio.wait_for(_receive(reader), self._load_s)
+            for data in self._setup:
+                self._writer.write(len(data).to_bytes(8, "little") + data)
+            problem = (await asyncio.wait_for(receive(reader), self._load_s))[0]["problem"]
         except (asyncio.IncompleteReadError, ConnectionError):
             problem = await self._how_it_ended()
         except TimeoutError:
             self._process.kill()
             problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
         except BaseException:
-            await self.close()
+            await self._end()
             raise
         if problem is not None:
-            await self.close()
-            raise InvalidEnvironmentError(f"environment {self.name!r}, in a worker: {problem}")
-        self._reading = asyncio.create_task(self._read(reader))
+            await self._end()
+            raise InvalidEnvironmentError(f"environment {self.names!r}, in a worker: {problem}")
+        self.is_silent = False
+        self._tasks = [
+            asyncio.create_task(self._read(reader)),
+            asyncio.create_task(self._watch(self._process)),
+        ]
 
-    async def run_example(self, *args: Any) -> list[Rollout]:
+    async def run_group(
+        self, request: dict[str, Any], on_rollout_end: Callable[[], None]
+    ) -> list[Rollout]:
         """Run one group.
 
         Raises:
-            EnvWorkerError: the process died, or could not send the group back.
+            WorkerLostError: the process has ended.
+            EnvWorkerError: the process could not run the group.
+            InvalidEnvironmentError: a new process could not make the environments.
         """
         self.num_groups += 1
         number = next(self._numbers)
         try:
-            async with self._starting:
-                if self._process is None:
-                    await self._start()
-            reply = self._replies[number] = asyncio.get_running_loop().create_future()
-            self._send(number, args)
-            return await reply
+            assert self._starting is not None, "the pool is not open"
+            await asyncio.shield(self._starting)
+            reply = asyncio.get_running_loop().create_future()
+            self._replies[number] = reply, on_rollout_end
+            self._send({"group": number, **request})
+            group = await reply
+            self.num_deaths = 0
+            return group
         except asyncio.CancelledError:
-            self._send(number, None)
+            self._send({"group": number, "cancel": True})
             raise
         finally:
             self.num_groups -= 1
             self._replies.pop(number, None)
 
-    def _send(self, number: int, args: tuple[Any, ...] | None) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._writer is not None:
-            self._writer.write(_frame((number, args)))
+            self._writer.writelines(frame(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                number, group, problem = await _receive(reader)
-                if (reply := self._replies.get(number)) and not reply.done():
-                    if problem is None:
-                        reply.set_result(group)
-                    else:
-                        reply.set_exception(EnvWorkerError(problem))
+                message, arrays = await receive(reader)
+                self._heard.set()
+                self.is_silent = False
+                reply, on_rollout_end = self._replies.get(message.get("group"), (None, None))
+                if reply is None or on_rollout_end is None or reply.done():
+                    continue  # it is alive, or its group was cancelled
+                if "rollouts" in message:
+                    reply.set_result(unpack_group(message["rollouts"], arrays))
+                elif "problem" in message:
+                    reply.set_exception(EnvWorkerError(message["problem"]))
+                else:
+                    on_rollout_end()
         except (asyncio.IncompleteReadError, ConnectionError):
             problem = await self._how_it_ended()
-        except Exception as error:  # whatever unpickling a reply raises
+        except (ValueError, KeyError, TypeError) as error:
             problem = f"unreadable reply: {describe_error(error)}"
-        logger.warning("environment %r: %s; another is started", self.name, problem)
+        self.num_deaths += 1
         lost, self._replies = self._replies, {}
-        await self.close()
-        for reply in lost.values():
+        logger.warning(
+            "environment %r: %s; another one is started, and its %d groups begin again",
+            self.names,
+            problem,
+            len(lost),
+        )
+        await self._end()
+        self._starting = asyncio.create_task(self._start_again(problem))
+        # Whoever runs the next group gets its error.
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        for reply, _ in lost.values():
             if not reply.done():
-                reply.set_exception(EnvWorkerError(problem))
+                reply.set_exception(WorkerLostError(problem))
+
+    async def _start_again(self, problem: str) -> None:
+        if self.num_deaths == MAX_DEATHS:
+            raise InvalidEnvironmentError(
+                f"environment {self.names!r}: a worker died {MAX_DEATHS} times and returned no "
+                f"group in between; at last {problem}"
+            )
+        await self._start()
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Report the process if it says nothing for `BLOCKED_S`, and end it after `silent_s`."""
+        num_timeouts = 0
+        while num_timeouts * BLOCKED_S < self._silent_s:
+            self._heard.clear()
+            try:
+                await asyncio.wait_for(self._heard.wait(), BLOCKED_S)
+                num_timeouts = 0
+                continue
+            except TimeoutError:
+                # If this process did not run either, what the worker said is only read now.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._heard.wait(), ALIVE_S / 2)
+                    continue
+            num_timeouts += 1
+            if not self.is_silent:
+                self.is_silent = True
+                logger.warning(
+                    "environment %r: worker %d has not answered for %g s; other workers get its "
+                    "new groups. %s",
+                    self.names,
+                    process.pid,
+                    BLOCKED_S,
+                    self._read_stack() or "It says nothing of where it is: is it stopped?",
+                )
+        logger.warning("environment %r: worker %d is ended", self.names, process.pid)
+        process.kill()
+
+    def _read_stack(self) -> str:
+        """Return where the environment's code blocked the event loop, as the process wrote it."""
+        assert self._stack is not None
+        size = os.fstat(self._stack.fileno()).st_size
+        text = os.pread(self._stack.fileno(), size, 0).decode(errors="replace")
+        last = text.rpartition("Timeout")[2].partition("\n")[2]
+        return f"Its event loop is blocked here:\n{last}" if last else ""
 
     async def _how_it_ended(self) -> str:
         assert self._process is not None
@@ -238,15 +480,26 @@ class _Worker:
         return f"the worker process {self._process.pid} ended with status {status}"
 
     async def close(self) -> None:
-        reading, self._reading = self._reading, None
-        if reading is not None and reading is not asyncio.current_task():
-            reading.cancel()
+        if self._starting is not None:
+            self._starting.cancel()
+        await self._end()
+
+    async def _end(self) -> None:
+        """End the process, and what it has left behind."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()  # makes the process end
         if process is not None:
             await asyncio.to_thread(_end, process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if self._stack is not None:
+            self._stack.close()
 
 
 def _feed_eof_when_ended(process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
@@ -263,7 +516,7 @@ def _feed_eof_when_ended(process: subprocess.Popen[bytes], reader: asyncio.Strea
         except RuntimeError:
             pass  # the loop is closed, so nobody waits for the reader
 
-    threading.Thread(target=wait, name="environment worker's end", daemon=True).start()
+    threading.Thread(target=wait, name="rollout worker's end", daemon=True).start()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
@@ -275,100 +528,11 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         return process.wait(EXIT_S)
 
 
-def _frame(message: Any) -> bytes:
-    data = pickle.dumps(message)
-    return len(data).to_bytes(8, "big") + data
-
-
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    size = int.from_bytes(await reader.readexactly(8), "big")
-    return pickle.loads(await reader.readexactly(size))
-
-
-# --- In the worker --------------------------------------------------------------------------------
-
-
 # The worker gets the trainer's sys.path, which may have folders that only its script knows.
 MAIN = """
 import json, sys
-descriptor, parent, path = sys.argv[1:]
+descriptor, stack, parent, path = sys.argv[1:]
 sys.path[:] = json.loads(path)
-from verifiers_rl.envs.workers import main
-main(int(descriptor), int(parent))
+from verifiers_rl.envs.worker_main import main
+main(int(descriptor), int(stack), int(parent))
 """
-
-
-def main(descriptor: int, parent: int) -> None:
-    die_with_parent(parent)  # works even if the environment blocks the event loop
-    logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("verifiers").setLevel(logging.WARNING)
-    connection = socket.socket(fileno=descriptor)
-    with connection.makefile("rb") as stream:  # the trainer sends no more before our answer
-        setup = pickle.loads(stream.read(int.from_bytes(stream.read(8), "big")))
-    problem = None
-    try:
-        # Outside the event loop, because an environment may run its own loop to load its data.
-        env = load_environment(setup["env_id"], setup["env_args"])
-        if _fingerprint(env) != setup["looks"]:
-            problem = (
-                f"loaded by its id, {setup['env_id']!r}, it has (class, examples, rewards) "
-                f"{_fingerprint(env)}, and the trainer's {setup['looks']}: what is changed after "
-                "load_environment is not in the workers; set env_workers=0"
-            )
-        runner = ClassicEnvironment(env, setup["options"])
-    except Exception as error:  # whatever the environment's own code raises
-        problem = describe_error(error)
-    connection.sendall(_frame(problem))
-    if problem is None:
-        # Ctrl-C reaches us too, but the trainer decides when we end. Set after the environment is
-        # loaded, because environments set a handler of their own.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        gc.collect()
-        gc.freeze()  # as Orchestrator.start does
-        asyncio.run(_serve(connection, runner))
-
-
-async def _serve(connection: socket.socket, runner: ClassicEnvironment) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection)
-    await runner.open()
-    slots = Slots(runner.options.max_concurrent)
-    running: dict[int, asyncio.Task[None]] = {}
-
-    async def run(number: int, args: tuple[Any, ...]) -> None:
-        try:
-            index, row, num_rollouts, model, sampling, policy_version = args
-            group = await runner.run_example(
-                index, row, num_rollouts, model, sampling, policy_version, slots
-            )
-            for rollout in group:
-                if rollout.error is not None:
-                    rollout.error = _picklable_copy(rollout.error)
-            writer.write(_frame((number, group, None)))
-        except Exception as error:  # sent, so that the trainer does not wait forever
-            writer.write(_frame((number, None, describe_error(error))))
-        finally:
-            del running[number]
-
-    try:
-        while True:
-            number, args = await _receive(reader)
-            if args is not None:
-                running[number] = asyncio.create_task(run(number, args))
-            elif number in running:
-                running[number].cancel()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass  # the trainer has closed its end, or is gone
-    tasks = list(running.values())
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await runner.close()
-
-
-def _picklable_copy(error: BaseException) -> EnvWorkerError:
-    """Copy an error so that it can be pickled and the trainer knows its class. The error of an
-    environment may hold what cannot be pickled, or have a class that the trainer does not know.
-    """
-    copy = EnvWorkerError(describe_error(error))
-    copy.add_note("".join(traceback.format_exception(error)))
-    return copy

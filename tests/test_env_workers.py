@@ -1,0 +1,419 @@
+"""Rollout workers with environments of verifiers.v1, against a stand-in for vf-vllm."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers import ROOT, load_example, serving
+from tests.test_environments_v1 import HERE, Server, check_tokens, load, on_the_path  # noqa: F401
+from verifiers_rl import RLConfig, env_from
+from verifiers_rl.config import ConfigError
+from verifiers_rl.envs import workers
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.messages import EnvWorkerError, frame, pack_group, receive, unpack_group
+from verifiers_rl.envs.workers import WorkerEnvironment, count_workers, is_guarded
+from verifiers_rl.orchestrator import Orchestrator
+from verifiers_rl.types import Progress, Rollout, Sample, Slots
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_example("warm_start").make_tokenizer([])
+
+
+def roll_out(env, tokenizer, tmp_path, use, say=lambda prompt: "yes", **options):
+    """What `use(run, runner)` returns, where `run(index)` gives a group of two rollouts."""
+    defaults = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, "env_workers": 1}
+    args = RLConfig(output_dir=str(tmp_path), **defaults | options)
+    server = Server(tokenizer, say)
+    slots = Slots(args.max_concurrent)
+
+    async def main():
+        async with serving(server.answer, "/v1/chat/completions/tokens") as url:
+            runner = make_runner(env, url, tokenizer, args)
+
+            async def run(index):
+                sampling = args.sampling_args()
+                return await runner.run_group("train", index, 2, "m", sampling, 9, slots)
+
+            try:
+                await runner.open()
+                return await use(run, runner)
+            finally:
+                await runner.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 120)), server.requests
+
+
+def pids_of(runner):
+    return [worker._process.pid for worker in runner.pool.workers]
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def troubled(tmp_path, **options):
+    return load("troubled_tasks", options={"folder": str(tmp_path), **options})
+
+
+QUESTIONS = ("be well", "die", "die once", "raise", "print", "fork", "leak", "block", "sleep",
+             "be odd")  # fmt: skip
+at = {question: index for index, question in enumerate(QUESTIONS)}
+
+
+def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path):
+    async def all_of_them(run, runner):
+        return await asyncio.gather(*map(run, range(3)))
+
+    here, _ = roll_out(load(), tokenizer, tmp_path, all_of_them, env_workers=0)
+    there, requests = roll_out(load(), tokenizer, tmp_path, all_of_them, env_workers=2)
+    for group, same in zip(here, there, strict=True):
+        for rollout, other in zip(group, same, strict=True):
+            assert other.error is None, other.error
+            for name in ("example_id", "env", "role", "prompt", "completion", "reward", "metrics",
+                         "num_turns", "is_truncated", "has_own_advantages"):  # fmt: skip
+                assert getattr(rollout, name) == getattr(other, name), name
+            assert other.generation_s > 0
+    check_tokens([rollout for group in there for rollout in group], requests)
+
+
+def test_a_worker_that_dies_is_replaced_and_its_groups_begin_again(
+    tokenizer, tmp_path, caplog, capfd
+):
+    async def use(run, runner):
+        before = pids_of(runner)
+        groups = await asyncio.gather(run(at["die once"]), run(at["sleep"]))
+        return before, groups, pids_of(runner)
+
+    (before, groups, after), _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+    for group in groups:
+        assert [rollout.error for rollout in group] == [None, None]
+        assert [rollout.num_restarts for rollout in group] == [1, 1]
+        assert {rollout.metrics["pid"] for rollout in group} == set(map(float, after))
+    assert before != after and not any(map(is_running, before + after))
+    assert "ended with status 7; another one is started, and its 2 groups begin" in caplog.text
+
+
+def test_a_group_that_kills_its_workers_fails_and_the_others_do_not(tokenizer, tmp_path):
+    async def use(run, runner):
+        return await asyncio.gather(run(at["die"]), run(at["be well"]))
+
+    (dead, well), _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use, env_workers=2)
+    assert all("ended with status 7" in str(rollout.error) for rollout in dead)
+    assert [rollout.num_restarts for rollout in dead] == [2, 2]
+    assert [rollout.prompt for rollout in dead] == ["die", "die"]
+    assert [(rollout.error, rollout.reward) for rollout in well] == [(None, 3.0)] * 2
+
+
+def test_a_worker_that_only_dies_ends_the_run(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "MAX_DEATHS", 2)
+
+    async def use(run, runner):
+        return await run(at["die"])
+
+    with pytest.raises(InvalidEnvironmentError, match="died 2 times and returned no group"):
+        roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+
+
+def test_an_environment_that_raises_prints_or_leaks_costs_its_own_rollouts(
+    tokenizer, tmp_path, capfd
+):
+    async def use(run, runner):
+        names = ("raise", "be odd", "print", "leak", "be well")
+        groups = await asyncio.gather(*(run(at[name]) for name in names))
+        score = Path(f"/proc/{pids_of(runner)[0]}/oom_score_adj").read_text()
+        return groups, int(score)
+
+    (groups, oom_score), _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+    raised, odd, *others = groups
+    for group, message in ((raised, "no answer key"), (odd, "cannot be pickled")):
+        for rollout in group:
+            assert isinstance(rollout.error, EnvWorkerError) and message in str(rollout.error)
+            assert "troubled_tasks.py" in rollout.error.__notes__[0]  # its traceback there
+    assert [rollout.error for group in others for rollout in group] == [None] * 6
+    assert "the environment prints" in capfd.readouterr().out
+    assert oom_score == 500  # without memory, Linux ends the worker, not the trainer
+
+
+def test_processes_that_an_environment_forks_do_not_outlive_its_worker(tokenizer, tmp_path):
+    async def use(run, runner):
+        return await run(at["fork"])
+
+    group, _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+    assert [rollout.error for rollout in group] == [None, None]
+    assert not is_running(int((tmp_path / "forked").read_text()))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(workers, "ALIVE_S", 0.2)
+    monkeypatch.setattr(workers, "BLOCKED_S", 1.0)
+
+
+def test_a_blocked_worker_is_named_with_its_stack_and_then_replaced(
+    tokenizer, tmp_path, impatient, caplog
+):
+    async def use(run, runner):
+        blocked = asyncio.create_task(run(at["block"]))
+        while not (tmp_path / "blocked").exists():
+            await asyncio.sleep(0.05)
+        pid = int((tmp_path / "blocked").read_text())
+        while any(worker.answers for worker in runner.pool.workers if worker._process.pid == pid):
+            await asyncio.sleep(0.05)
+        # Several, more than the other worker would get if the blocked one got its share.
+        others = [rollout for index in [at["be well"]] * 4 for rollout in await run(index)]
+        is_blocked_still = not blocked.done()
+        blocked.cancel()
+        return pid, others, is_blocked_still
+
+    (pid, others, is_blocked_still), _ = roll_out(
+        troubled(tmp_path), tokenizer, tmp_path, use, env_workers=2, generation_timeout=60
+    )
+    assert is_blocked_still
+    assert [rollout.error for rollout in others] == [None] * 8
+    assert pid not in {int(rollout.metrics["pid"]) for rollout in others}
+    assert f"worker {pid} has not answered for 1 s" in caplog.text
+    assert "in block_the_loop" in caplog.text
+
+
+def test_a_stopped_worker_is_ended_and_its_groups_begin_again(
+    tokenizer, tmp_path, impatient, caplog
+):
+    async def use(run, runner):
+        group = asyncio.create_task(run(at["sleep"]))
+        await asyncio.sleep(0.05)
+        os.kill(pids_of(runner)[0], signal.SIGSTOP)
+        return await group
+
+    group, _ = roll_out(
+        troubled(tmp_path), tokenizer, tmp_path, use, generation_timeout=2, max_seq_len=100
+    )
+    assert [(rollout.error, rollout.num_restarts) for rollout in group] == [(None, 1)] * 2
+    assert "It says nothing of where it is: is it stopped?" in caplog.text
+    assert "ended with status -9" in caplog.text
+
+
+def test_an_environment_that_a_worker_cannot_make_is_one_error(tokenizer, tmp_path):
+    env = troubled(tmp_path, makers=os.getpid())
+    with pytest.raises(
+        InvalidEnvironmentError, match=r"'env', in a worker: .*a file of the"
+    ):
+        roll_out(env, tokenizer, tmp_path, None)
+
+
+def test_a_worker_that_does_not_load_in_time_is_an_error(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "LOAD_S", 0.05)
+    with pytest.raises(InvalidEnvironmentError, match="not loaded within"):
+        roll_out(load(), tokenizer, tmp_path, None, generation_timeout=0.05)
+
+
+def reward_of_module(completion, answer):
+    return float(completion == answer)
+
+
+def test_examples_and_a_reward_function_go_to_a_worker(tokenizer, tmp_path):
+    rows = [{"prompt": f"say {word}", "answer": word, "unused": object()} for word in ("yes", "no")]
+    env = env_from(rows, reward_of_module)
+
+    async def use(run, runner):
+        assert isinstance(runner, WorkerEnvironment)
+        return [rollout.reward for index in (0, 1) for rollout in await run(index)]
+
+    rewards, _ = roll_out(env, tokenizer, tmp_path, use, env_workers="auto")
+    assert rewards == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        (
+            lambda: env_from(["say yes"], lambda completion: 1.0),
+            "cannot be sent to another process",
+        ),
+        (
+            lambda: env_from(
+                [{"prompt": "a", "answer": np.ones(2)}], lambda completion, answer: 1.0
+            ),
+            "its tasks cannot be sent as JSON",
+        ),
+        (lambda: env_from([{"prompt": "a", "answer": (1,)}], reward_of_module), "holds more than"),
+    ],
+)
+def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(
+    tokenizer, tmp_path, capfd, env, reason
+):
+    args = RLConfig(output_dir=str(tmp_path))
+    runner = make_runner(env(), "http://unused", tokenizer, args)
+    assert not isinstance(runner, WorkerEnvironment)
+    (line,) = [
+        line for line in capfd.readouterr().out.splitlines() if "in a thread of the trainer" in line
+    ]
+    assert reason in line
+    args = RLConfig(output_dir=str(tmp_path), env_workers=1)
+    with pytest.raises(InvalidEnvironmentError, match=f"env_workers=1: .*{reason}.*env_workers=0"):
+        make_runner(env(), "http://unused", tokenizer, args)
+
+
+SCRIPT = """
+import asyncio, os, sys
+import verifiers.v1 as vf
+from pathlib import Path
+from tests.helpers import load_example, serving
+from tests.test_environments_v1 import Server
+from verifiers_rl import RLConfig, env_from
+from verifiers_rl.envs.make import make_runner
+from verifiers_rl.types import Slots
+
+print("imported as", __name__, flush=True)
+
+def reward(completion):
+    return float(os.getpid())
+
+class ScriptTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def pid(self, trace: vf.Trace) -> float:
+        return reward("")
+
+class ScriptTaskset(vf.Taskset[ScriptTask, vf.TasksetConfig]):
+    def load(self):
+        yield ScriptTask(vf.TaskData(idx=0, prompt="a"), self.config.task)
+
+def main():
+    tokenizer = load_example("warm_start").make_tokenizer([])
+    args = RLConfig(output_dir="out", max_seq_len=99, max_tokens=9, use_cpu=True)
+    server = Server(tokenizer, lambda prompt: "yes")
+    async def run():
+        async with serving(server.answer, "/v1/chat/completions/tokens") as url:
+            for env in (env_from(["a"], reward), ScriptTaskset(vf.TasksetConfig())):
+                runner = make_runner(env, url, tokenizer, args)
+                await runner.open()
+                sampling = args.sampling_args()
+                group = await runner.run_group("train", 0, 1, "m", sampling, 9, Slots(4))
+                await runner.close()
+                print("here" if group[0].reward == os.getpid() else "elsewhere", group[0].error)
+    asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":\n    main()', "main()"])
+def test_a_worker_imports_the_script_that_defines_the_environment(tmp_path, guard):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + guard)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    lines = done.stdout.splitlines()
+    if guard == "main()":
+        assert lines.count("here None") == 2, done.stdout + done.stderr
+        assert sum("train.py, which a worker would import" in x for x in lines) == 2
+        assert lines.count("imported as __main__") == 1
+    else:
+        assert lines.count("elsewhere None") == 2, done.stdout + done.stderr
+        assert lines.count("imported as __mp_main__") == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('if __name__ == "__main__":\n    main()', True),
+        ("if '__main__' == __name__: main()", True),
+        ("def main():\n    if __name__ == '__main__': pass", False),
+        ("main()", False),
+    ],
+)
+def test_a_guarded_script_is_recognized(source, expected):
+    assert is_guarded(source) is expected
+
+
+def test_messages_keep_every_field_of_a_rollout(tmp_path):
+    samples = [
+        Sample([1, 2, 3], [False, True, True], [0.0, -0.5, float("nan")], [-1, 4, 5]),
+        Sample([7, 8], [False, True], [0.0, -0.25], [-1, 6]),
+    ]
+    well = Rollout(3, "p", "c", "env", "role", 0.5, {"m": 1.0}, samples, 2, True, 0.25)
+    well.has_own_advantages = True
+    well.set_advantage([0.0, 1.0, 2.0, 0.0, 3.0])
+    failed = Rollout(4, "q", error=ValueError("what"))
+
+    async def there_and_back():
+        rollouts, arrays = pack_group([well, failed])
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"".join(frame({"rollouts": rollouts}, arrays)))
+        message, received = await receive(reader)
+        return unpack_group(message["rollouts"], received)
+
+    first, second = asyncio.run(there_and_back())
+    for name in ("example_id", "prompt", "completion", "env", "role", "reward", "metrics",
+                 "num_turns", "is_truncated", "generation_s", "advantage",
+                 "has_own_advantages"):  # fmt: skip
+        assert getattr(first, name) == getattr(well, name), name
+    for sample, same in zip(first.samples, samples, strict=True):
+        for name in ("token_ids", "loss_mask", "policy_versions", "advantages"):
+            assert list(getattr(sample, name)) == list(getattr(same, name)), name
+        assert np.array_equal(sample.inference_logprobs, same.inference_logprobs, equal_nan=True)
+    assert str(second.error) == "ValueError: what" and second.example_id == 4
+
+
+def test_places_are_given_back_as_rollouts_end():
+    async def run():
+        slots = Slots(3)
+        progress = Progress(slots)
+        free = lambda: slots._value  # noqa: E731
+        async with progress.several(3) as end_one:
+            assert free() == 0
+            end_one()
+            assert (free(), progress.num_done) == (1, 1)
+        assert (free(), progress.num_done) == (3, 3)
+        async with progress.several(5) as end_one:  # more than there are places
+            end_one()
+            end_one()
+            assert free() == 0  # three are left, which need all places
+            end_one()
+            assert free() == 1
+        assert (free(), progress.num_done) == (3, 8)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "many"])
+def test_env_workers_must_be_auto_or_a_number_of_processes(tmp_path, value):
+    with pytest.raises(ConfigError, match="env_workers"):
+        RLConfig(output_dir=str(tmp_path), env_workers=value)
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (8, 2), (256, 8)])
+def test_auto_takes_a_quarter_of_the_cores(monkeypatch, num_cores, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(num_cores))
+    assert count_workers("auto") == expected
+    assert count_workers(3) == 3
+
+
+def test_stopping_the_orchestrator_ends_its_workers(tokenizer, tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), env_workers=2, use_cpu=True, max_seq_len=64)
+    runner = make_runner(load(), "http://127.0.0.1:9", tokenizer, args)
+    orchestrator = Orchestrator(
+        runner, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}
+    )
+    orchestrator.start()
+    pids = pids_of(runner)
+    assert all(map(is_running, pids))
+    orchestrator.submit(0, "m", 0)
+    orchestrator.stop()
+    assert not any(map(is_running, pids))

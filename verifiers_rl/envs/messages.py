@@ -1,0 +1,107 @@
+"""What the orchestrator's process and a rollout worker send each other: JSON and arrays.
+
+    frame    its length (8 bytes), the length of its JSON (4 bytes), the JSON, the arrays one after
+             the other; all numbers are little-endian
+
+Nothing is unpickled, so the same frames can come from another machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from verifiers_rl.data import describe_error
+from verifiers_rl.types import Rollout, Sample
+
+# The arrays of a group: those of all its samples, one after the other. Four-byte types come first.
+_COLUMNS = {
+    "token_ids": "<i4",
+    "inference_logprobs": "<f4",
+    "policy_versions": "<i4",
+    "advantages": "<f4",
+    "loss_mask": "|b1",
+}
+_NOT_JSON = ("samples", "error")
+
+
+class EnvWorkerError(RuntimeError):
+    """A rollout failed in a worker; the traceback from there is a note of this error."""
+
+
+def frame(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[bytes | memoryview]:
+    """Return the parts of a frame, to be written one after the other.
+
+    Raises:
+        TypeError: the message has a value that JSON has no form for.
+    """
+    layout = [[array.dtype.str, len(array)] for array in arrays]
+    text = json.dumps({**message, "arrays": layout}).encode()
+    size = 4 + len(text) + sum(array.nbytes for array in arrays)
+    head = size.to_bytes(8, "little") + len(text).to_bytes(4, "little")
+    return [head, text, *(np.ascontiguousarray(array).data.cast("B") for array in arrays)]
+
+
+async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Read one frame. The arrays share its memory and cannot be written to.
+
+    Raises:
+        asyncio.IncompleteReadError: the other side has closed the connection.
+    """
+    size = int.from_bytes(await reader.readexactly(8), "little")
+    content = await reader.readexactly(size)
+    start = 4 + int.from_bytes(content[:4], "little")
+    message = json.loads(content[4:start])
+    arrays = []
+    for dtype, length in message.pop("arrays"):
+        arrays.append(np.frombuffer(content, dtype, length, start))
+        start += arrays[-1].nbytes
+    return message, arrays
+
+
+def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """Return rollouts in a form for `frame`. An error becomes its description and its traceback,
+    because its class may be known to this process only.
+    """
+    samples = [sample for rollout in group for sample in rollout.samples]
+    arrays = [
+        np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
+        if samples
+        else np.empty(0, dtype)
+        for name, dtype in _COLUMNS.items()
+    ]
+    names = [field.name for field in fields(Rollout) if field.name not in _NOT_JSON]
+    rollouts = []
+    for rollout in group:
+        packed = {name: getattr(rollout, name) for name in names}
+        packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
+        if rollout.error is not None:
+            packed["error"] = describe_error(rollout.error)
+            packed["traceback"] = "".join(traceback.format_exception(rollout.error))
+        rollouts.append(packed)
+    return rollouts, arrays
+
+
+def unpack_group(rollouts: list[dict[str, Any]], arrays: Sequence[np.ndarray]) -> list[Rollout]:
+    """Return the rollouts that `pack_group` packed."""
+    group, start = [], 0
+    for packed in rollouts:
+        samples = []
+        for length in packed.pop("lengths"):
+            columns = zip(_COLUMNS, arrays, strict=True)
+            samples.append(Sample(**{n: column[start : start + length] for n, column in columns}))
+            start += length
+        error = packed.pop("error", None)
+        note = packed.pop("traceback", "")
+        rollout = Rollout(**packed, samples=samples)
+        if error is not None:
+            rollout.error = EnvWorkerError(error)
+            rollout.error.add_note(note)
+        group.append(rollout)
+    return group

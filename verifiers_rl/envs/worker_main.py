@@ -1,0 +1,162 @@
+"""A rollout worker: makes environments from their recipes, and runs groups for the orchestrator's
+process, on an event loop of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import json
+import logging
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from verifiers_rl.data import describe_error
+from verifiers_rl.envs.base import ExampleRunner
+from verifiers_rl.envs.messages import frame, pack_group, receive
+from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.process.parent import die_with_parent
+from verifiers_rl.types import Slots
+
+
+def main(descriptor: int, stack: int, parent: int) -> None:
+    """Run until the orchestrator's process closes the connection.
+
+    Args:
+        descriptor: of our end of the connection.
+        stack: descriptor of a file for the stack of a blocked event loop.
+        parent: id of the orchestrator's process.
+    """
+    die_with_parent(parent)  # works even if the environment blocks the event loop
+    _die_before_trainer()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("verifiers").setLevel(logging.WARNING)
+    connection = socket.socket(fileno=descriptor)
+    with connection.makefile("rb") as stream:  # no more is sent before our answer
+        setup = json.loads(_read(stream))
+        recipes = pickle.loads(_read(stream))
+    runners: list[ExampleRunner] = []
+    problem, where = None, ""
+    try:
+        multiprocessing.spawn.prepare(setup["process"])  # imports the script, if it is named
+        logging.disable(logging.WARNING)  # what is to be said of them is said in the trainer
+        for name, recipe in recipes:
+            # Outside the event loop, because an environment may run its own loop to load its data.
+            where = f"environment {name!r}: " if len(recipes) > 1 else ""
+            runners.append(pickle.loads(recipe).make())
+    except (Exception, SystemExit) as error:  # whatever the environment's own code raises
+        problem = where + describe_error(error)
+    logging.disable(logging.NOTSET)
+    if problem is not None:
+        connection.sendall(b"".join(frame({"problem": problem})))
+        return
+    # Ctrl-C may reach us too, but the trainer decides when we end. Set after the environments are
+    # made, because environments set a handler of their own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # as Orchestrator.start does
+    asyncio.run(_serve(connection, stack, runners, setup))
+
+
+def _read(stream: Any) -> bytes:
+    return stream.read(int.from_bytes(stream.read(8), "little"))
+
+
+def _die_before_trainer() -> None:
+    """When memory runs out, let Linux end this process, which is replaced, before the trainer."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
+
+
+class _Places:
+    """Takes a place of this process for each rollout, and tells when the rollout has ended."""
+
+    def __init__(self, slots: Slots, on_end: Callable[[], None]) -> None:
+        self._slots = slots
+        self._on_end = on_end
+
+    async def __aenter__(self) -> None:
+        await self._slots.acquire()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._slots.release()
+        self._on_end()
+
+
+async def _serve(
+    connection: socket.socket, stack: int, runners: list[ExampleRunner], setup: dict[str, Any]
+) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    try:
+        await asyncio.gather(*(runner.open() for runner in runners))
+    except Exception as error:  # whatever the environment's own code raises
+        writer.writelines(frame({"problem": describe_error(error)}))
+        await writer.drain()
+        return
+    writer.writelines(frame({"problem": None}))
+    files = max(runner.files_per_rollout for runner in runners)
+    slots = Slots(rollouts_at_once(setup["max_concurrent"], files))
+    running: dict[int, asyncio.Task[None]] = {}
+    is_alive = asyncio.create_task(_say_alive(writer, stack, setup["alive_s"], setup["blocked_s"]))
+
+    async def run(number: int, request: dict[str, Any]) -> None:
+        try:
+            runner = runners[request.pop("env")]
+            places = _Places(slots, lambda: writer.writelines(frame({"group": number})))
+            request["example"] = json.loads(request["example"])
+            group = await runner.run_example(**request, slots=places)
+            rollouts, arrays = pack_group(group)
+            answer = frame({"group": number, "rollouts": rollouts}, arrays)
+        except Exception as error:  # sent, so that the trainer does not wait forever
+            answer = frame({"group": number, "problem": describe_error(error)})
+        finally:
+            del running[number]
+        writer.writelines(answer)
+        await writer.drain()
+
+    try:
+        while True:
+            request, _ = await receive(reader)
+            number = request.pop("group")
+            if "cancel" not in request:
+                running[number] = asyncio.create_task(run(number, request))
+            elif number in running:
+                running[number].cancel()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass  # the trainer has closed its end, or is gone
+    is_alive.cancel()
+    tasks = list(running.values())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, is_alive, return_exceptions=True)
+    await asyncio.gather(*(runner.close() for runner in runners))
+
+
+async def _say_alive(
+    writer: asyncio.StreamWriter, stack: int, alive_s: float, blocked_s: float
+) -> None:
+    """Say every `alive_s` that the event loop runs. If the loop is blocked for `blocked_s`, all
+    threads' stacks are written to the file `stack`, even if the code that blocks holds the GIL.
+    """
+    file = os.fdopen(stack, "wb", closefd=False)
+    try:
+        while True:
+            # A little earlier, so that the orchestrator's process finds it when it reports.
+            faulthandler.dump_traceback_later(0.9 * blocked_s, file=file)
+            await asyncio.sleep(alive_s)
+            writer.writelines(frame({}))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
