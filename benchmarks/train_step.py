@@ -187,7 +187,7 @@ def step_of_others(samples: list[Any], options: argparse.Namespace) -> Any:
             ids = padded(group, "token_ids", torch.int64)
             attention = padded([_Ones(s) for s in group], "ones", torch.int64)
             # Keep positions from the end of the shortest prompt on.
-            kept = ids.shape[1] - min(s.loss_mask.index(True) for s in group)
+            kept = ids.shape[1] - min(int(s.loss_mask.argmax()) for s in group)
             kept = kept if utilities == "trl" else ids.shape[1] - 1
             with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
                 logprobs, _ = logprobs_and_entropy(ids, attention, kept)

@@ -229,6 +229,11 @@ def make_samples(
     return samples
 
 
+def values_of(sample: Sample) -> list[list[Any]]:
+    """The fields of a sample as lists, to compare samples by."""
+    return [getattr(sample, name).tolist() for name in Sample.DTYPES]
+
+
 class StubSource:
     """A BatchSource without a server: the batch of each step follows from its number.
     Records what was asked.

@@ -7,7 +7,7 @@ import torch
 
 def reference_policy(model, token_ids, temperature):
     """log softmax after each token, (T, vocabulary) float64."""
-    logits = model(input_ids=torch.tensor([token_ids])).logits[0].double()
+    logits = model(input_ids=torch.tensor(token_ids)[None]).logits[0].double()
     return torch.log_softmax(logits / temperature, -1)
 
 
@@ -51,7 +51,8 @@ def reference_loss(
         policy = reference_policy(model, sample.token_ids, temperature)
         places = [t for t in range(1, len(sample.token_ids)) if sample.loss_mask[t]]
         logprobs = [policy[t - 1, sample.token_ids[t]] for t in places]
-        sampled = [sample.inference_logprobs[t] for t in places]
+        sampled = sample.inference_logprobs[places].tolist()
+        advantages = sample.advantages.tolist()
         if not places:
             continue
         sequence_ratio = torch.stack(
@@ -59,7 +60,7 @@ def reference_loss(
         ).mean().exp()  # fmt: skip
         weight = 1 / loss_tokens[key] if normalization == "sequence" else 1.0
         for t, p, q in zip(places, logprobs, sampled, strict=True):
-            loss = token_loss(name, p, q, sample.advantages[t], options, sequence_ratio)
+            loss = token_loss(name, p, q, advantages[t], options, sequence_ratio)
             if kl_beta:
                 with torch.no_grad():
                     at_start = reference_policy(start, sample.token_ids, temperature)
@@ -84,7 +85,8 @@ def reference_means(model, samples, temperature):
             if sample.loss_mask[t]:
                 before = policy[t - 1]
                 entropies.append(-sum(p.exp() * p for p in before).item())
-                ratio = math.exp(before[sample.token_ids[t]].item() - sample.inference_logprobs[t])
+                sampled = float(sample.inference_logprobs[t])
+                ratio = math.exp(before[sample.token_ids[t]].item() - sampled)
                 ratios.append(ratio)
     return {
         "entropy": sum(entropies) / len(entropies),

@@ -13,6 +13,7 @@ import urllib.request
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import set_seed
@@ -163,9 +164,9 @@ def check_tokens(rollout, replies):
     assert rollout.error is None, rollout.error
     assert rollout.num_turns == len(replies)
     trained = [
-        (sample.token_ids[:at], token, sample.inference_logprobs[at])
+        (sample.token_ids[:at].tolist(), token, sample.inference_logprobs[at])
         for sample in rollout.samples
-        for at, token in enumerate(sample.token_ids)
+        for at, token in enumerate(sample.token_ids.tolist())
         if sample.loss_mask[at]
     ]
     expected = []
@@ -383,7 +384,7 @@ def test_no_token_is_older_than_the_bound(
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
             samples = self.batch.samples
-            seen.append({v for s in samples for v in s.policy_versions if v >= 0})
+            seen.append({v for s in samples for v in s.policy_versions.tolist() if v >= 0})
             return loss
 
     env = Conversation() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["a user"])
@@ -432,8 +433,9 @@ def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, to
         assert there.reward == here.reward and there.completion == here.completion
         assert len(there.samples) == len(here.samples)
         for sample, same in zip(there.samples, here.samples, strict=True):
-            assert sample.token_ids == same.token_ids and sample.loss_mask == same.loss_mask
-            assert sample.policy_versions == same.policy_versions
+            assert np.array_equal(sample.token_ids, same.token_ids)
+            assert np.array_equal(sample.loss_mask, same.loss_mask)
+            assert np.array_equal(sample.policy_versions, same.policy_versions)
             assert sample.inference_logprobs == pytest.approx(same.inference_logprobs, abs=1e-4)
 
     args = make_args(server, tmp_path, env_workers=2, max_tokens=4, max_steps=3)
@@ -467,7 +469,7 @@ def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
     assert row["mismatch_kl"] < 1e-4
 
     trained = Counter(
-        (tuple(sample.token_ids[: at + 1]), sample.inference_logprobs[at])
+        (tuple(sample.token_ids[: at + 1].tolist()), sample.inference_logprobs[at].item())
         for sample in trainer.batch.samples
         for at in range(len(sample.token_ids))
         if sample.loss_mask[at]

@@ -8,11 +8,12 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import load_example, make_env, serving
+from tests.helpers import load_example, make_env, serving, values_of
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
@@ -149,14 +150,19 @@ def check_tokens(rollouts, requests):
     version, after exactly the tokens that the server was prompted with.
     """
     trained = sorted(
-        (sample.policy_versions[at], sample.token_ids[:at], token, sample.inference_logprobs[at])
+        (
+            sample.policy_versions[at],
+            list(sample.token_ids[:at]),
+            token,
+            sample.inference_logprobs[at],
+        )
         for rollout in rollouts
         for sample in rollout.samples
         for at, token in enumerate(sample.token_ids)
         if sample.loss_mask[at]
     )
     expected = sorted(
-        (version, [*body["tokens"], *tokens[:at]], token, -0.1 * (token % 7))
+        (version, [*body["tokens"], *tokens[:at]], token, np.float32(-0.1 * (token % 7)))
         for version, (body, tokens) in enumerate(requests)
         for at, token in enumerate(tokens)
     )
@@ -196,7 +202,7 @@ def test_advantages_that_a_trace_carries_are_those_of_its_tokens(tokenizer, tmp_
     num_sampled = len(requests[0][1])
     given = [0.5 + at for at in range(num_sampled)]
     prompt = [0.0] * (len(sample.token_ids) - num_sampled)
-    assert sample.advantages == prompt + given
+    assert sample.advantages.tolist() == prompt + given
     assert rollout.advantage == pytest.approx(sum(given) / num_sampled)
     (plain,), _ = play(env, tokenizer, tmp_path, lambda _: "yes", index=1)
     assert plain.error is None and not plain.has_own_advantages
@@ -576,7 +582,7 @@ def test_branches_share_their_tokens_and_train_them_once():
 
     trace = Trace([node([1], [2, 3], -0.1), node([4], [5], -0.2), node([6], [7], -0.3)])
     versions = {id(trace.nodes[0].message): [(0, 4), (1, 5)]}
-    assert samples_from_trace(trace, versions, policy_version=9) == [
+    expected = [
         Sample(
             [1, 2, 3, 4, 5],
             [False, True, True, False, True],
@@ -590,12 +596,17 @@ def test_branches_share_their_tokens_and_train_them_once():
             [-1, -1, -1, -1, 9],
         ),
     ]
+    samples = samples_from_trace(trace, versions, policy_version=9)
+    assert [*map(values_of, samples)] == [*map(values_of, expected)]
     if "trainable" in vf.Branch.model_fields:  # an attempt at a compaction, from verifiers 0.4 on
         both, (first, second) = Trace.branches, trace.branches
         second.trainable = False
         Trace.branches = [first, second]
         assert len(samples_from_trace(trace, versions, policy_version=9)) == 1
         Trace.branches = both
+    trace.nodes[2].logprobs = []
+    with pytest.raises(ValueError, match="1 sampled tokens but 0 logprobs"):
+        samples_from_trace(trace, versions, 9)
     trace.nodes[1].mask = [False, False]
     with pytest.raises(ValueError, match="rewritten"):
         samples_from_trace(trace, versions, 9)

@@ -1,10 +1,18 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from verifiers_rl.packing import collate, flatten_samples, plan_microbatches, unflatten_samples
+from tests.helpers import values_of
+from verifiers_rl.packing import (
+    BYTES_PER_TOKEN,
+    collate,
+    flatten_samples,
+    plan_microbatches,
+    unflatten_samples,
+)
 from verifiers_rl.types import Sample
 
 
@@ -128,16 +136,41 @@ def test_an_empty_microbatch_is_one_row_without_loss():
 
 def test_samples_survive_the_way_to_another_rank():
     samples = [make_sample(3, 0.1), make_sample(5, -1 / 3)]
+    samples[0].token_ids[2] = 2**31 - 1
     samples[0].inference_logprobs[1] = -1.2345678901234567
     samples[1].inference_logprobs[2] = math.nan
-    copies = unflatten_samples(*flatten_samples(samples))
-    assert copies[0] == samples[0]
-    assert math.isnan(copies[1].inference_logprobs[2])
-    assert copies[1].advantages == samples[1].advantages
-    assert all(isinstance(i, int) for copy in copies for i in copy.token_ids + copy.policy_versions)
+    flat = flatten_samples(samples)
+    assert flat.dtype == np.uint8 and len(flat) == BYTES_PER_TOKEN * (3 + 5) == 17 * 8
+    padded = np.append(flat, np.zeros(5, np.uint8))  # ranks with fewer tokens get some more
+    copies = unflatten_samples(padded, [3, 5], [0, 7])
+    assert [values_of(copy) for copy in copies[:1]] == [values_of(samples[0])]
+    np.testing.assert_equal(values_of(copies[1]), values_of(samples[1]))  # NaN equals NaN here
+    assert [copy.rollout_id for copy in copies] == [0, 7]
+    assert all(
+        getattr(copy, name).dtype == dtype
+        for copy in copies
+        for name, dtype in Sample.DTYPES.items()
+    )
 
 
-def test_large_token_ids_are_exact_in_float64():
-    sample = Sample([2**31, 2**31 - 1], [False, True], [0.0, -1.0], [-1, 123456789])
-    assert unflatten_samples(*flatten_samples([sample])) == [sample]
-    assert flatten_samples([sample])[1].dtype == torch.float64
+def test_no_samples_are_no_bytes():
+    assert len(flatten_samples([])) == 0
+    assert unflatten_samples(np.zeros(17, np.uint8), [], []) == []
+
+
+def test_collate_reads_arrays_that_nobody_may_write():
+    sample = make_sample(3)
+    flat = np.frombuffer(flatten_samples([sample]).tobytes(), np.uint8)
+    microbatch = collate(unflatten_samples(flat, [3], [0]), [[0]], [1.0], pad_token_id=9)
+    assert microbatch.input_ids.tolist() == [[0, 1, 2]]
+    microbatch.input_ids[0, 0] = 5  # the microbatch is a copy
+    assert sample.token_ids.tolist() == [0, 1, 2]
+
+
+def test_the_dtypes_of_a_microbatch_are_those_of_the_model_and_the_loss():
+    microbatch = collate([make_sample(3)], [[0]], [1.0], pad_token_id=9)
+    integers = (microbatch.input_ids, microbatch.position_ids, microbatch.sequence_ids)
+    assert {tensor.dtype for tensor in integers} == {torch.int64}
+    assert microbatch.loss_mask.dtype == torch.bool
+    numbers = (microbatch.inference_logprobs, microbatch.advantages, microbatch.loss_weights)
+    assert {tensor.dtype for tensor in numbers} == {torch.float32}

@@ -390,7 +390,7 @@ def test_no_update_is_made_with_a_batch_without_loss_tokens(make_trainer):
             batch = super().get()
             if batch.step == 1:
                 for sample in batch.samples:
-                    sample.loss_mask = [False] * len(sample.loss_mask)
+                    sample.loss_mask[:] = False
             return batch
 
     seen = []
@@ -420,7 +420,7 @@ def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, los
     samples[0].inference_logprobs[-1] = -math.inf
     samples[1].inference_logprobs[-1] = -700.0
     samples[2].inference_logprobs[-1] = 0.0
-    samples[-1].loss_mask = [False] * len(samples[-1].loss_mask)
+    samples[-1].loss_mask[:] = False
     trainer = make_trainer(loss=loss, loss_args=LOSS_OPTIONS[loss], max_tokens_per_microbatch=1)
     trainer._layout = layout
     value, grads = batch_gradients(trainer, samples)
@@ -577,7 +577,7 @@ def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
     loss, _ = batch_gradients(trainer, [sample])
     expected = 0.0
     log_softmax = torch.log_softmax(
-        make_tiny_model()(torch.tensor([sample.token_ids])).logits[0] / 0.7, -1
+        make_tiny_model()(torch.tensor(sample.token_ids)[None]).logits[0] / 0.7, -1
     )
     for t in known:
         expected -= sample.advantages[t] * log_softmax[t - 1, sample.token_ids[t]].item()
@@ -1030,7 +1030,7 @@ def test_a_mismatch_of_the_first_step_is_told_whatever_is_logged_together(make_t
         def get(self):
             batch = super().get()
             for sample in batch.samples:
-                sample.inference_logprobs = [x - 1.0 for x in sample.inference_logprobs]
+                sample.inference_logprobs -= 1.0
             return batch
 
     make_trainer(source=OfAnotherModel(), logging_steps=3).train()

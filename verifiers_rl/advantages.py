@@ -22,14 +22,14 @@ from verifiers_rl.types import Rollout
 AdvantageFn = Callable[[list[Rollout]], Sequence[float | Sequence[float]] | Tensor]
 
 
-def as_numbers(advantages: Any, num_rollouts: int) -> list[float | list[float]]:
-    """What an `AdvantageFn` returned, in plain numbers.
+def as_numbers(advantages: Any, num_rollouts: int) -> list[np.ndarray]:
+    """What an `AdvantageFn` returned, as arrays: () or (tokens,) float64 for each rollout.
 
     Raises:
         ValueError: not one number, or one sequence of numbers, for each rollout.
     """
     try:
-        numbers = [np.asarray(advantage, dtype=np.float64).tolist() for advantage in advantages]
+        numbers = [np.asarray(advantage, dtype=np.float64) for advantage in advantages]
     except (TypeError, ValueError) as error:
         raise ValueError(f"advantage_fn returned what is no number: {error}") from error
     if len(numbers) != num_rollouts:

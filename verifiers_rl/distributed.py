@@ -14,7 +14,7 @@ from torch import distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.packing import flatten_samples, unflatten_samples
+from verifiers_rl.packing import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
 from verifiers_rl.types import Batch
 
 
@@ -37,14 +37,20 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
             return Batch(0, 0, [])  # rank 0 is raising its own error
         raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
     if batch is not None:
-        shapes, fields = (tensor.to(device) for tensor in flatten_samples(batch.samples))
+        lengths = [len(sample.token_ids) for sample in batch.samples]
+        shapes = torch.tensor([lengths, batch.rollout_ids()], dtype=torch.int64, device=device)
+        flat = torch.from_numpy(flatten_samples(batch.samples)).to(device)
     else:
         shapes = torch.empty((2, num_samples), dtype=torch.int64, device=device)
     distributed.broadcast(shapes, 0)
     if batch is None:
-        fields = torch.empty((5, int(shapes[0].sum())), dtype=torch.float64, device=device)
-    distributed.broadcast(fields, 0)
-    return batch or Batch(step, policy_version, unflatten_samples(shapes.cpu(), fields.cpu()))
+        num_bytes = BYTES_PER_TOKEN * int(shapes[0].sum())
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    distributed.broadcast(flat, 0)
+    if batch is not None:
+        return batch
+    samples = unflatten_samples(flat.cpu().numpy(), *shapes.tolist())
+    return Batch(step, policy_version, samples)
 
 
 def broadcast_metrics(metrics: dict[str, float] | None, device: torch.device) -> dict[str, float]:

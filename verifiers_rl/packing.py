@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from verifiers_rl.types import Microbatch, Sample
@@ -138,66 +139,88 @@ def collate(
     # At least 2, because a row of one token predicts nothing.
     width = max([2, *(sum(len(samples[i].token_ids) for i in row) for row in rows)])
     shape = (max(len(rows), 1), width)
-    # The positions continue in the padding, so that a row of one sample looks like one sequence.
-    position_ids = torch.arange(width).repeat(shape[0], 1)
-    sequence_ids = torch.full(shape, -1)
-    input_ids = torch.full(shape, pad_token_id)
-    loss_mask = torch.zeros(shape, dtype=torch.bool)
-    inference_logprobs, advantages, loss_weights = (torch.zeros(shape) for _ in range(3))
+    positions = np.arange(width)
+    position_ids = np.tile(positions, (shape[0], 1))
+    sequence_ids = np.full(shape, -1)
+    input_ids = np.full(shape, pad_token_id)
+    loss_mask = np.zeros(shape, bool)
+    inference_logprobs, advantages, loss_weights = np.zeros((3, *shape), np.float32)
     number = 0
     for r, row in enumerate(rows):
-        start = 0
+        start = stop = 0
         for i in row:
             sample = samples[i]
-            here = (r, slice(start, start + len(sample.token_ids)))
-            start = here[1].stop
-            position_ids[r, here[1].start :] = torch.arange(width - here[1].start)
-            input_ids[here] = torch.tensor(sample.token_ids)
+            start, stop = stop, stop + len(sample.token_ids)
+            here = (r, slice(start, stop))
+            position_ids[here] = positions[: stop - start]
+            input_ids[here] = sample.token_ids
             sequence_ids[here] = number
-            loss_mask[here] = torch.tensor(sample.loss_mask)
-            inference_logprobs[here] = torch.tensor(sample.inference_logprobs)
-            advantages[here] = torch.tensor(sample.advantages)
+            loss_mask[here] = sample.loss_mask
+            inference_logprobs[here] = sample.inference_logprobs
+            advantages[here] = sample.advantages
             loss_weights[here] = weights[i]
             number += 1
+        # The positions of the last sample continue in the padding, so that a row of one sample
+        # looks like one sequence.
+        position_ids[r, start:] = positions[: width - start]
     return Microbatch(
-        input_ids,
-        position_ids,
-        sequence_ids,
-        loss_mask,
-        inference_logprobs,
-        advantages,
-        loss_weights,
+        *map(
+            torch.from_numpy,
+            (
+                input_ids,
+                position_ids,
+                sequence_ids,
+                loss_mask,
+                inference_logprobs,
+                advantages,
+                loss_weights,
+            ),
+        )
     )
 
 
-# Values of each token that rank 0 sends. They go as float64, which represents token ids exactly
-# (integers below 2**53).
-_FIELDS = ("token_ids", "loss_mask", "inference_logprobs", "policy_versions", "advantages")
+# The fields of a token as they are sent. Booleans are last, because the others must begin at a
+# multiple of 4 bytes.
+_SEND_ORDER = sorted(Sample.DTYPES, key=lambda name: -np.dtype(Sample.DTYPES[name]).itemsize)
+BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
 
 
-def flatten_samples(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn S samples into two plain tensors that can be broadcast: lengths and rollout ids
-    (2, S) int64, and fields (5, tokens) float64.
+def flatten_samples(samples: Sequence[Sample]) -> np.ndarray:
+    """Return all arrays of the samples in one, as bytes: (BYTES_PER_TOKEN * tokens,) uint8."""
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    flat = np.empty(BYTES_PER_TOKEN * num_tokens, np.uint8)
+    if samples:
+        for name, field in _views_of_fields(flat, num_tokens).items():
+            np.concatenate([getattr(sample, name) for sample in samples], out=field)
+    return flat
+
+
+def unflatten_samples(
+    flat: np.ndarray, lengths: Sequence[int], rollout_ids: Sequence[int]
+) -> list[Sample]:
+    """Invert `flatten_samples`. The arrays of the samples are views of `flat`.
+
+    Args:
+        flat: (BYTES_PER_TOKEN * tokens,) uint8. More at its end is ignored.
+        lengths: number of tokens of each sample.
+        rollout_ids: of each sample.
     """
-    shapes = [[len(s.token_ids) for s in samples], [s.rollout_id for s in samples]]
-    fields = [[float(v) for s in samples for v in getattr(s, name)] for name in _FIELDS]
-    return torch.tensor(shapes, dtype=torch.int64), torch.tensor(fields, dtype=torch.float64)
+    fields = {
+        name: np.split(field, np.cumsum(lengths)[:-1])
+        for name, field in _views_of_fields(flat, sum(lengths)).items()
+    }
+    return [
+        Sample(**{name: fields[name][i] for name in _SEND_ORDER}, rollout_id=rollout_id)
+        for i, rollout_id in enumerate(rollout_ids)
+    ]
 
 
-def unflatten_samples(shapes: torch.Tensor, fields: torch.Tensor) -> list[Sample]:
-    """Invert `flatten_samples`."""
-    samples = []
-    lengths, rollout_ids = shapes.tolist()
-    for rollout_id, columns in zip(rollout_ids, fields.split(lengths, dim=1), strict=True):
-        ids, mask, logprobs, versions, advantages = columns.tolist()
-        samples.append(
-            Sample(
-                [int(i) for i in ids],
-                [bool(m) for m in mask],
-                logprobs,
-                [int(v) for v in versions],
-                advantages,
-                rollout_id,
-            )
-        )
-    return samples
+def _views_of_fields(flat: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:
+    views = {}
+    start = 0
+    for name in _SEND_ORDER:
+        dtype = np.dtype(Sample.DTYPES[name])
+        stop = start + num_tokens * dtype.itemsize
+        views[name] = flat[start:stop].view(dtype)
+        start = stop
+    return views

@@ -8,7 +8,9 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,43 +21,49 @@ LOAD_S = 300.0
 Split = Literal["train", "eval"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
-    """One token sequence to train on. All lists have the same length, T.
+    """One token sequence to train on: arrays of one length, T. Sequences of numbers are converted;
+    an array that has the type already is kept, not copied.
 
     Attributes:
-        token_ids: prompt, sampled and environment tokens in order, exactly as the server saw them.
-        loss_mask: True for tokens in the loss. The first token cannot be in it, because nothing
-            predicts it.
-        inference_logprobs: natural-log probability under the sampling policy; 0 where not sampled,
-            NaN for a token in the loss that no policy sampled (`mask_env_responses=False`).
-        policy_versions: version of the policy that sampled the token; -1 where not sampled.
-        advantages: advantage of each token; 0 where `loss_mask` is False.
+        token_ids: (T,) int32, prompt, sampled and environment tokens in order, exactly as the
+            server saw them.
+        loss_mask: (T,) bool, True for tokens in the loss. The first token cannot be in it, because
+            nothing predicts it.
+        inference_logprobs: (T,) float32, natural-log probability under the sampling policy; 0 where
+            not sampled, NaN for a token in the loss that no policy sampled
+            (`mask_env_responses=False`).
+        policy_versions: (T,) int32, version of the policy that sampled the token; -1 where not
+            sampled.
+        advantages: (T,) float32, advantage of each token; 0 where `loss_mask` is False. Zeros by
+            default.
         rollout_id: position of its rollout in the batch; -1: the sample is a rollout of its own.
     """
 
-    token_ids: list[int]
-    loss_mask: list[bool]
-    inference_logprobs: list[float]
-    policy_versions: list[int]
-    advantages: list[float] = field(default_factory=list)
+    DTYPES: ClassVar[dict[str, type]] = {
+        "token_ids": np.int32,
+        "loss_mask": np.bool_,
+        "inference_logprobs": np.float32,
+        "policy_versions": np.int32,
+        "advantages": np.float32,
+    }
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    inference_logprobs: np.ndarray
+    policy_versions: np.ndarray
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     rollout_id: int = -1
 
     def __post_init__(self) -> None:
-        if not self.advantages:
-            self.advantages = [0.0] * len(self.token_ids)
-        lengths = {
-            name: len(getattr(self, name))
-            for name in (
-                "token_ids",
-                "loss_mask",
-                "inference_logprobs",
-                "policy_versions",
-                "advantages",
-            )
-        }
-        if len(set(lengths.values())) != 1 or not self.token_ids:
-            raise ValueError(f"Sample: all lists must have one length >= 1, got {lengths}")
+        if not len(self.advantages):
+            self.advantages = np.zeros(len(self.token_ids), np.float32)
+        for name, dtype in self.DTYPES.items():
+            setattr(self, name, np.asarray(getattr(self, name), dtype))
+        shapes = {name: getattr(self, name).shape for name in self.DTYPES}
+        if set(shapes.values()) != {(len(self.token_ids),)} or not len(self.token_ids):
+            raise ValueError(f"Sample: all arrays must have one length >= 1, got {shapes}")
         if self.loss_mask[0]:
             raise ValueError(
                 "Sample: loss_mask[0] must be False, no token comes before the first one"
@@ -63,14 +71,16 @@ class Sample:
 
     @property
     def num_loss_tokens(self) -> int:
-        return sum(self.loss_mask)
+        return int(np.count_nonzero(self.loss_mask))
 
-    def set_advantage(self, advantage: float | Sequence[float]) -> None:
+    def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set one advantage for every loss token, or one for each token, (T,)."""
-        if isinstance(advantage, int | float):
-            advantage = [advantage] * len(self.loss_mask)
-        pairs = zip(advantage, self.loss_mask, strict=True)
-        self.advantages = [float(value) if has_loss else 0.0 for value, has_loss in pairs]
+        values = np.asarray(advantage, np.float32)
+        if values.shape not in ((), self.loss_mask.shape):
+            raise ValueError(
+                f"advantages of shape {values.shape} for a sample of {len(self.token_ids)} tokens"
+            )
+        self.advantages = np.where(self.loss_mask, values, np.float32(0))
 
 
 @dataclass(slots=True)
@@ -111,7 +121,7 @@ class Rollout:
     advantage: float = 0.0
     has_own_advantages: bool = False
 
-    def set_advantage(self, advantage: float | Sequence[float]) -> None:
+    def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set the advantage of the rollout and of the loss tokens of its samples.
 
         Args:
@@ -121,34 +131,36 @@ class Rollout:
         Raises:
             ValueError: there are more or fewer advantages than tokens.
         """
-        if isinstance(advantage, int | float):
-            self.advantage = float(advantage)
+        values = np.asarray(advantage, np.float64)
+        if values.ndim == 0:
+            self.advantage = float(values)
             for sample in self.samples:
-                sample.set_advantage(advantage)
+                sample.set_advantage(values)
             return
         num_tokens = sum(len(sample.token_ids) for sample in self.samples)
-        if len(advantage) != num_tokens:
+        if len(values) != num_tokens:
             raise ValueError(
-                f"{len(advantage)} advantages for a rollout whose samples have {num_tokens} tokens"
+                f"{len(values)} advantages for a rollout whose samples have {num_tokens} tokens"
             )
         start = 0
+        total = 0.0
         for sample in self.samples:
             end = start + len(sample.token_ids)
-            sample.set_advantage(advantage[start:end])
+            sample.set_advantage(values[start:end])
+            total += float(values[start:end][sample.loss_mask].sum())
             start = end
         num_loss_tokens = sum(sample.num_loss_tokens for sample in self.samples)
-        total = sum(sum(sample.advantages) for sample in self.samples)
         self.advantage = total / max(num_loss_tokens, 1)
 
     def leave_out_of_loss(self) -> None:
         """Take all its tokens out of the loss; they stay in the batch."""
         for sample in self.samples:
-            sample.loss_mask = [False] * len(sample.loss_mask)
+            sample.loss_mask = np.zeros_like(sample.loss_mask)
         self.set_advantage(0.0)
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(version >= 0 for sample in self.samples for version in sample.policy_versions)
+        return sum(int(np.count_nonzero(s.policy_versions >= 0)) for s in self.samples)
 
 
 class Slots(asyncio.Semaphore):
@@ -261,12 +273,13 @@ class Batch:
         """Return the optimizer steps between the weights that sampled a token and the weights that
         train on it: mean and maximum over sampled tokens.
         """
-        versions = [v for sample in self.samples for v in sample.policy_versions if v >= 0]
-        if not versions:
+        sampled_by = [s.policy_versions[s.policy_versions >= 0] for s in self.samples]
+        versions = np.concatenate(sampled_by) if sampled_by else np.zeros(0)
+        if not len(versions):
             return {}
         return {
-            "staleness": self.step - sum(versions) / len(versions),
-            "staleness_max": float(self.step - min(versions)),
+            "staleness": self.step - float(versions.mean()),
+            "staleness_max": float(self.step - versions.min()),
         }
 
 

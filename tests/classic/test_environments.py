@@ -26,30 +26,30 @@ def turn(prompt, completion, logprobs=None):
 
 def test_a_single_turn_becomes_one_sample():
     (sample,) = samples_from_trajectory([turn([1, 2], [3, 4])], policy_version=5)
-    assert sample.token_ids == [1, 2, 3, 4]
-    assert sample.loss_mask == [False, False, True, True]
-    assert sample.inference_logprobs == [0.0, 0.0, -3.0, -4.0]
-    assert sample.policy_versions == [-1, -1, 5, 5]
+    assert sample.token_ids.tolist() == [1, 2, 3, 4]
+    assert sample.loss_mask.tolist() == [False, False, True, True]
+    assert sample.inference_logprobs.tolist() == [0.0, 0.0, -3.0, -4.0]
+    assert sample.policy_versions.tolist() == [-1, -1, 5, 5]
 
 
 def test_tokens_on_both_sides_of_a_weight_update_carry_their_versions():
     response = SimpleNamespace(policy_versions=[(0, 3), (2, 4)])
     steps = [{**turn([1], [2, 3, 4]), "response": response}, turn([1, 2, 3, 4, 9], [5])]
     (sample,) = samples_from_trajectory(steps, policy_version=7)
-    assert sample.policy_versions == [-1, 3, 3, 4, -1, 7]
+    assert sample.policy_versions.tolist() == [-1, 3, 3, 4, -1, 7]
 
 
 def test_turns_that_extend_the_tokens_exactly_merge():
     (sample,) = samples_from_trajectory([turn([1], [2, 3]), turn([1, 2, 3, 9, 9], [4])], 0)
-    assert sample.token_ids == [1, 2, 3, 9, 9, 4]
-    assert sample.loss_mask == [False, True, True, False, False, True]
+    assert sample.token_ids.tolist() == [1, 2, 3, 9, 9, 4]
+    assert sample.loss_mask.tolist() == [False, True, True, False, False, True]
 
 
 def test_a_turn_that_rewrites_the_past_starts_a_new_sample():
     samples = samples_from_trajectory(
         [turn([1], [2, 3]), turn([1, 2, 9], [4]), turn([1, 2, 9, 4], [5])], 0
     )
-    assert [s.token_ids for s in samples] == [[1, 2, 3], [1, 2, 9, 4, 5]]
+    assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3], [1, 2, 9, 4, 5]]
     # Each sampled token is trained exactly once.
     trained = [t for s in samples for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m]
     assert trained == [2, 3, 4, 5]
@@ -59,8 +59,8 @@ def test_mask_env_responses_decides_over_tokens_between_turns():
     steps = [turn([1], [2]), turn([1, 2, 9], [4])]
     (masked,) = samples_from_trajectory(steps, 0, mask_env_responses=True)
     (trained,) = samples_from_trajectory(steps, 0, mask_env_responses=False)
-    assert masked.loss_mask == [False, True, False, True]
-    assert trained.loss_mask == [False, True, True, True]
+    assert masked.loss_mask.tolist() == [False, True, False, True]
+    assert trained.loss_mask.tolist() == [False, True, True, True]
     assert math.isnan(trained.inference_logprobs[2]) and trained.policy_versions[2] == -1
 
 
@@ -154,8 +154,8 @@ def test_a_group_is_rolled_out_and_scored():
     assert (
         rollouts[0].prompt == "q1" and rollouts[0].completion == "ok" and rollouts[0].num_turns == 1
     )
-    assert rollouts[0].samples[0].token_ids == [1, 2, *b"ok"]
-    assert rollouts[0].samples[0].policy_versions == [-1, -1, 2, 2]
+    assert rollouts[0].samples[0].token_ids.tolist() == [1, 2, *b"ok"]
+    assert rollouts[0].samples[0].policy_versions.tolist() == [-1, -1, 2, 2]
     assert runner._client.requests == [("m", {"n": 1})] * 3
 
 

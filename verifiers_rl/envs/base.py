@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 from verifiers_rl.types import EnvRunner, Rollout, Split
 
+import numpy as np
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,13 +48,13 @@ def check_classic(what: str) -> None:
         )
 
 
-def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
-    """Return the policy version of each token, from (first token, version) pairs in order."""
-    ends = [start for start, _ in spans[1:]] + [num_tokens]
-    versions: list[int] = []
-    for (_, sampled_by), end in zip(spans, ends, strict=True):
-        versions += [sampled_by] * (min(end, num_tokens) - len(versions))
-    return versions
+def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
+    """Return the policy version of each token, (num_tokens,) int32, from (first token, version)
+    pairs in order.
+    """
+    starts, versions = np.array(spans, np.int32).reshape(-1, 2).T
+    ends = np.minimum(np.append(starts[1:], num_tokens), num_tokens)
+    return np.repeat(versions, np.diff(ends, prepend=0))
 
 
 def _field(message: Any, name: str) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import verifiers as vf
 
 from verifiers_rl.envs.base import (
@@ -86,13 +87,14 @@ def samples_from_trajectory(
         tokens = step["tokens"]
         if tokens is None:
             raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
-        prompt, completion = list(tokens["prompt_ids"]), list(tokens["completion_ids"])
-        logprobs = [float(logprob) for logprob in tokens["completion_logprobs"]]
+        prompt = np.asarray(tokens["prompt_ids"], np.int32)
+        completion = np.asarray(tokens["completion_ids"], np.int32)
+        logprobs = np.asarray(tokens["completion_logprobs"], np.float32)
         if len(completion) != len(logprobs):
             raise ValueError(f"turn {turn}: {len(completion)} tokens but {len(logprobs)} logprobs")
-        if samples and prompt[: len(samples[-1].token_ids)] == samples[-1].token_ids:
+        n = len(samples[-1].token_ids) if samples else 0
+        if samples and np.array_equal(prompt[:n], samples[-1].token_ids):
             sample = samples.pop()
-            between = prompt[len(sample.token_ids) :]
             parts = [
                 (
                     sample.token_ids,
@@ -101,27 +103,24 @@ def samples_from_trajectory(
                     sample.policy_versions,
                 ),
                 # NaN: no policy sampled these. The loss uses the trainer's logprob, so ratio 1.
-                _segment(
-                    between, not mask_env_responses, 0.0 if mask_env_responses else math.nan, -1
-                ),
+                _segment(prompt[n:], not mask_env_responses, 0 if mask_env_responses else math.nan),
             ]
         else:
-            parts = [_segment(prompt, False, 0.0, -1)]
+            parts = [_segment(prompt, False, 0)]
         spans = getattr(step.get("response"), "policy_versions", None) or [(0, policy_version)]
         versions = versions_of_tokens(spans, len(completion))
-        parts.append((completion, [True] * len(completion), logprobs, versions))
-        token_ids, loss_mask, inference_logprobs, policy_versions = (
-            [value for part in parts for value in part[column]] for column in range(4)
-        )
-        samples.append(Sample(token_ids, loss_mask, inference_logprobs, policy_versions))
+        parts.append((completion, np.ones(len(completion), bool), logprobs, versions))
+        samples.append(Sample(*map(np.concatenate, zip(*parts, strict=True))))
     return samples
 
 
 def _segment(
-    token_ids: list[int], in_loss: bool, logprob: float, version: int
-) -> tuple[list, list, list, list]:
+    token_ids: np.ndarray, in_loss: bool, logprob: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the fields of tokens that no policy sampled, in the order of `Sample`."""
     n = len(token_ids)
-    return token_ids, [in_loss] * n, [logprob] * n, [version] * n
+    no_version = np.full(n, -1, np.int32)
+    return token_ids, np.full(n, in_loss), np.full(n, logprob, np.float32), no_version
 
 
 class ClassicExampleRunner:

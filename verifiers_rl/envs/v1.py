@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import verifiers.v1 as vf
 
 from verifiers_rl.data import ENDLESS, describe_sizes
@@ -344,8 +345,8 @@ class V1ExampleRunner:
         rollout.has_own_advantages = any(
             advantages_of(branch) is not None for branch in filter(is_for_training, trace.branches)
         )
-        if rollout.has_own_advantages:
-            rollout.set_advantage([a for sample in rollout.samples for a in sample.advantages])
+        if rollout.has_own_advantages and rollout.samples:
+            rollout.set_advantage(np.concatenate([s.advantages for s in rollout.samples]))
         if not rollout.num_sampled_tokens:
             raise ValueError(
                 "no token was sampled: the prompt fills max_seq_len, or the agent took no turn"
@@ -576,26 +577,34 @@ def samples_from_trace(
     trained: set[int] = set()
     samples = []
     for branch in filter(is_for_training, trace.branches):
-        token_ids, loss_mask, inference_logprobs, versions_of = [], [], [], []
+        parts = []
         has_begun = False
         for node in branch.nodes:
-            if node.sampled and not any(node.mask):
+            is_sampled = np.asarray(node.mask, bool)
+            if node.sampled and not is_sampled.any():
                 raise ValueError("a reply was rewritten; its tokens are not those sampled")
             is_new = id(node) not in trained
             trained.add(id(node))
-            spans = versions.get(id(node.message)) or [(0, policy_version)]
-            own = zip(node.logprobs, versions_of_tokens(spans, sum(node.mask)), strict=True)
-            for token, is_sampled in zip(node.token_ids, node.mask, strict=True):
-                logprob, version = next(own) if is_sampled else (0.0, -1)
-                is_between = has_begun and not is_sampled and not mask_env_responses
-                token_ids.append(token)
-                loss_mask.append(is_new and (is_sampled or is_between))
+            num_sampled = int(np.count_nonzero(is_sampled))
+            if len(node.logprobs) != num_sampled:
+                raise ValueError(f"{num_sampled} sampled tokens but {len(node.logprobs)} logprobs")
+            in_loss = is_sampled & is_new
+            logprobs = np.zeros(len(is_sampled), np.float32)
+            logprobs[is_sampled] = node.logprobs
+            if not mask_env_responses:
+                is_between = ~is_sampled & (has_begun | np.logical_or.accumulate(is_sampled))
+                in_loss |= is_between & is_new
                 # NaN: no policy sampled these. The loss uses the trainer's logprob, so ratio 1.
-                inference_logprobs.append(math.nan if is_between else logprob)
-                versions_of.append(version if is_new else -1)
-                has_begun = has_begun or is_sampled
-        if any(loss_mask):
-            sample = Sample(token_ids, loss_mask, inference_logprobs, versions_of)
+                logprobs[is_between] = math.nan
+            versions_of = np.full(len(is_sampled), -1, np.int32)
+            if is_new:
+                spans = versions.get(id(node.message)) or [(0, policy_version)]
+                versions_of[is_sampled] = versions_of_tokens(spans, num_sampled)
+            parts.append((np.asarray(node.token_ids, np.int32), in_loss, logprobs, versions_of))
+            has_begun = has_begun or num_sampled > 0
+        fields = [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
+        if fields and fields[1].any():  # a token is in the loss
+            sample = Sample(*fields)
             if (advantages := advantages_of(branch)) is not None:
                 sample.set_advantage(advantages)
             samples.append(sample)
