@@ -228,8 +228,9 @@ def test_an_example_order_of_ones_own_decides_what_comes_next(make_orchestrator)
 def test_samples_of_one_rollout_are_known_by_its_number():
     rollouts = [Rollout(0, "", samples=make_samples(n, seed=n)) for n in (1, 3)]
     batch = Batch(0, 0, [sample for rollout in rollouts for sample in rollout.samples], rollouts)
-    assert batch.rollout_ids() == [0, 1, 1, 1]
-    assert len(set(Batch(0, 0, make_samples(3)).rollout_ids())) == 3  # each a rollout of its own
+    assert batch.sizes.rollout_ids.tolist() == [0, 1, 1, 1]
+    alone = Batch(0, 0, make_samples(3)).sizes.rollout_ids  # each a rollout of its own
+    assert len(set(alone.tolist())) == 3
 
 
 def test_rollouts_run_on_the_thread_while_the_trainer_goes_on(make_orchestrator):

@@ -7,19 +7,22 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.packing import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
-from verifiers_rl.types import Batch
+from verifiers_rl.packing import BYTES_PER_TOKEN, Rows, flatten_samples, unflatten_samples
+from verifiers_rl.types import Batch, Sample, SampleSizes
 
 
 def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
-    """Return rank 0's batch on every rank. Rank 0 passes None if it failed.
+    """Return rank 0's batch on every rank, without its samples on the others; `scatter_samples`
+    brings those. Rank 0 passes None if it failed.
 
     Raises:
         RuntimeError: on the other ranks, when rank 0 failed.
@@ -36,21 +39,44 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
         if is_source:
             return Batch(0, 0, [])  # rank 0 is raising its own error
         raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
+    numbers = torch.empty((3, num_samples), dtype=torch.int64, device=device)
     if batch is not None:
-        lengths = [len(sample.token_ids) for sample in batch.samples]
-        shapes = torch.tensor([lengths, batch.rollout_ids()], dtype=torch.int64, device=device)
-        flat = torch.from_numpy(flatten_samples(batch.samples)).to(device)
-    else:
-        shapes = torch.empty((2, num_samples), dtype=torch.int64, device=device)
-    distributed.broadcast(shapes, 0)
-    if batch is None:
-        num_bytes = BYTES_PER_TOKEN * int(shapes[0].sum())
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    distributed.broadcast(flat, 0)
+        sizes = batch.sizes
+        fields = [sizes.lengths, sizes.num_loss_tokens, sizes.rollout_ids]
+        numbers = torch.from_numpy(np.stack(fields)).to(device)
+    distributed.broadcast(numbers, 0)
     if batch is not None:
         return batch
-    samples = unflatten_samples(flat.cpu().numpy(), *shapes.tolist())
-    return Batch(step, policy_version, samples)
+    sizes = SampleSizes(*numbers.cpu().numpy())
+    return Batch(step, policy_version, [], sizes_from_rank_0=sizes)
+
+
+def scatter_samples(
+    batch: Batch, plans: Sequence[Sequence[Rows]], device: torch.device
+) -> dict[int, Sample]:
+    """Return on each rank the samples of its own plan, by their index in the batch. Rank 0 sends
+    them; with one rank nothing is sent.
+
+    Args:
+        batch: from `broadcast_batch`.
+        plans: of each rank, from `plan_microbatches`.
+        device: where tensors of this process group must be.
+    """
+    if len(plans) == 1:
+        return dict(enumerate(batch.samples))
+    lengths = batch.sizes.lengths.tolist()
+    indices = [[i for rows in plan for row in rows for i in row] for plan in plans]
+    # All parts must have one size: that of the rank with the most tokens.
+    num_bytes = max(BYTES_PER_TOKEN * sum(lengths[i] for i in part) for part in indices)
+    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    parts = None
+    if distributed.get_rank() == 0:
+        flat = [flatten_samples([batch.samples[i] for i in part], num_bytes) for part in indices]
+        parts = [torch.from_numpy(part).to(device) for part in flat]
+    distributed.scatter(received, parts, 0)
+    own = indices[distributed.get_rank()]
+    arrived = unflatten_samples(received.cpu().numpy(), [lengths[i] for i in own])
+    return dict(zip(own, arrived, strict=True))
 
 
 def broadcast_metrics(metrics: dict[str, float] | None, device: torch.device) -> dict[str, float]:

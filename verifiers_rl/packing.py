@@ -15,7 +15,8 @@ samples apart by this.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -105,34 +106,43 @@ def _first_fit(
     longest = lengths[order[0]]
     width = max(max_tokens, longest) if layout == "flat" else longest
     max_rows = max(max_tokens // width, 1)
+    is_shared = layout == "flat" or (layout == "packed" and width <= MAX_SHARED_WIDTH)
     rows: Rows = []
-    room: list[int] = []  # of each row
-    left = []
-    for i in order:
+    room: list[int] = []  # of each row, for more samples
+    left: list[int] = []
+    at = 0
+    while at < len(order):
+        i = order[at]
         place = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
-        if layout == "padded" or (layout == "packed" and width > MAX_SHARED_WIDTH):
-            place = None
         # A short sample opens no row, because the rows of the next microbatch are narrower.
         if place is None and len(rows) < max_rows and (2 * lengths[i] > width or not rows):
             place = len(rows)
             rows.append([])
-            room.append(width)
-        if place is None:
-            left.append(i)
+            room.append(width if is_shared else lengths[i])
+        if place is not None:
+            rows[place].append(i)
+            room[place] -= lengths[i]
+            at += 1
             continue
-        rows[place].append(i)
-        room[place] -= lengths[i]
+        # From here on no sample opens a row, because they get shorter. Go on at the first that
+        # fits, without a look at those before: with thousands of samples, that would take seconds.
+        fits = bisect_left(order, -max(room), at, key=lambda i: -lengths[i])
+        left += order[at:fits]
+        at = fits
     return rows, left
 
 
 def collate(
-    samples: Sequence[Sample], rows: Rows, weights: Sequence[float], pad_token_id: int
+    samples: Mapping[int, Sample] | Sequence[Sample],
+    rows: Rows,
+    weights: Sequence[float],
+    pad_token_id: int,
 ) -> Microbatch:
     """Lay out samples as rows of equal width. Without rows, return one padding row without loss.
 
     Args:
-        samples: of the whole batch.
-        rows: indices into `samples`, from `plan_microbatches`.
+        samples: by their index in the batch; those in `rows` are enough.
+        rows: indices of samples, from `plan_microbatches`.
         weights: weight of each sample's loss tokens in the batch's loss.
         pad_token_id: fills the rest of each row.
     """
@@ -185,33 +195,31 @@ _SEND_ORDER = sorted(Sample.DTYPES, key=lambda name: -np.dtype(Sample.DTYPES[nam
 BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
 
 
-def flatten_samples(samples: Sequence[Sample]) -> np.ndarray:
-    """Return all arrays of the samples in one, as bytes: (BYTES_PER_TOKEN * tokens,) uint8."""
+def flatten_samples(samples: Sequence[Sample], num_bytes: int | None = None) -> np.ndarray:
+    """Return all arrays of the samples in one, as bytes: (BYTES_PER_TOKEN * tokens,) uint8, or
+    `num_bytes` if that is more; then those at the end mean nothing.
+    """
     num_tokens = sum(len(sample.token_ids) for sample in samples)
-    flat = np.empty(BYTES_PER_TOKEN * num_tokens, np.uint8)
+    flat = np.empty(max(BYTES_PER_TOKEN * num_tokens, num_bytes or 0), np.uint8)
     if samples:
         for name, field in _views_of_fields(flat, num_tokens).items():
             np.concatenate([getattr(sample, name) for sample in samples], out=field)
     return flat
 
 
-def unflatten_samples(
-    flat: np.ndarray, lengths: Sequence[int], rollout_ids: Sequence[int]
-) -> list[Sample]:
-    """Invert `flatten_samples`. The arrays of the samples are views of `flat`.
+def unflatten_samples(flat: np.ndarray, lengths: Sequence[int]) -> list[Sample]:
+    """Invert `flatten_samples`, but for rollout ids. The arrays of the samples are views of `flat`.
 
     Args:
         flat: (BYTES_PER_TOKEN * tokens,) uint8. More at its end is ignored.
         lengths: number of tokens of each sample.
-        rollout_ids: of each sample.
     """
     fields = {
         name: np.split(field, np.cumsum(lengths)[:-1])
         for name, field in _views_of_fields(flat, sum(lengths)).items()
     }
     return [
-        Sample(**{name: fields[name][i] for name in _SEND_ORDER}, rollout_id=rollout_id)
-        for i, rollout_id in enumerate(rollout_ids)
+        Sample(**{name: pieces[i] for name, pieces in fields.items()}) for i in range(len(lengths))
     ]
 
 

@@ -46,6 +46,7 @@ from verifiers_rl.distributed import (
     prepare_sharding,
     raise_if_gradient_not_finite,
     raise_if_not_finite,
+    scatter_samples,
 )
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
@@ -268,19 +269,19 @@ class RLTrainer(Trainer):
         self.batch = batch = self._checkpoint_on_error(self._next_batch)
         start = time.monotonic()
         args, tokenizer = self.args, cast(Any, self.processing_class)
-        lengths = [len(sample.token_ids) for sample in batch.samples]
-        plan = plan_microbatches(
-            lengths,
-            args.token_budget,
-            args.world_size,
-            self._layout,
-            getattr(self._base_of(self.model).config.get_text_config(), "hidden_size", 1024),
-        )[args.process_index]
-        if not batch.num_loss_tokens:  # no gradient, so the optimizer changes nothing
-            plan = []
+        sizes, num_loss_tokens = batch.sizes, batch.num_loss_tokens
+        lengths = sizes.lengths.tolist()
+        config = self._base_of(self.model).config.get_text_config()
+        hidden_size = getattr(config, "hidden_size", 1024)
+        plans = plan_microbatches(
+            lengths, args.token_budget, args.world_size, self._layout, hidden_size
+        )
+        samples = scatter_samples(batch, plans, args.device)
+        # Without loss tokens there is no gradient, so the optimizer changes nothing.
+        plan = plans[args.process_index] if num_loss_tokens else []
         weights, denominator = weigh_samples(
-            [sample.num_loss_tokens for sample in batch.samples],
-            batch.rollout_ids(),
+            sizes.num_loss_tokens.tolist(),
+            sizes.rollout_ids.tolist(),
             args.loss_normalization,
             constant=float(args.batch_size * args.max_seq_len),
         )
@@ -292,7 +293,7 @@ class RLTrainer(Trainer):
                 # Stop now if the next batch has failed. With several ranks, the others would wait
                 # for this rank's gradients, so there _next_batch raises the error on all.
                 self._checkpoint_on_error(self.orchestrator.raise_if_failed)
-            microbatch = collate(batch.samples, rows, weights, tokenizer.pad_token_id or 0)
+            microbatch = collate(samples, rows, weights, tokenizer.pad_token_id or 0)
             num_positions += microbatch.input_ids.numel()
             is_last = number == len(plan) - 1
             # Gradients are reduced over ranks once, in the last backward.
@@ -311,16 +312,16 @@ class RLTrainer(Trainer):
         # No checkpoint with DeepSpeed: its optimizer may have used the gradient already.
         check_gradient() if self.is_deepspeed_enabled else self._checkpoint_on_error(check_gradient)
         own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
-        token_means = means.reduce(batch.num_loss_tokens, args.world_size)  # waits for the device
+        token_means = means.reduce(num_loss_tokens, args.world_size)  # waits for the device
         train_s = time.monotonic() - start
         metrics = {
             **batch.metrics,
             **self._sync_metrics,
             **token_means,
             **device_metrics(args.device, self.floating_point_ops({}), train_s),
-            "num_tokens": float(sum(lengths)),
-            "num_loss_tokens": float(batch.num_loss_tokens),
-            "num_masked_samples": float(sum(not s.num_loss_tokens for s in batch.samples)),
+            "num_tokens": float(batch.num_tokens),
+            "num_loss_tokens": float(num_loss_tokens),
+            "num_masked_samples": float((sizes.num_loss_tokens == 0).sum()),
             "num_microbatches": float(len(plan)),
             "padding_share": 1 - own_tokens / num_positions if plan else 0.0,
             "skipped_update_share": float(not plan),
@@ -442,9 +443,8 @@ class RLTrainer(Trainer):
         """Count the operations of forward and backward for this rank's share of the batch."""
         if self.batch is None:
             return 0
-        num_tokens = sum(len(sample.token_ids) for sample in self.batch.samples)
-        flops = model_flops(self._base_of(self.model), num_tokens, self.batch.num_loss_tokens)
-        return flops // self.args.world_size
+        base, batch = self._base_of(self.model), self.batch
+        return model_flops(base, batch.num_tokens, batch.num_loss_tokens) // self.args.world_size
 
     # --- Batches and weights ----------------------------------------------------------------------
 

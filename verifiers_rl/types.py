@@ -237,16 +237,34 @@ class Progress:
         self.num_done += num - num_counted
 
 
+@dataclass(frozen=True, slots=True)
+class SampleSizes:
+    """What each rank must know of all samples of a batch, of which it trains on a part. (S,) int64
+    each, S the number of samples.
+
+    Attributes:
+        lengths: number of tokens.
+        num_loss_tokens: number of tokens in the loss.
+        rollout_ids: a number that exactly the samples of one rollout share.
+    """
+
+    lengths: np.ndarray
+    num_loss_tokens: np.ndarray
+    rollout_ids: np.ndarray
+
+
 @dataclass(slots=True)
 class Batch:
-    """What one optimizer step trains on.
+    """What one optimizer step trains on. Ranks other than 0 have its sizes only; rank 0 sends each
+    of them the samples that it trains on.
 
     Attributes:
         step: the optimizer step it was generated for, from 0.
         policy_version: version of the weights when it was requested; its tokens may be newer.
-        samples: token sequences of all surviving rollouts.
+        samples: token sequences of all surviving rollouts; present on rank 0 only.
         rollouts: for tables and logs; present on rank 0 only.
         metrics: means over the batch, already reduced; present on rank 0 only.
+        sizes_from_rank_0: of `samples`; None on rank 0.
     """
 
     step: int
@@ -254,6 +272,7 @@ class Batch:
     samples: list[Sample]
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    sizes_from_rank_0: SampleSizes | None = None
 
     def __post_init__(self) -> None:
         for number, rollout in enumerate(self.rollouts):
@@ -261,13 +280,23 @@ class Batch:
                 sample.rollout_id = number
 
     @property
-    def num_loss_tokens(self) -> int:
-        return sum(sample.num_loss_tokens for sample in self.samples)
+    def sizes(self) -> SampleSizes:
+        """The sizes of all samples, on every rank."""
+        if self.sizes_from_rank_0 is not None:
+            return self.sizes_from_rank_0
+        numbers = [
+            (len(s.token_ids), s.num_loss_tokens, s.rollout_id if s.rollout_id >= 0 else -1 - i)
+            for i, s in enumerate(self.samples)
+        ]
+        return SampleSizes(*np.array(numbers, np.int64).reshape(-1, 3).T)
 
-    def rollout_ids(self) -> list[int]:
-        """Return a number for each sample. Exactly the samples of one rollout share a number."""
-        ids = (sample.rollout_id for sample in self.samples)
-        return [known if known >= 0 else -1 - i for i, known in enumerate(ids)]
+    @property
+    def num_tokens(self) -> int:
+        return int(self.sizes.lengths.sum())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.sizes.num_loss_tokens.sum())
 
     def staleness(self) -> dict[str, float]:
         """Return the optimizer steps between the weights that sampled a token and the weights that
