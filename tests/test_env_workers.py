@@ -207,9 +207,7 @@ def test_a_stopped_worker_is_ended_and_its_groups_begin_again(
 
 def test_an_environment_that_a_worker_cannot_make_is_one_error(tokenizer, tmp_path):
     env = troubled(tmp_path, makers=os.getpid())
-    with pytest.raises(
-        InvalidEnvironmentError, match=r"'env', in a worker: .*a file of the"
-    ):
+    with pytest.raises(InvalidEnvironmentError, match=r"'env', in a worker: .*a file of the"):
         roll_out(env, tokenizer, tmp_path, None)
 
 
