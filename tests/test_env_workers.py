@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import ROOT, load_example, serving
+from tests.helpers import ROOT, serving
 from tests.test_environments_v1 import HERE, Server, check_tokens, load, on_the_path  # noqa: F401
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.config import ConfigError
@@ -23,9 +23,11 @@ from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.types import Progress, Rollout, Sample, Slots
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_example("warm_start").make_tokenizer([])
+@pytest.fixture
+def tokenizer(on_the_path):  # noqa: F811
+    from light_tokenizer import LightTokenizer
+
+    return LightTokenizer()
 
 
 def roll_out(env, tokenizer, tmp_path, use, say=lambda prompt: "yes", **options):
@@ -268,7 +270,8 @@ SCRIPT = """
 import asyncio, os, sys
 import verifiers.v1 as vf
 from pathlib import Path
-from tests.helpers import load_example, serving
+from light_tokenizer import LightTokenizer
+from tests.helpers import serving
 from tests.test_environments_v1 import Server
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.envs.make import make_runner
@@ -289,7 +292,7 @@ class ScriptTaskset(vf.Taskset[ScriptTask, vf.TasksetConfig]):
         yield ScriptTask(vf.TaskData(idx=0, prompt="a"), self.config.task)
 
 def main():
-    tokenizer = load_example("warm_start").make_tokenizer([])
+    tokenizer = LightTokenizer()
     args = RLConfig(output_dir="out", max_seq_len=99, max_tokens=9, use_cpu=True)
     server = Server(tokenizer, lambda prompt: "yes")
     async def run():

@@ -31,7 +31,7 @@ class TroubledTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         return float(os.getpid())
 
     @vf.reward
-    async def score(self, trace: vf.Trace) -> float:
+    async def judged(self, trace: vf.Trace) -> float:
         folder = Path(self.data.name or "")
         match self.data.prompt:
             case "die":

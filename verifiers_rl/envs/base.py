@@ -18,9 +18,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from verifiers_rl.types import EnvRunner, Rollout, Split
-
 import numpy as np
+
+from verifiers_rl.types import EnvRunner, Rollout, Split
 
 logger = logging.getLogger(__name__)
 

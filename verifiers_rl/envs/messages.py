@@ -95,7 +95,8 @@ def unpack_group(rollouts: list[dict[str, Any]], arrays: Sequence[np.ndarray]) -
         samples = []
         for length in packed.pop("lengths"):
             columns = zip(_COLUMNS, arrays, strict=True)
-            samples.append(Sample(**{n: column[start : start + length] for n, column in columns}))
+            own: dict[str, Any] = {n: column[start : start + length] for n, column in columns}
+            samples.append(Sample(**own))
             start += length
         error = packed.pop("error", None)
         note = packed.pop("traceback", "")

@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -64,6 +65,10 @@ def main(descriptor: int, stack: int, parent: int) -> None:
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
     asyncio.run(_serve(connection, stack, runners, setup))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without what compiled modules print when they are unloaded
 
 
 def _read(stream: Any) -> bytes:

@@ -401,9 +401,10 @@ class _Worker:
                 message, arrays = await receive(reader)
                 self._heard.set()
                 self.is_silent = False
-                reply, on_rollout_end = self._replies.get(message.get("group"), (None, None))
-                if reply is None or on_rollout_end is None or reply.done():
+                waiting = self._replies.get(message.get("group", -1))
+                if waiting is None or waiting[0].done():
                     continue  # it is alive, or its group was cancelled
+                reply, on_rollout_end = waiting
                 if "rollouts" in message:
                     reply.set_result(unpack_group(message["rollouts"], arrays))
                 elif "problem" in message:
