@@ -25,6 +25,7 @@ from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
+from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.types import Slots
 
@@ -150,6 +151,9 @@ def model_name(server):
 
 def sampled_of(body, reply):
     """Prompt, sampled tokens and logprobs of a request of either kind and its raw reply."""
+    if body.get("packed_tokens"):
+        token_ids, logprobs = unpack_sampled(reply["packed_tokens"])
+        return unpack_ids(body["tokens"]).tolist(), token_ids.tolist(), logprobs.tolist()
     choice = reply["choices"][0]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     prompt = body.get("token_ids") or reply["prompt_token_ids"]
@@ -288,10 +292,47 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     for path in ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
         status, reply = post(server, body, path, key="wrong")
         assert status == 401 and "wrong or missing key" in reply["error"]
+    for fields, message in (
+        ({"tokens": "AAA"}, "or base64 of int32: Incorrect padding"),
+        ({"tokens": "&&&&"}, "or base64 of int32: "),
+        ({"tokens": "AAAA"}, "or base64 of int32: buffer size must be a multiple"),
+        ({"tokens": ""}, "must be a list of token ids"),
+        ({"tokens": pack_ids([5, len(tokenizer)])}, f"{len(tokenizer)} is no token id below"),
+        ({"tokens": pack_ids([5, -1])}, "-1 is no token id"),
+        ({"tokens": pack_ids([5] * 400)}, "a prompt of 400 is longer than"),
+        ({"packed_tokens": 1}, "packed_tokens=1: must be true or false"),
+        ({"packed_tokens": True, "stream": True}, "a streamed reply has no packed tokens"),
+        ({"packed_tokens": True, "n": 2}, "only a reply of one completion"),
+    ):
+        status, reply = post(server, body | fields)
+        assert status == 400 and message in reply["error"], reply
     # Requests without tokens are as before.
     body.pop("tokens")
     status, reply = post(server, body, "/v1/chat/completions")
     assert status == 200 and len(reply["prompt_token_ids"]) == len("something") + 3
+
+
+def test_packed_tokens_are_those_of_openais_form(server):
+    body = {"model": model_name(server), "messages": [{"role": "user", "content": "."}]}
+    body |= {"temperature": 1.0, "seed": 7, "max_tokens": 30, "logprobs": True}
+    body |= {"return_token_ids": True, "tokens": [70, 71, 72]}
+    status, expected = post(server, body)
+    assert status == 200 and expected["prompt_token_ids"] == [70, 71, 72]
+    (choice,) = expected["choices"]
+    of_choice = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    for tokens in (body["tokens"], pack_ids(body["tokens"])):
+        status, reply = post(server, body | {"tokens": tokens, "packed_tokens": True})
+        assert status == 200, reply
+        token_ids, logprobs = unpack_sampled(reply.pop("packed_tokens"))
+        assert token_ids.tolist() == choice["token_ids"]
+        assert logprobs.tolist() == pytest.approx(of_choice, abs=1e-4)
+        assert reply["choices"][0]["message"] == choice["message"]
+        assert reply["choices"][0]["logprobs"]["content"] == []
+        assert not reply["choices"][0].get("token_ids") and not reply.get("prompt_token_ids")
+        assert reply["usage"] == expected["usage"]
+    # vLLM's own errors are as they were.
+    status, reply = post(server, body | {"packed_tokens": True, "temperature": -1})
+    assert status == 400 and "packed_tokens" not in reply and "temperature" in str(reply)
 
 
 def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path, v1_path):

@@ -19,6 +19,7 @@ from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import V1Environment, load_v1_environment
+from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.process.limits import rollouts_at_once
@@ -65,6 +66,8 @@ class Server:
 
     async def answer(self, request):
         body = await request.json()
+        assert body["packed_tokens"] is True
+        body["tokens"] = unpack_ids(body["tokens"]).tolist()
         said = self.say(self.tokenizer.decode(body["tokens"]))
         text = said if isinstance(said, str) else f"<tool_call>{json.dumps(said)}"
         tokens = [*self.tokenizer(text, add_special_tokens=False).input_ids]
@@ -85,11 +88,12 @@ class Server:
             "index": 0,
             "message": message,
             "finish_reason": finish,
-            "token_ids": tokens,
-            "logprobs": {"content": [{"token": "", "logprob": -0.1 * (t % 7)} for t in tokens]},
+            "logprobs": {"content": []},
         }
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
-        reply |= {"choices": [choice], "usage": None}
+        logprobs = np.array([-0.1 * (t % 7) for t in tokens])
+        packed = pack_sampled(tokens, logprobs)
+        reply |= {"choices": [choice], "usage": None, "packed_tokens": packed}
         return web.json_response(reply, headers={"X-Policy-Versions": f"0:{version}"})
 
 

@@ -13,6 +13,7 @@ HTTP transport. They keep what the server says about the policies that sampled i
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from typing import Any
 
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
@@ -20,9 +21,10 @@ from verifiers.legacy.clients.openai_chat_completions_token_client import (
     OpenAIChatCompletionsTokenClient,
 )
 from verifiers.legacy.errors import EmptyModelResponseError
+from verifiers.legacy.types import ResponseTokens
 
 from verifiers_rl.envs.chat_template import as_vllm_renders
-from verifiers_rl.inference import ServerClient, policy_versions
+from verifiers_rl.inference import ServerClient, pack_ids, policy_versions, unpack_sampled
 
 
 class _KeepsVersionsAndEmptyReplies:
@@ -57,6 +59,22 @@ class ChatClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsClient):
     """Sends messages."""
 
 
+_TOKENS_PATH = "/chat/completions/tokens"
+_prompt_ids: ContextVar[list[int]] = ContextVar("prompt_ids")  # of the request of this task
+
+
+class _PackingClient(ServerClient):
+    """Packs the tokens of a request to the token route, and requests a packed reply."""
+
+    async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
+        if path == _TOKENS_PATH:
+            body = kwargs["body"]
+            _prompt_ids.set(body["tokens"])
+            packed = {"tokens": pack_ids(body["tokens"]), "packed_tokens": True}
+            kwargs["body"] = {**body, **packed}
+        return await super().post(path, cast_to=cast_to, **kwargs)
+
+
 class TokenClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsTokenClient):
     """Sends messages at the first turn, and then tokens, through `/v1/chat/completions/tokens`.
 
@@ -69,6 +87,20 @@ class TokenClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsTokenClien
         super().__init__(client)
         self.tokenizer = tokenizer
         self.logger.setLevel(logging.ERROR)  # hides a warning per fallback; see broken_turn_share
+
+    async def from_native_response(self, response: Any) -> Any:
+        parsed = await super().from_native_response(response)
+        if (packed := getattr(response, "packed_tokens", None)) is not None:
+            token_ids, logprobs = unpack_sampled(packed)
+            prompt_ids = _prompt_ids.get()
+            parsed.message.tokens = ResponseTokens(
+                prompt_ids=prompt_ids,
+                prompt_mask=[0] * len(prompt_ids),
+                completion_ids=token_ids.tolist(),
+                completion_mask=[1] * len(token_ids),
+                completion_logprobs=logprobs.tolist(),
+            )
+        return parsed
 
     async def tokenize(
         self,
@@ -119,12 +151,12 @@ def make_client(client_type: str, base_url: str, tokenizer: Any, timeout_s: floa
         tokenizer: the model's; `openai_chat_completions` does not use it.
         timeout_s: deadline of one request.
     """
-    client = ServerClient(f"{base_url}/v1", timeout_s)
+    url = f"{base_url}/v1"
     match client_type:
         case "openai_chat_completions":
-            return ChatClient(client)
+            return ChatClient(ServerClient(url, timeout_s))
         case "openai_chat_completions_token":
-            return TokenClient(client, tokenizer)
+            return TokenClient(_PackingClient(url, timeout_s), tokenizer)
         case "renderer":
-            return _make_renderer_client(client, tokenizer)
+            return _make_renderer_client(ServerClient(url, timeout_s), tokenizer)
     raise ValueError(f"client_type={client_type!r}")

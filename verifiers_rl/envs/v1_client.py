@@ -18,7 +18,7 @@ from verifiers.v1.interception import server as interception
 
 from verifiers_rl.envs.v1_loading import IN_PROCESS
 from verifiers_rl.envs.v1_versions import prompt_too_long, tokens_so_far
-from verifiers_rl.inference import ServerClient, policy_versions
+from verifiers_rl.inference import ServerClient, pack_ids, policy_versions, unpack_sampled
 
 if TYPE_CHECKING:
     from verifiers_rl.envs.v1 import V1Environment
@@ -72,7 +72,7 @@ class TokenClient(vf.Client):
                 f"{self._env.options.max_seq_len}",
                 IN_PROCESS,
             )
-        request = body | options | {"tokens": prompt_ids}
+        request = body | options | {"tokens": pack_ids(prompt_ids), "packed_tokens": True}
         # If a program asks for a stream, verifiers makes one from the whole reply. The only
         # limit is max_tokens below.
         for name in ("stream", "stream_options", "max_completion_tokens"):
@@ -94,14 +94,14 @@ class TokenClient(vf.Client):
             raise ProviderError(str(error), status_code=status) from error
         completion = reply.json()
         (choice,) = completion["choices"]
-        tokens, logprobs = choice.pop("token_ids"), choice.pop("logprobs")["content"]
-        completion.pop("prompt_token_ids", None)
+        token_ids, logprobs = unpack_sampled(completion.pop("packed_tokens"))
+        choice.pop("logprobs", None)  # empty
         response = dialect.parse_response(dialect.validate_response(completion))
         response.raw = completion
         response.tokens = vf.TurnTokens(
             prompt_ids=prompt_ids,
-            completion_ids=tokens,
-            completion_logprobs=[entry["logprob"] for entry in logprobs],
+            completion_ids=token_ids.tolist(),
+            completion_logprobs=logprobs.tolist(),
         )
         if session_id and (spans := policy_versions.get()):
             self._env.versions.setdefault(session_id, []).append((response.message, spans))

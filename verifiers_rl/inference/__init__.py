@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.client import generation_key as generation_key
     from verifiers_rl.inference.client import save_token as save_token
     from verifiers_rl.inference.client import token_file as token_file
+    from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
+    from verifiers_rl.inference.packed_tokens import unpack_sampled as unpack_sampled
     from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
     from verifiers_rl.inference.rollout_client import policy_versions as policy_versions
 
@@ -28,8 +30,10 @@ HOME = {
     "TOKEN_VARIABLE": "client",
     "find_token": "client",
     "generation_key": "client",
+    "pack_ids": "packed_tokens",
     "policy_versions": "rollout_client",
     "save_token": "client",
     "token_file": "client",
+    "unpack_sampled": "packed_tokens",
 }
 __getattr__, __dir__ = load_on_first_use(__name__, HOME)

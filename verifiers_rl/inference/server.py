@@ -11,7 +11,8 @@ chats. It listens on 127.0.0.1 unless told otherwise.
     GET  /weight_sync/status    policy version, world size, dtype, model
 
     POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
-                                      "tokens", not the tokenised messages
+                                      "tokens", not the tokenised messages; with "packed_tokens",
+                                      tokens travel as packed_tokens.py says
 
 Every reply to a generation request for one completion says which policy sampled its tokens, in a
 header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
@@ -33,7 +34,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -42,6 +42,7 @@ from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.port import PortError, reserve_port
+from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
 from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan, needs_lora_flag
@@ -70,37 +71,6 @@ DYING_S = 2.0  # vLLM reports a failed call at most so long before it reports a 
 # A machine that is lost does not close its connections. So after KEEPALIVE_IDLE_S of silence, TCP
 # probes it KEEPALIVE_PROBES times, KEEPALIVE_INTERVAL_S apart.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
-
-
-_prompt_token_ids: ContextVar[list[int] | None] = ContextVar("prompt_token_ids", default=None)
-
-
-def take_prompts_from_tokens(chat: Any) -> None:
-    """Make vLLM's chat handler prompt the model with `_prompt_token_ids` where it is set.
-
-    The handler still renders the messages, so their tools are checked as usual. The length of the
-    messages is not checked, because a template may add much that the tokens do not have.
-    """
-    render = chat.render_chat_request
-
-    async def render_chat_request(request: Any) -> Any:
-        token_ids = _prompt_token_ids.get()
-        if token_ids is None:
-            return await render(request)
-        asked, request.truncate_prompt_tokens = request.truncate_prompt_tokens, 1
-        try:
-            rendered = await render(request)
-        finally:
-            request.truncate_prompt_tokens = asked
-        if not isinstance(rendered, tuple):  # then it is vLLM's error
-            return rendered
-        conversation, (prompt,) = rendered
-        if prompt.get("type", "token") != "token":
-            raise ValueError("tokens: a prompt with images or audio cannot be given as tokens")
-        prompt = {name: value for name, value in prompt.items() if name != "prompt"}
-        return conversation, [prompt | {"prompt_token_ids": token_ids}]
-
-    chat.render_chat_request = render_chat_request
 
 
 class Holder:
@@ -200,9 +170,9 @@ class WeightSyncRoutes:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
         body = await read_body(receive)
         fields = json_object(body)
-        token_ids = None
+        tokens = None
         if scope["path"] == TOKENS_PATH:
-            token_ids = self.take_tokens(fields, scope["app"].state)
+            tokens = self.token_request(fields, scope["app"].state)
             scope = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}
         await self.open.wait()
         # From here until the request is counted nothing is awaited, so no update can miss it.
@@ -211,7 +181,7 @@ class WeightSyncRoutes:
         needs_salt = self.is_salted and bool(fields) and fields.get("cache_salt") is None
         if needs_salt:
             fields["cache_salt"] = f"policy-{self.policy_version}"
-        if needs_salt or token_ids is not None:
+        if needs_salt or tokens is not None:
             body = json.dumps(fields).encode()
             headers[b"content-length"] = str(len(body)).encode()
         request = None
@@ -222,39 +192,32 @@ class WeightSyncRoutes:
             if message["type"] == "http.response.start" and request is not None:
                 header = (VERSIONS_HEADER.encode(), self.in_flight.begin_reply(request).encode())
                 message = {**message, "headers": [*message["headers"], header]}
-            await send(message)
+            await send(message if tokens is None else tokens.splice(message))
 
         self.num_running += 1
-        context = _prompt_token_ids.set(token_ids)
+        context = current_request.set(tokens)
         try:
             with self.in_flight.passing_on(request):
                 scope = {**scope, "headers": list(headers.items())}
                 await self.app(scope, replay(body, receive), send_with_versions)
         finally:
-            _prompt_token_ids.reset(context)
+            current_request.reset(context)
             self.num_running -= 1
 
-    def take_tokens(self, fields: dict[str, Any], state: Any) -> list[int]:
-        """Take `tokens` out of the fields of a request to TOKENS_PATH, and return them.
+    def token_request(self, fields: dict[str, Any], state: Any) -> TokenRequest:
+        """Make the request that these fields of a request to TOKENS_PATH describe.
 
         Raises:
-            BadRequest: `tokens` is not a list of the model's token ids, or the list is too long.
+            BadRequest: the fields are wrong.
         """
-        tokens = fields.pop("tokens", None)
-        config = state.engine_client.vllm_config.model_config
-        vocab_size, longest = config.get_vocab_size(), config.max_model_len
-        if not isinstance(tokens, list) or not tokens:
-            raise BadRequest("tokens: must be a list of token ids, at least one")
-        for token in tokens:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise BadRequest(f"tokens: {token!r} is no token id below {vocab_size}")
-        if len(tokens) >= longest:  # verifiers recognizes an overlong prompt by these words
-            raise BadRequest(
-                f"tokens: a prompt of {len(tokens)} is longer than the model's context length "
-                f"less one for the reply (--max-model-len {longest})"
-            )
+        engine = state.engine_client
+        config = engine.vllm_config.model_config
+        try:
+            tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
+        except ValueError as error:
+            raise BadRequest(error) from error
         if not self.takes_tokens:
-            take_prompts_from_tokens(state.openai_serving_chat)
+            take_over(state.openai_serving_chat, engine)
             self.takes_tokens = True
         return tokens
 

@@ -10,6 +10,8 @@ import os
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class ServerParts(NamedTuple):
     """The parts of vLLM's OpenAI server that `vf-vllm` puts together."""
@@ -103,6 +105,26 @@ async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -
             calls.cancel()
             raise TimeoutError(f"vLLM's engine did not answer {method} within {timeout_s:g} s")
     return calls.result()
+
+
+def keep_logprobs_as_numbers(state: Any) -> None:
+    """Make vLLM keep the logprobs of a request's sampled tokens in plain lists, without the tokens'
+    text. Otherwise it makes a dict and an object for each token, and decodes each once more.
+
+    Args:
+        state: what vLLM's output processor keeps about the request, before its first token.
+    """
+    from vllm.logprobs import FlatLogprobs
+
+    state.logprobs_processor.logprobs = FlatLogprobs()
+    state.logprobs_processor.tokenizer = None
+
+
+def sampled_logprobs(kept: Any) -> np.ndarray:
+    """Return the logprob of each sampled token, (tokens,) float32, from what vLLM has kept after
+    `keep_logprobs_as_numbers`. At each position, the sampled token comes first.
+    """
+    return np.asarray(kept.logprobs, np.float32)[np.asarray(kept.start_indices, int)]
 
 
 def sleep_instead_of_spinning() -> None:

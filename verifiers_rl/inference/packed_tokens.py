@@ -1,0 +1,54 @@
+"""Token ids and logprobs as bytes, base64 in JSON, on both sides of `vf-vllm`'s token route.
+
+OpenAI's form of a reply takes about 100 bytes of JSON a token, and both sides make several Python
+objects of them. Packed, a token takes 11 bytes, and neither side makes an object for it.
+
+    request  "tokens": <ids of the prompt>, "packed_tokens": true
+    reply    "packed_tokens": {"token_ids": <ids sampled>, "logprobs": <their logprobs>}
+
+Ids are little-endian int32, logprobs little-endian float32. The versions of the tokens are in the
+reply's header, as in any other reply.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+FIELD = "packed_tokens"
+_ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
+
+
+def pack_ids(token_ids: Sequence[int] | np.ndarray) -> str:
+    return b64encode(np.asarray(token_ids, _ID).tobytes()).decode()
+
+
+def unpack_ids(text: str) -> np.ndarray:
+    """Invert `pack_ids`: (tokens,) int32.
+
+    Raises:
+        ValueError: this is not base64, or not a whole number of ids.
+    """
+    return np.frombuffer(b64decode(text, validate=True), _ID)
+
+
+def pack_sampled(token_ids: Sequence[int] | np.ndarray, logprobs: np.ndarray) -> dict[str, str]:
+    """Return the value of the reply's `packed_tokens`."""
+    as_bytes = np.asarray(logprobs, _LOGPROB).tobytes()
+    return {"token_ids": pack_ids(token_ids), "logprobs": b64encode(as_bytes).decode()}
+
+
+def unpack_sampled(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Invert `pack_sampled`: ids (tokens,) int32 and logprobs (tokens,) float32.
+
+    Raises:
+        ValueError: there are more ids than logprobs, or fewer.
+    """
+    token_ids = unpack_ids(packed["token_ids"])
+    logprobs = np.frombuffer(b64decode(packed["logprobs"], validate=True), _LOGPROB)
+    if len(token_ids) != len(logprobs):
+        raise ValueError(f"{len(token_ids)} tokens but {len(logprobs)} logprobs")
+    return token_ids, logprobs
