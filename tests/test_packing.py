@@ -1,5 +1,6 @@
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -96,6 +97,15 @@ def test_several_ranks_take_no_more_rounds_than_the_budget_asks_for(layout, num_
         assert len(plan[0]) == math.ceil(len(alone) / num_ranks)
         loads = [sum(lengths[i] for rows in rank for row in rows for i in row) for rank in plan]
         assert max(loads) < 1.4 * sum(loads) / num_ranks, (loads, layout)
+
+
+def test_thousands_of_long_samples_are_planned_at_once():
+    start = time.monotonic()
+    for layout in ("packed", "flat", "padded"):
+        for num_ranks in (1, 8):
+            plan = plan_microbatches([16_000] * 4096, 16_384, num_ranks, layout)
+            assert [len(rank) for rank in plan] == [4096 // num_ranks] * num_ranks
+    assert time.monotonic() - start < 5  # a look at each sample for each microbatch took minutes
 
 
 def test_samples_of_one_token_are_padded_to_rows_that_can_predict():

@@ -133,7 +133,7 @@ def test_arrows_point_down():
             assert rooms <= {*PURE}, module
             assert {name.split(".")[0] for name in imports(modules()[module])} <= {
                 "torch", "verifiers_rl", "__future__", "collections", "contextlib", "dataclasses",
-                "functools", "inspect", "math", "typing", "numpy", "asyncio",
+                "functools", "inspect", "math", "typing", "numpy", "asyncio", "bisect",
             }, module  # fmt: skip
 
 

@@ -214,13 +214,11 @@ def unflatten_samples(flat: np.ndarray, lengths: Sequence[int]) -> list[Sample]:
         flat: (BYTES_PER_TOKEN * tokens,) uint8. More at its end is ignored.
         lengths: number of tokens of each sample.
     """
-    fields = {
-        name: np.split(field, np.cumsum(lengths)[:-1])
-        for name, field in _views_of_fields(flat, sum(lengths)).items()
-    }
-    return [
-        Sample(**{name: pieces[i] for name, pieces in fields.items()}) for i in range(len(lengths))
-    ]
+    if not lengths:
+        return []
+    views = _views_of_fields(flat, sum(lengths))
+    fields = [np.split(views[name], np.cumsum(lengths)[:-1]) for name in Sample.DTYPES]
+    return [Sample(*arrays) for arrays in zip(*fields, strict=True)]
 
 
 def _views_of_fields(flat: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:

@@ -54,7 +54,7 @@ class Sample:
     inference_logprobs: np.ndarray
     policy_versions: np.ndarray
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    rollout_id: int = -1
+    rollout_id: int = field(default=-1, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.advantages):

@@ -1,0 +1,80 @@
+"""What two ranks get of a batch: gloo, on the CPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+SCRIPT = """
+import sys
+import numpy as np
+import torch
+from torch import distributed
+from tests.helpers import make_samples, values_of
+from verifiers_rl.distributed import broadcast_batch, let_gloo_threads_finish, scatter_samples
+from verifiers_rl.packing import BYTES_PER_TOKEN, plan_microbatches
+from verifiers_rl.types import Batch, Rollout
+
+distributed.init_process_group("gloo")
+rank, cpu = distributed.get_rank(), torch.device("cpu")
+samples = make_samples(9, seed=3)  # the same on both ranks, to compare with
+samples[4].loss_mask[:] = False
+sent = []
+scatter = distributed.scatter
+
+
+def counting(received, parts, source):
+    sent.append(received.numel())
+    scatter(received, parts, source)
+
+
+distributed.scatter = counting
+for number in (9, 1):  # with one sample, the second rank gets none
+    rollouts = [Rollout(0, "", samples=samples[:2]), Rollout(0, "", samples=samples[2:number])]
+    whole = Batch(7, 6, samples[:number], rollouts)
+    sizes, num_loss_tokens = whole.sizes, whole.num_loss_tokens
+    batch = broadcast_batch(whole if rank == 0 else None, cpu)
+    assert (batch.step, batch.policy_version) == (7, 6)
+    assert len(batch.samples) == (number if rank == 0 else 0)
+    assert batch.num_loss_tokens == num_loss_tokens
+    for name in ("lengths", "num_loss_tokens", "rollout_ids"):
+        assert np.array_equal(getattr(batch.sizes, name), getattr(sizes, name)), name
+    lengths = batch.sizes.lengths.tolist()
+    plans = plan_microbatches(lengths, 24, 2)
+    own = sorted(i for rows in plans[rank] for row in rows for i in row)
+    received = scatter_samples(batch, plans, cpu)
+    assert sorted(received) == own
+    for i, sample in received.items():
+        assert values_of(sample) == values_of(samples[i])
+    largest = max(sum(lengths[i] for rows in plan for row in rows for i in row) for plan in plans)
+    assert sent.pop() == BYTES_PER_TOKEN * largest
+    assert number == 1 or largest < sum(lengths)
+empty = broadcast_batch(Batch(8, 7, []) if rank == 0 else None, cpu)
+assert empty.num_loss_tokens == 0
+assert scatter_samples(empty, plan_microbatches([], 24, 2), cpu) == {}
+try:
+    broadcast_batch(None, cpu)
+    raised = ""
+except RuntimeError as error:
+    raised = str(error)
+assert raised == ("" if rank == 0 else
+                  "rank 0 could not get a batch; its error is in its own output")
+distributed.destroy_process_group()
+let_gloo_threads_finish()
+"""
+
+
+@pytest.mark.slow
+def test_each_rank_gets_the_samples_of_its_own_plan_and_the_sizes_of_all(tmp_path):
+    (script := tmp_path / "ranks.py").write_text(SCRIPT)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(script)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
