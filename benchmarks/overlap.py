@@ -1,12 +1,16 @@
 """Does generation hide behind training? Step time against the time of the slower of the two alone.
 
-    python benchmarks/overlap.py [--steps 12]
+    python benchmarks/overlap.py [--steps 12] [--only base|order|evaluation]
 
 The real `RLTrainer` and `Orchestrator` run on a small model. A stand-in for the server makes
-rollouts of a given duration, and forward and backward sleep for a given duration. The bound is
-max(generation, training) with batches ahead, and their sum without. In the last two rows one
-rollout in 64 takes five times as long as the others, on a server with half as many places as a
-batch has rollouts. There the bound is the work of a batch divided by the number of places.
+rollouts of a given duration, and forward and backward sleep for a given duration.
+
+base: the bound is max(generation, training) with batches ahead, and their sum without.
+order: one rollout in 64 takes five times as long as the others, on a server with half as many
+places as a batch has rollouts; `batch_order` "planned" beside "ready". The bound is the work of a
+batch divided by the number of places. A second bound follows from the staleness that is allowed:
+a rollout that begins with the weights of step v must be complete when step v + k takes its batch.
+evaluation: one every second step, beside training and as a blocking one, over none.
 """
 
 import argparse
@@ -51,17 +55,30 @@ class Server:
 
         async def one(number: int) -> Rollout:
             async with slots:
-                await asyncio.sleep(self.seconds(number))
+                await asyncio.sleep(self.seconds(number if split == "train" else 0))
             rollout = Rollout(index, "", num_turns=1, samples=make_samples(1, seed=number))
             rollout.reward = float(number % 3)
             return rollout
 
-        first, self.count = self.count, self.count + num_rollouts
+        first = self.count
+        if split == "train":
+            self.count += num_rollouts
         return await asyncio.gather(*(one(first + i) for i in range(num_rollouts)))
 
 
-def step_time(server: Server, training_s: float, ahead: int, steps: int, folder: Path) -> float:
-    """Return the median seconds between the ends of two steps, once the pipeline is full."""
+def step_times(
+    server: Server,
+    training_s: float,
+    ahead: int,
+    steps: int,
+    order: str = "planned",
+    **options: Any,
+) -> list[float]:
+    """Return the seconds between the ends of two steps, while the pipeline is full.
+
+    Args:
+        options: of `RLConfig`.
+    """
     from tests.helpers import StubSink, load_example, make_tiny_model
     from verifiers_rl import Orchestrator, RLConfig, RLTrainer
 
@@ -81,23 +98,83 @@ def step_time(server: Server, training_s: float, ahead: int, steps: int, folder:
             ends.append(time.perf_counter())
             return loss
 
+    folder = tempfile.TemporaryDirectory()
     args = RLConfig(
-        output_dir=str(folder), use_cpu=True, use_lora=False, max_steps=steps, save_strategy="no",
+        output_dir=folder.name, use_cpu=True, use_lora=False, max_steps=steps, save_strategy="no",
         batch_size=BATCH_SIZE, rollouts_per_example=GROUP, max_seq_len=32, micro_batch_size=512,
         max_off_policy_steps=ahead, logging_steps=steps, num_rollouts_to_print=0, disable_tqdm=True,
-        overwrite_output_dir=True,
+        **options,
     )  # fmt: skip
     orchestrator = Orchestrator(
         server, lambda: None, batch_size=BATCH_SIZE, rollouts_per_example=GROUP,
-        sampling_args={}, max_concurrent=server.places,
+        sampling_args={}, max_concurrent=server.places, batch_order=order,
+        max_off_policy_steps=ahead,
     )  # fmt: skip
     tokenizer = load_example("warm_start").make_tokenizer()
     trainer = Sleeping(
         make_tiny_model(), None, args, tokenizer, orchestrator=orchestrator, weight_sync=StubSink()
     )
-    with contextlib.redirect_stdout(io.StringIO()):
+    with folder, contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    return statistics.median(b - a for a, b in itertools.pairwise(ends[2:]))
+    full = ends[2 : len(ends) - max(ahead - 1, 0)]  # in the last steps nothing new is begun
+    return [after - before for before, after in itertools.pairwise(full)]
+
+
+def base(steps: int) -> None:
+    print("| generation s | training s | batches ahead | step s | bound s | step / bound |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for generation_s, training_s in ((1.0, 0.5), (0.5, 1.0), (0.8, 0.8)):
+        for ahead in (0, 1):
+            server = Server(lambda number, s=generation_s: s)
+            both = (generation_s, training_s)
+            bound = max(both) if ahead else sum(both)
+            step_s = statistics.median(step_times(server, training_s, ahead, steps))
+            print(
+                f"| {generation_s} | {training_s} | {ahead} | {step_s:.3f} | {bound:.3f} | "
+                f"{step_s / bound:.3f} |",
+                flush=True,
+            )
+
+
+def order(steps: int) -> None:
+    usual_s, slow_s, training_s, places = 0.4, 2.0, 0.2, 32
+    bound = (63 * usual_s + slow_s) / places
+    print(f"63 rollouts of {usual_s} s, one of {slow_s} s, {places} places; bound {bound:.3f} s")
+    print("| batches ahead | bound by staleness s | planned s | / bound | ready s | / bound |")
+    print("| --- | --- | --- | --- | --- | --- |")
+
+    def mean(ahead: int, order: str) -> float:
+        server = Server(lambda number: slow_s if number % 64 == 60 else usual_s, places)
+        return statistics.mean(step_times(server, training_s, ahead, steps, order))
+
+    for ahead in (1, 2, 3, 4):
+        planned, ready = mean(ahead, "planned"), mean(ahead, "ready")
+        print(
+            f"| {ahead} | {slow_s / ahead:.3f} | {planned:.3f} | {planned / bound:.3f} | "
+            f"{ready:.3f} | {ready / bound:.3f} |",
+            flush=True,
+        )
+
+
+def evaluation(steps: int) -> None:
+    print("An evaluation of 32 rollouts every second step")
+    print("| generation s | training s | places | none s | beside s | / none | blocking | / none |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    every_second = {"eval_strategy": "steps", "eval_steps": 2, "eval_examples": 32}
+    for generation_s, training_s, places in ((0.5, 1.0, 64), (0.8, 0.8, 96), (0.8, 0.8, 64)):
+
+        def mean(s: float = generation_s, places: int = places, t: float = training_s,
+                 **options: Any) -> float:  # fmt: skip
+            return statistics.mean(step_times(Server(lambda number: s, places), t, 1, steps,
+                                              **options))  # fmt: skip
+
+        none, beside = mean(), mean(**every_second)
+        blocking = mean(**every_second, metric_for_best_model="reward")
+        print(
+            f"| {generation_s} | {training_s} | {places} | {none:.3f} | {beside:.3f} | "
+            f"{beside / none:.3f} | {blocking:.3f} | {blocking / none:.3f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -105,30 +182,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", choices=("base", "order", "evaluation"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| generation s | training s | batches ahead | step s | bound s | step / bound |")
-    print("| --- | --- | --- | --- | --- | --- |")
-
-    def row(name: str, server: Server, training_s: float, ahead: int, bound: float) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            measured = step_time(server, training_s, ahead, options.steps, Path(folder))
-        print(
-            f"| {name} | {training_s} | {ahead} | {measured:.3f} | {bound:.3f} | "
-            f"{measured / bound:.3f} |",
-            flush=True,
-        )
-
-    for generation_s, training_s in ((1.0, 0.5), (0.5, 1.0), (0.8, 0.8)):
-        for ahead in (0, 1):
-            server = Server(lambda number, s=generation_s: s)
-            both = (generation_s, training_s)
-            bound = max(both) if ahead else sum(both)
-            row(str(generation_s), server, training_s, ahead, bound)
-    for ahead in (1, 2):
-        # 63 rollouts of 0.4 s and one of 2 s on 32 places.
-        server = Server(lambda number: 2.0 if number % 64 == 60 else 0.4, places=32)
-        row("0.4, one 2.0", server, 0.2, ahead, (63 * 0.4 + 2.0) / 32)
+    for table in (base, order, evaluation):
+        if options.only in (None, table.__name__):
+            table(options.steps)
+            print()
 
 
 if __name__ == "__main__":

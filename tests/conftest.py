@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import pytest
 
 from tests.helpers import CLASSIC_REASON, EXAMPLE, HAS_CLASSIC
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+from verifiers_rl.orchestrator import Orchestrator
 
 # All tests of a file run in one process, which has the file's servers. The longest files come
 # first, or one process would have nothing to do at the end.
@@ -136,3 +138,20 @@ def processes_of(folder):
         except OSError:
             pass  # it ended meanwhile, or is not ours
     return found
+
+
+@pytest.fixture
+def make_orchestrator():
+    made = []
+
+    def make(runner, check_server=lambda: None, **options):
+        options = {"batch_size": 8, "rollouts_per_example": 4, "sampling_args": {}, **options}
+        orchestrator = Orchestrator(runner, check_server, **options)
+        orchestrator.start()
+        made.append(orchestrator)
+        return orchestrator
+
+    yield make
+    for orchestrator in made:
+        orchestrator.stop()
+    assert not [t for t in threading.enumerate() if t.name == "orchestrator"]

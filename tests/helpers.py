@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import random
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -234,6 +236,63 @@ def values_of(sample: Sample) -> list[list[Any]]:
     return [getattr(sample, name).tolist() for name in Sample.DTYPES]
 
 
+class StubRunner:
+    """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told."""
+
+    files_per_rollout = 1
+
+    def __init__(self, num_examples=10, outcome=None, delay_s=0.0):
+        self.size = num_examples
+        self.outcome = outcome or (lambda index, i: float(i))
+        self.delay_s = delay_s
+        self.seen = []
+        self.threads = set()
+        self.cancelled = 0
+        self.in_flight = self.most_in_flight = 0
+        self.closed = False
+
+    def sizes(self, split):
+        return [self.size if split == "train" else 4]
+
+    async def open(self): ...
+
+    async def close(self):
+        self.closed = True
+
+    async def run_group(
+        self, split, index, num_rollouts, model, sampling_args, policy_version, slots
+    ):
+        self.seen.append((split, index, num_rollouts, model, policy_version))
+        self.threads.add(threading.current_thread().name)
+
+        async def one(i):
+            async with slots:
+                self.in_flight += 1
+                self.most_in_flight = max(self.most_in_flight, self.in_flight)
+                try:
+                    await asyncio.sleep(self.delay_s)
+                except asyncio.CancelledError:
+                    self.cancelled += 1
+                    raise
+                finally:
+                    self.in_flight -= 1
+            rollout = Rollout(
+                index, "prompt", "completion", num_turns=1, samples=make_samples(1, seed=i)
+            )
+            result = self.outcome(index, i)
+            if isinstance(result, Exception):
+                rollout.error, rollout.samples = result, []
+            elif isinstance(result, BaseException):
+                raise result
+            elif isinstance(result, str):
+                rollout.reward, rollout.is_truncated = float(result), True
+            else:
+                rollout.reward = result
+            return rollout
+
+        return await asyncio.gather(*(one(i) for i in range(num_rollouts)))
+
+
 class StubSource:
     """A BatchSource without a server: the batch of each step follows from its number.
     Records what was asked.
@@ -246,6 +305,7 @@ class StubSource:
         self.running = False
         self.eval_metrics = {"reward": 0.5}
         self.pending: list[tuple[int, int]] = []  # step, policy version
+        self.evaluates: int | None = None  # policy version
 
     @property
     def num_pending(self) -> int:
@@ -265,6 +325,7 @@ class StubSource:
     def discard(self) -> None:
         self.calls.append("discard")
         self.pending.clear()
+        self.evaluates = None
 
     def wait(self) -> None:
         self.calls.append("wait")
@@ -276,16 +337,28 @@ class StubSource:
         rollouts = [Rollout(0, "p", "c", reward=0.25, samples=[s], num_turns=1) for s in samples]
         return Batch(step, version, samples, rollouts, {"reward": 0.25})
 
-    def evaluate(
+    def begin_evaluation(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> dict[str, float]:
-        assert self.running
+    ) -> None:
+        assert self.running and self.evaluates is None
         self.calls.append(f"evaluate {policy_version}")
+        self.evaluates = policy_version
+
+    def end_evaluation(self) -> dict[str, float]:
+        assert self.evaluates is not None
+        self.calls.append(f"evaluated {self.evaluates}")
+        self.evaluates = None
         return dict(self.eval_metrics)
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def stop(self) -> None:
         self.running = False
         self.pending.clear()
+        self.evaluates = None
 
 
 class StubSink:

@@ -9,89 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import make_samples
+from tests.helpers import StubRunner, make_samples
 from verifiers_rl.advantages import ADVANTAGES, of_rewards, scale_by_group_mean
 from verifiers_rl.data import GroupFilter, example_index, order_examples
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.orchestrator import Orchestrator, RolloutError
+from verifiers_rl.orchestrator import RolloutError
 from verifiers_rl.report.means import evaluation_metrics
 from verifiers_rl.types import Batch, Rollout
 
 IN_TURN = partial(order_examples, shuffle=False)
-
-
-class StubRunner:
-    """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told."""
-
-    files_per_rollout = 1
-
-    def __init__(self, num_examples=10, outcome=None, delay_s=0.0):
-        self.size = num_examples
-        self.outcome = outcome or (lambda index, i: float(i))
-        self.delay_s = delay_s
-        self.seen = []
-        self.threads = set()
-        self.cancelled = 0
-        self.in_flight = self.most_in_flight = 0
-        self.closed = False
-
-    def sizes(self, split):
-        return [self.size if split == "train" else 4]
-
-    async def open(self): ...
-
-    async def close(self):
-        self.closed = True
-
-    async def run_group(
-        self, split, index, num_rollouts, model, sampling_args, policy_version, slots
-    ):
-        self.seen.append((split, index, num_rollouts, model, policy_version))
-        self.threads.add(threading.current_thread().name)
-
-        async def one(i):
-            async with slots:
-                self.in_flight += 1
-                self.most_in_flight = max(self.most_in_flight, self.in_flight)
-                try:
-                    await asyncio.sleep(self.delay_s)
-                except asyncio.CancelledError:
-                    self.cancelled += 1
-                    raise
-                finally:
-                    self.in_flight -= 1
-            rollout = Rollout(
-                index, "prompt", "completion", num_turns=1, samples=make_samples(1, seed=i)
-            )
-            result = self.outcome(index, i)
-            if isinstance(result, Exception):
-                rollout.error, rollout.samples = result, []
-            elif isinstance(result, BaseException):
-                raise result
-            elif isinstance(result, str):
-                rollout.reward, rollout.is_truncated = float(result), True
-            else:
-                rollout.reward = result
-            return rollout
-
-        return await asyncio.gather(*(one(i) for i in range(num_rollouts)))
-
-
-@pytest.fixture
-def make_orchestrator():
-    made = []
-
-    def make(runner, check_server=lambda: None, **options):
-        options = {"batch_size": 8, "rollouts_per_example": 4, "sampling_args": {}, **options}
-        orchestrator = Orchestrator(runner, check_server, **options)
-        orchestrator.start()
-        made.append(orchestrator)
-        return orchestrator
-
-    yield make
-    for orchestrator in made:
-        orchestrator.stop()
-    assert not [t for t in threading.enumerate() if t.name == "orchestrator"]
 
 
 def test_a_batch_holds_groups_with_centered_advantages(make_orchestrator):
@@ -420,7 +346,7 @@ def test_stop_cancels_what_is_pending_and_joins_the_thread(make_orchestrator):
 def test_stop_leaves_a_task_that_does_not_end_and_closes_the_environment(
     make_orchestrator, monkeypatch, caplog
 ):
-    monkeypatch.setattr("verifiers_rl.orchestrator.STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr("verifiers_rl.process.loop_thread.STOP_DEADLINE_S", 0.2)
 
     class Stubborn(StubRunner):
         async def run_group(self, *args):
@@ -440,7 +366,7 @@ def test_stop_leaves_a_task_that_does_not_end_and_closes_the_environment(
 
 
 def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, monkeypatch):
-    monkeypatch.setattr("verifiers_rl.orchestrator.STOP_DEADLINE_S", 0.1)
+    monkeypatch.setattr("verifiers_rl.process.loop_thread.STOP_DEADLINE_S", 0.1)
     is_blocked, is_free = threading.Event(), threading.Event()
 
     class Blocking(StubRunner):
@@ -450,7 +376,7 @@ def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, mo
             return await super().run_group(*args)
 
     orchestrator = make_orchestrator(Blocking())
-    loop, thread = orchestrator._loop, orchestrator._thread
+    loop, thread = orchestrator._thread.loop, orchestrator._thread.thread
     orchestrator.submit(0, "policy", 0)
     assert is_blocked.wait(10)
     with pytest.raises(RuntimeError, match="thread is blocked by an environment"):
@@ -495,10 +421,15 @@ def test_mask_truncated_completions_leaves_them_in_the_baseline_only(make_orches
     assert [bool(s.num_loss_tokens) for s in masked.samples] == [True, True, True, False] * 2
 
 
+def evaluate(orchestrator, *args):
+    orchestrator.begin_evaluation(*args)
+    return orchestrator.end_evaluation()
+
+
 def test_evaluation_means_count_errors_as_zero(make_orchestrator):
     runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 1.0)
     orchestrator = make_orchestrator(runner)
-    metrics = orchestrator.evaluate(100, 1, "policy", 3)
+    metrics = evaluate(orchestrator, 100, 1, "policy", 3)
     assert (
         metrics["reward"] == 0.75
         and metrics["error_share"] == 0.25
@@ -512,10 +443,10 @@ def test_an_evaluation_of_several_rollouts_has_the_share_of_examples_solved_at_a
 ):
     rewards = {0: [0.0, 0.5, 0.9], 1: [0.0, 1.0, 0.0], 2: [ValueError("x"), 1.0, 1.0], 3: [0.0] * 3}
     runner = StubRunner(outcome=lambda index, i: rewards[index][i])
-    metrics = make_orchestrator(runner).evaluate(100, 3, "policy", 0)
+    metrics = evaluate(make_orchestrator(runner), 100, 3, "policy", 0)
     assert metrics["pass@3"] == 0.5 and metrics["num_rollouts"] == 12
     assert metrics["reward"] == pytest.approx(4.4 / 12)
-    assert "pass@1" not in make_orchestrator(StubRunner()).evaluate(100, 1, "policy", 0)
+    assert "pass@1" not in evaluate(make_orchestrator(StubRunner()), 100, 1, "policy", 0)
 
 
 def test_rewards_that_the_advantage_cannot_take_end_training_with_the_reason(make_orchestrator):
@@ -598,7 +529,7 @@ def test_waiting_says_how_many_rollouts_are_done(make_orchestrator, monkeypatch,
     orchestrator = make_orchestrator(runner, max_concurrent=4)
     one_step(orchestrator)
     assert "waiting for rollouts: 0 of 8 after 0 s" in capfd.readouterr().err
-    orchestrator.evaluate(2, 4, "policy", 0)
+    evaluate(orchestrator, 2, 4, "policy", 0)
     assert "waiting for rollouts: 4 of 8 after 1 s" in capfd.readouterr().err
     monkeypatch.setattr("verifiers_rl.process.waiting.QUIET_S", 5.0)
     runner.delay_s = 0.0

@@ -618,6 +618,10 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         "batch_size": 24,
         "rollouts_per_example": 6,
         "max_concurrent": 5,
+        "eval_concurrent": 3,
+        "eval_temperature": 0.0,
+        "batch_order": "ready",
+        "max_off_policy_steps": 3,
         "generation_timeout": 9.0,
         "shuffle": False,
         "advantage": "std",
@@ -631,6 +635,8 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     given = made["orchestrator"][1]
     assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
     assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)
+    assert (given["batch_order"], given["max_off_policy_steps"]) == ("ready", 3)
+    assert given["eval_concurrent"] == 3 and given["eval_sampling_args"]["temperature"] == 0.0
     assert given["example_order"](range(4), [40]) == [0, 1, 2, 3]  # shuffled it would not be
     group = [Rollout(0, "", reward=reward) for reward in (0.0, 1.0)]
     assert given["advantage_fn"](group) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
@@ -875,7 +881,7 @@ def test_logged_values_by_hand(make_trainer):
 
 
 @pytest.mark.parametrize("logging_steps", [1, 2])
-def test_seconds_of_a_step_are_without_evaluation_and_those_of_waiting_without_the_push(
+def test_seconds_of_a_step_are_without_a_blocking_evaluation_and_those_of_waiting_without_the_push(
     make_trainer, monkeypatch, logging_steps
 ):
     clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
@@ -885,20 +891,21 @@ def test_seconds_of_a_step_are_without_evaluation_and_those_of_waiting_without_t
             clock.seconds += 2.0
             return super().get()
 
-        def evaluate(self, *args):
+        def end_evaluation(self):
             clock.seconds += 50.0
-            return super().evaluate(*args)
+            return super().end_evaluation()
 
     class SlowSink(StubSink):
         def push(self, *args):
             clock.seconds += 3.0
             return super().push(*args)
 
-    for module in ("trainer", "report.metrics"):
+    for module in ("trainer", "report.metrics", "evaluation"):
         monkeypatch.setattr(f"verifiers_rl.{module}.time", clock)
     trainer = make_trainer(
-        source=Slow(), max_steps=4, logging_steps=logging_steps, eval_strategy="steps", eval_steps=1
-    )
+        source=Slow(), max_steps=4, logging_steps=logging_steps, eval_strategy="steps",
+        eval_steps=1, metric_for_best_model="reward",
+    )  # fmt: skip
     trainer.weight_sync = SlowSink()
     trainer.train()
     rows = [row for row in trainer.state.log_history if "step_s" in row]
@@ -909,9 +916,9 @@ def test_seconds_of_a_step_are_without_evaluation_and_those_of_waiting_without_t
 
 def test_the_server_ends_with_the_best_weights_where_these_are_loaded(make_trainer):
     class Best(StubSource):
-        def evaluate(self, *args):
+        def begin_evaluation(self, *args):
             self.eval_metrics = {"reward": {1: 0.9}.get(args[-1], 0.1)}
-            return super().evaluate(*args)
+            super().begin_evaluation(*args)
 
     class Remembering(StubSink):
         def push(self, model, *args):
@@ -1138,17 +1145,144 @@ def test_resume_continues_with_the_same_weights_and_the_next_examples(make_train
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_evaluation_waits_for_the_pending_batch_and_uses_the_newest_weights(make_trainer):
-    source = StubSource()
-    trainer = make_trainer(source=source, eval_strategy="steps", eval_steps=2, eval_on_start=True)
+def eval_rows(trainer):
+    return [
+        (row["step"], row["eval_reward"])
+        for row in trainer.state.log_history
+        if "eval_reward" in row
+    ]
+
+
+def test_an_evaluation_runs_beside_the_next_step_and_is_logged_at_its_own(make_trainer):
+    seen = []
+
+    class Told(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            seen.append((state.global_step, metrics["eval_reward"]))
+
+    class Versioned(StubSource):
+        def end_evaluation(self):
+            self.eval_metrics = {"reward": float(self.evaluates)}
+            return super().end_evaluation()
+
+    source = Versioned()
+    trainer = make_trainer(
+        source=source, eval_strategy="steps", eval_steps=2, eval_on_start=True, max_steps=5,
+        trainer_options={"callbacks": [Told()]},
+    )  # fmt: skip
+    sink = trainer.weight_sync
     trainer.train()
+    # Each begins behind the push that the next step makes anyway, and ends before the push after.
     assert source.calls == [
-        "wait", "evaluate 0", "submit 0", "get 0", "submit 1", "get 1", "submit 2",
-        "wait", "evaluate 2", "get 2", "wait", "evaluate 3",
+        "evaluate 0", "submit 0", "get 0", "submit 1", "get 1", "evaluated 0", "submit 2",
+        "get 2", "evaluate 2", "submit 3", "get 3", "evaluated 2", "submit 4",
+        "get 4", "evaluate 4", "evaluated 4", "evaluate 5", "evaluated 5",
     ]  # fmt: skip
-    assert [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row] == [
-        0.5
-    ] * 3
+    assert sink.pushed == [0, 1, 2, 3, 4, 5]
+    assert sink.in_flight == ["recompute"] * 6  # no request of a batch is swapped while it runs
+    # Trainer also evaluates behind the last step. The server then has the final weights.
+    assert eval_rows(trainer) == seen == [(0, 0.0), (2, 2.0), (4, 4.0), (5, 5.0)]
+    rows = metric_steps(trainer.args.output_dir)
+    assert [row for row in rows if row[1] == "eval_reward"] == [
+        (step, "eval_reward") for step in (0, 2, 4, 5)
+    ]
+    assert trainer.state.global_step == 5
+
+
+def test_an_evaluation_makes_no_push_that_would_not_be_made(make_trainer):
+    def pushed(**options):
+        trainer = make_trainer(max_steps=6, overwrite_output_dir=True, **options)
+        sink = trainer.weight_sync
+        trainer.train()
+        return sink.pushed
+
+    for ahead in (0, 1, 2):
+        plain = pushed(max_off_policy_steps=ahead)
+        evaluated = pushed(max_off_policy_steps=ahead, eval_strategy="steps", eval_steps=2)
+        assert set(evaluated) - set(plain) <= {4}  # where no batch is requested any more
+        assert len(evaluated) == len(set(evaluated))
+
+
+def test_the_last_evaluation_is_awaited_and_logged_before_files_are_closed(make_trainer):
+    order = []
+
+    class Closing(TrainerCallback):
+        def on_evaluate(self, *args, **kwargs):
+            order.append("evaluated")
+
+        def on_train_end(self, *args, **kwargs):
+            order.append("closed")
+
+    trainer = make_trainer(
+        eval_strategy="steps", eval_steps=3, trainer_options={"callbacks": [Closing()]}
+    )
+    trainer.train()
+    assert order == ["evaluated", "closed"]
+    assert eval_rows(trainer) == [(3, 0.5)] and trainer.orchestrator.calls[-1] == "evaluated 3"
+    saved = metric_steps(trainer.args.output_dir)
+    assert (3, "eval_reward") in saved
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metric_for_best_model": "reward"},
+        {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2},
+        {"save_strategy": "best"},
+    ],
+)
+def test_an_evaluation_that_decides_over_checkpoints_is_awaited_at_once(make_trainer, options):
+    source = StubSource()
+    trainer = make_trainer(source=source, eval_strategy="steps", eval_steps=2, **options)
+    trainer.train()
+    assert source.calls[:8] == [
+        "submit 0", "get 0", "submit 1", "get 1", "submit 2",
+        "wait", "evaluate 2", "evaluated 2",
+    ]  # fmt: skip
+    assert trainer.state.best_metric == 0.5 and eval_rows(trainer)[0] == (2, 0.5)
+
+
+def test_evaluate_called_in_training_gives_its_metrics_at_once(make_trainer):
+    got = []
+    trainer = make_trainer(
+        eval_strategy="steps", eval_steps=1, max_steps=3,
+        trainer_options={"callbacks": [AtStepEnd(lambda: got.append(trainer.evaluate()))]},
+    )  # fmt: skip
+    trainer.train()
+    assert [metrics["eval_reward"] for metrics in got] == [0.5] * 3
+    steps = [step for step, _ in eval_rows(trainer)]
+    assert sorted(set(steps)) == [1, 2, 3]
+
+
+def test_an_error_of_a_running_evaluation_interrupts_the_step(make_trainer):
+    class Failing(StubSource):
+        def raise_if_failed(self):
+            if self.evaluates is not None:
+                raise ValueError("the evaluation broke")
+
+    with pytest.raises(ValueError, match="the evaluation broke"):
+        make_trainer(source=Failing(), eval_strategy="steps", eval_steps=1).train()
+
+
+def test_what_the_orchestrator_needs_to_continue_is_in_the_checkpoint(make_trainer):
+    class Remembering(StubSource):
+        loaded = None
+
+        def state_dict(self, step):
+            return {"untrained": [step, 7]}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    options = {"save_strategy": "steps", "save_steps": 1}
+    first = Remembering()
+    make_trainer(source=first, max_steps=2, **options).train()
+    assert first.loaded is None
+    again = Remembering()
+    make_trainer(source=again, max_steps=3, **options).train(resume_from_checkpoint=True)
+    assert again.loaded == {"untrained": [2, 7]}
+    nothing_saved = StubSource()
+    make_trainer(source=nothing_saved, max_steps=4, **options).train(resume_from_checkpoint=True)
 
 
 def test_evaluate_works_before_and_after_training(make_trainer):
@@ -1255,33 +1389,43 @@ def test_a_server_lost_in_a_push_costs_no_batch(make_trainer):
     assert trainer.weight_sync.pushed[-1] == 3
 
 
-def test_a_server_lost_in_an_evaluation_is_waited_for(make_trainer):
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, [3, 4, 5]), ({"metric_for_best_model": "reward"}, [2, 4, 5])]
+)
+def test_an_evaluation_in_which_the_server_is_lost_begins_again(make_trainer, options, steps):
     class Fragile(StubSource):
         lost = 1
 
-        def evaluate(self, *args):
+        def end_evaluation(self):
             if self.lost:
                 self.lost -= 1
                 raise ServerLostError("no answer")
-            return super().evaluate(*args)
+            return super().end_evaluation()
 
-    trainer = make_trainer(source=Fragile(), eval_strategy="steps", eval_steps=2, max_steps=2)
+    trainer = make_trainer(
+        source=Fragile(), eval_strategy="steps", eval_steps=2, max_steps=5, **options
+    )
     trainer.weight_sync = FragileSink()
     trainer.train()
     assert trainer.weight_sync.waits == 1
-    assert [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
+    # The server had lost the weights of step 2 when step 3 was done.
+    rows = [row["step"] for row in trainer.state.log_history if "eval_reward" in row]
+    assert rows == steps
+    assert trainer.orchestrator.calls.count("discard") == 1
 
 
-def test_an_evaluation_that_fails_ends_training_with_a_checkpoint(make_trainer, tmp_path):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_evaluation_that_fails_ends_training_with_a_checkpoint(make_trainer, tmp_path, at_once):
     class Failing(StubSource):
-        def evaluate(self, *args):
+        def end_evaluation(self):
             raise InferenceServerError("all of its rollouts failed")
 
-    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 3, "save_steps": 100}
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5, "save_steps": 100}
+    options |= {"metric_for_best_model": "reward"} if at_once else {}
     trainer = make_trainer(source=Failing(), save_strategy="steps", **options)
     with pytest.raises(InferenceServerError, match="all of its rollouts failed"):
         trainer.train()
-    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert (tmp_path / "run" / f"checkpoint-{2 if at_once else 3}").is_dir()
 
 
 def test_several_gpus_in_one_process_are_refused(make_trainer, monkeypatch):

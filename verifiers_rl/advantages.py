@@ -7,6 +7,7 @@ are zero. `RLTrainer(advantage_fn=...)` takes an `AdvantageFn`, which sees the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verifiers_rl.data import group_by_role
 from verifiers_rl.types import Rollout
 
 # Takes the surviving rollouts of one group (and of one agent, if an episode has several). Returns
@@ -97,3 +99,34 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "leave_one_out": leave_one_out,
     "maxrl": scale_by_group_mean,
 }
+
+
+def set_advantages(
+    group: Sequence[Rollout],
+    advantage_fn: AdvantageFn,
+    mask_truncated: bool = False,
+    zero_truncated: bool = False,
+) -> None:
+    """Set the advantages of a group's surviving rollouts, each agent's with its own baseline.
+    Advantages that an environment has set itself are kept.
+
+    Args:
+        mask_truncated, zero_truncated: `RLConfig.mask_truncated_completions` and
+            `zero_truncated_completions`.
+
+    Raises:
+        ValueError: `advantage_fn` breaks its contract, or an advantage is not finite.
+    """
+    for survivors in group_by_role(group):
+        for rollout in survivors:
+            if rollout.is_truncated and zero_truncated:
+                rollout.reward = 0.0
+            if rollout.is_truncated and mask_truncated:
+                rollout.leave_out_of_loss()
+        if not all(rollout.has_own_advantages for rollout in survivors):
+            advantages = as_numbers(advantage_fn(survivors), len(survivors))
+            for rollout, advantage in zip(survivors, advantages, strict=True):
+                if not rollout.has_own_advantages:
+                    rollout.set_advantage(advantage)
+        if wrong := [r.advantage for r in survivors if not math.isfinite(r.advantage)]:
+            raise ValueError(f"an advantage is {wrong[0]}")

@@ -47,7 +47,8 @@ _REPLACED_OPTIONS = {
     "orchestrator": (
         *("advantage", "shuffle", "mask_truncated_completions", "zero_truncated_completions"),
         *("min_reward_variance", "min_reward", "max_reward", "max_concurrent", "env_workers"),
-        *("client_type", "mask_env_responses", "max_prompt_len"),
+        *("client_type", "mask_env_responses", "max_prompt_len", "batch_order", "eval_concurrent"),
+        *("eval_temperature", "eval_max_tokens", "eval_top_p", "eval_top_k", "eval_min_p"),
     ),
     "weight_sync": ("weight_sync_backend",),
 }

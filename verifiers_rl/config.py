@@ -41,7 +41,7 @@ from verifiers_rl.option_rules import (
     type_rule,
     usable,
 )
-from verifiers_rl.types import LOAD_S
+from verifiers_rl.types import LOAD_S, BatchOrder
 from verifiers_rl.user_code import UserCodeError, load_user_code
 
 # Without temperature: the trainer computes all logprobs of a batch at one temperature.
@@ -310,6 +310,12 @@ class RLConfig(TrainingArguments):
         "while a batch waits for its slowest rollouts; weights then change while the server "
         "generates, and no token is older than k steps.",
     )
+    batch_order: BatchOrder = _option(
+        "planned",
+        "planned: a batch has the groups that were begun for it, and waits for the slowest. ready: "
+        "a batch has the first groups that are complete, and a late group joins a later batch; "
+        "needs max_off_policy_steps >= 2.",
+    )
 
     # --- Sampling ---------------------------------------------------------------------------------
     max_tokens: PositiveInt | None = _option(
@@ -449,6 +455,24 @@ class RLConfig(TrainingArguments):
         1,
         "Rollouts of each example in an evaluation. Above 1, the evaluation also logs pass@k.",
     )
+    eval_temperature: Annotated[float, not_negative, _vllm_takes] | None = _option(
+        None,
+        "Sampling temperature of evaluations; 0 takes the likeliest token. This option and the "
+        "next four: None is as in training, in each environment.",
+    )
+    eval_max_tokens: PositiveInt | None = _option(None, "max_tokens of evaluations.")
+    eval_top_p: Annotated[float, must("be > 0 and <= 1", lambda value: 0 < value <= 1)] | None = (
+        _option(None, "top_p of evaluations.")
+    )
+    eval_top_k: NotNegativeInt | None = _option(None, "top_k of evaluations; 0 for all tokens.")
+    eval_min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] | None = (
+        _option(None, "min_p of evaluations.")
+    )
+    eval_concurrent: PositiveInt | None = _option(
+        None,
+        "Rollouts of an evaluation in flight at a time, among those of max_concurrent. None: as "
+        "many. The push behind an evaluation waits for it, so a small number holds up training.",
+    )
     num_rollouts_to_print: NotNegativeInt = _option(
         2, "Rollouts in the table at each logging step; 0 for no table."
     )
@@ -477,12 +501,13 @@ class RLConfig(TrainingArguments):
         # The new name of gradient_checkpointing; transformers warns if only the old one is set.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
-        # The other ranks wait for rank 0's batch, or for its evaluation after the batch. They must
+        # The other ranks wait for rank 0's batch and for the evaluation beside it. They must
         # wait at least as long as rank 0 may take, in three attempts.
         num_batches = max(self.max_off_policy_steps, 1)
         num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
-        num_rollouts += self.eval_examples * self.eval_rollouts_per_example
+        num_evaluated = self.eval_examples * self.eval_rollouts_per_example
         waves = math.ceil(num_rollouts / self.max_concurrent)
+        waves += math.ceil(num_evaluated / (self.eval_concurrent or self.max_concurrent))
         waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
         if self.env_workers:  # the workers load their environments first
             waiting_s += max(self.generation_timeout, LOAD_S)
@@ -623,7 +648,18 @@ class RLConfig(TrainingArguments):
                 f"rollouts_per_example={self.rollouts_per_example}; "
                 f"try batch_size={groups * self.rollouts_per_example}"
             )
-        for name in ("max_prompt_len", "max_tokens"):
+        check(
+            "batch_order",
+            self.batch_order == "planned" or self.max_off_policy_steps >= 2,
+            f"without effect if max_off_policy_steps={self.max_off_policy_steps}: each group that "
+            "was begun must be trained in the next batch; set max_off_policy_steps >= 2",
+        )
+        check(
+            "eval_concurrent",
+            self.eval_concurrent is None or self.eval_concurrent <= self.max_concurrent,
+            f"must be at most max_concurrent={self.max_concurrent}, or left out",
+        )
+        for name in ("max_prompt_len", "max_tokens", "eval_max_tokens"):
             value = getattr(self, name)
             check(name, value is None or value < self.max_seq_len,
                   f"must be below max_seq_len={self.max_seq_len}, or left out")  # fmt: skip
@@ -672,7 +708,7 @@ class RLConfig(TrainingArguments):
         the model's generation_config.json may set other defaults on the server.
         """
         extra: dict[str, Any] = {
-            "top_k": self.top_k if self.top_k is not None else -1,
+            "top_k": self.top_k or -1,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "return_token_ids": True,
@@ -687,6 +723,16 @@ class RLConfig(TrainingArguments):
             "logprobs": True,
             "extra_body": extra,
         }
+
+    def eval_sampling_args(self) -> dict[str, Any]:
+        """Do as `sampling_args`, for evaluations: each `eval_` option that is set replaces the one
+        of training.
+        """
+        copied = copy.copy(self)
+        for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p"):
+            if (value := getattr(self, f"eval_{name}")) is not None:
+                setattr(copied, name, value)
+        return copied.sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:
         """Return the options that make the server sample from another distribution than

@@ -99,6 +99,16 @@ def examples_at(order: ExampleOrder, positions: range, sizes: Sequence[int]) -> 
     return indices
 
 
+def first_of_each(sizes: Sequence[int], num_examples: int) -> list[int]:
+    """Return the first `num_examples` examples of each environment, or all if there are fewer."""
+    starts = [sum(sizes[:env]) for env in range(len(sizes))]
+    return [
+        start + own
+        for start, size in zip(starts, sizes, strict=True)
+        for own in range(min(num_examples, size))
+    ]
+
+
 def group_by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
     """Return the surviving rollouts of each agent."""
     roles: dict[str, list[Rollout]] = {}

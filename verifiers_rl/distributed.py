@@ -79,12 +79,14 @@ def scatter_samples(
     return dict(zip(own, arrived, strict=True))
 
 
-def broadcast_metrics(metrics: dict[str, float] | None, device: torch.device) -> dict[str, float]:
+def broadcast_metrics(metrics: dict[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """Return rank 0's numbers on every rank. Rank 0 passes None if it failed.
 
     Raises:
         RuntimeError: on the other ranks, when rank 0 failed.
     """
+    if not distributed.is_initialized():  # one process
+        return metrics or {}
     payload = torch.tensor(list(json.dumps(metrics).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor(len(payload), device=device)
     distributed.broadcast(size, 0)

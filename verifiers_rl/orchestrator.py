@@ -7,46 +7,43 @@
 
 By default at most one batch is pending, and weights change only between `get` and the next
 `submit`, so all tokens of a batch have one policy version. If several batches are pending, the
-later ones use the server while the earlier ones wait for their slowest rollouts. Weights then
-change during generation, and every token carries its version. A step's examples depend only on its
-number and the seed, so a resumed run continues with the next examples and needs no saved position.
+later ones use the server while the earlier ones wait for their slowest rollouts; with
+`batch_order="ready"` a batch does not wait for those, see group_pool.py. Weights then change during
+generation, and every token carries its version. An evaluation runs beside the pending batches.
+
+A "planned" step's examples depend only on its number and the seed, so a resumed run continues with
+the next examples and needs no saved position. For "ready", `state_dict` has what is needed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
-import math
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from verifiers_rl.advantages import AdvantageFn, as_numbers, center_on_group_mean, of_rewards
-from verifiers_rl.data import (
-    ExampleOrder,
-    GroupFilter,
-    describe_error,
-    examples_at,
-    group_by_role,
-    order_examples,
+from verifiers_rl.advantages import AdvantageFn, center_on_group_mean, of_rewards, set_advantages
+from verifiers_rl.data import ExampleOrder, GroupFilter, first_of_each, order_examples
+from verifiers_rl.group_pool import (
+    GroupPool,
+    RolloutError,
+    evaluate,
+    result_of_rollouts,
+    tell_of_failures,
 )
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.positions import Positions
 from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.waiting import result_of
-from verifiers_rl.report.means import batch_metrics, evaluation_metrics
-from verifiers_rl.types import LOAD_S, Batch, EnvRunner, Progress, Rollout, Slots, Split
+from verifiers_rl.report.means import batch_metrics
+from verifiers_rl.types import LOAD_S, Batch, BatchOrder, EnvRunner, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
-
-STOP_DEADLINE_S = 30.0
-
-
-class RolloutError(RuntimeError):
-    """No batch could be generated. The message says what failed most often, or what to change."""
 
 
 class Orchestrator:
@@ -61,6 +58,11 @@ class Orchestrator:
         rollouts_per_example: rollouts of a group.
         sampling_args: the sampling options in each rollout request.
         max_concurrent: rollouts in flight at a time; fewer if too few files may be open.
+        batch_order: "planned" or "ready", see group_pool.py.
+        max_off_policy_steps: the oldest that a group may become in "ready", see `GroupPool`.
+        eval_sampling_args: the sampling options of evaluations; default: `sampling_args`.
+        eval_concurrent: rollouts of an evaluation in flight at a time, among those of
+            `max_concurrent`; default: as many.
         rollout_timeout_s: deadline of one rollout. A batch runs in waves of `max_concurrent`
             rollouts, and each wave may take this long.
         example_order: chooses the training examples; default: shuffled, environments in equal
@@ -83,6 +85,10 @@ class Orchestrator:
         rollouts_per_example: int,
         sampling_args: dict[str, Any],
         max_concurrent: int = 512,
+        batch_order: BatchOrder = "planned",
+        max_off_policy_steps: int = 1,
+        eval_sampling_args: dict[str, Any] | None = None,
+        eval_concurrent: int | None = None,
         rollout_timeout_s: float = 600.0,
         example_order: ExampleOrder = order_examples,
         group_filter: GroupFilter | None = None,
@@ -97,33 +103,45 @@ class Orchestrator:
         self.rollouts_per_example = rollouts_per_example
         self.sampling_args = sampling_args
         self.max_concurrent = rollouts_at_once(max_concurrent, env.files_per_rollout)
+        self.batch_order = batch_order
+        self.max_off_policy_steps = max_off_policy_steps
+        self.eval_sampling_args = eval_sampling_args or sampling_args
+        self.eval_concurrent = min(eval_concurrent or self.max_concurrent, self.max_concurrent)
         self.rollout_timeout_s = rollout_timeout_s
-        self.example_order = example_order
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
         self.max_groups = max_groups or self.num_groups
-        self.advantage_fn = advantage_fn or of_rewards(center_on_group_mean)
-        self.mask_truncated_completions = mask_truncated_completions
-        self.zero_truncated_completions = zero_truncated_completions
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._set_advantages = partial(
+            set_advantages,
+            advantage_fn=advantage_fn or of_rewards(center_on_group_mean),
+            mask_truncated=mask_truncated_completions,
+            zero_truncated=zero_truncated_completions,
+        )
+        self._thread: LoopThread | None = None
         self._slots: Slots
-        # Each batch, how many were pending after its submission, and its progress.
-        self._pending: deque[tuple[Future[Batch], int, Progress]] = deque()
+        self._pool: GroupPool
+        self._taking: asyncio.Lock  # batches take their groups one after the other
+        self._positions = Positions(batch_order, example_order, self.max_groups)
+        self._next_step = 0  # the first whose batch the trainer has not taken
+        # Each batch, its step and how many were pending after its submission.
+        self._pending: deque[tuple[Future[Batch], int, int]] = deque()
+        self._evaluation: tuple[Future[dict[str, float]], Progress] | None = None
 
     # --- Called by the trainer --------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the thread and open the environment's client."""
-        self._loop = asyncio.new_event_loop()
-        self._slots = Slots(self.max_concurrent)
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="orchestrator", daemon=True
-        )
-        self._thread.start()
+        self._thread = LoopThread("orchestrator")
+        self._slots, self._taking = Slots(self.max_concurrent), asyncio.Lock()
+        self._pool = GroupPool(
+            self.batch_order, self.num_groups, self.rollouts_per_example,
+            self.max_off_policy_steps, self._slots, self.max_concurrent, self._run_group,
+            self._finish,
+        )  # fmt: skip
         deadline_s = max(self.rollout_timeout_s, LOAD_S) + 60.0  # a minute more than its own
         try:
-            result_of(self._run(self.env.open()), deadline_s, lambda: "the environment to load")
+            opening = self._thread.run(self.env.open())
+            result_of(opening, deadline_s, lambda: "the environment to load")
         except TimeoutError as error:
             raise TimeoutError(f"the environment was not ready within {deadline_s:g} s") from error
         gc.collect()
@@ -140,33 +158,45 @@ class Orchestrator:
         `get` takes the batches in the order of their submission.
         """
         num_batches = len(self._pending) + 1  # that share the server so far, with this one
-        progress = Progress(self._slots)
-        batch = self._run(self._generate(step, model, policy_version, num_batches, progress))
-        self._pending.append((batch, num_batches, progress))
+        assert self._thread is not None, "call start() first"
+        batch = self._thread.run(self._generate(step, model, policy_version, num_batches))
+        self._pending.append((batch, step, num_batches))
 
     def raise_if_failed(self) -> None:
-        """Raise the error of the first pending batch, if that batch has failed. Returns at once.
-        A lost server may come back, so only `get` raises that error.
+        """Raise the error of the first pending batch or of the evaluation, if that has failed.
+        Returns at once. A lost server may come back, so only waiting raises that error.
         """
-        if self._pending and self._pending[0][0].done():
-            error = self._pending[0][0].exception()
+        futures: list[Future[Any]] = [self._pending[0][0]] if self._pending else []
+        if self._evaluation is not None:
+            futures.append(self._evaluation[0])
+        for future in futures:
+            error = future.exception() if future.done() else None
             if error is not None and not isinstance(error, ServerLostError):
                 raise error
 
     def discard(self) -> None:
-        """Give up all pending batches."""
+        """Give up all pending batches and the evaluation."""
+        assert self._thread is not None
         while self._pending:
             self._pending.popleft()[0].cancel()
+        if self._evaluation is not None:
+            self._evaluation[0].cancel()
+            self._evaluation = None
+        self._thread.loop.call_soon_threadsafe(self._clear, self._next_step)
 
     def wait(self) -> None:
         """Wait until all pending batches are generated, without taking them."""
         for pending in self._pending:
             self._wait_for(*pending)
 
-    def _wait_for(self, batch: Future[Batch], num_batches: int, progress: Progress) -> Batch:
+    def _wait_for(self, batch: Future[Batch], step: int, num_batches: int) -> Batch:
         num_batches = max(num_batches, len(self._pending))
         num_rollouts = self.max_groups * self.rollouts_per_example * num_batches
-        return self._result(batch, progress, num_rollouts, num_batches)
+        waves = -(-num_rollouts // self.max_concurrent)
+        return result_of_rollouts(
+            batch, lambda: self._pool.progress(step), num_rollouts, waves, num_batches,
+            self.rollout_timeout_s,
+        )  # fmt: skip
 
     def get(self) -> Batch:
         """Wait for the first pending batch and take it.
@@ -180,104 +210,89 @@ class Orchestrator:
         assert self._pending, "no batch was submitted"
         batch = self._wait_for(*self._pending[0])
         self._pending.popleft()
+        self._next_step = batch.step + 1
+        self._positions.drop_before(batch.step)
         return batch
 
-    def evaluate(
+    def begin_evaluation(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> dict[str, float]:
-        """Evaluate the first `num_examples` of each environment's eval split, `num_rollouts` times
-        each. Returns means; a failed rollout counts as reward 0. docs/metrics.md defines each.
+    ) -> None:
+        """Begin to evaluate the first `num_examples` of each environment's eval split,
+        `num_rollouts` times each. The weights must not change before `end_evaluation`.
         """
-        indices: list[int] = []
-        start = 0
-        for size in self.env.sizes("eval"):
-            indices += range(start, start + min(num_examples, size))
-            start += size
-        if not indices:
+        assert self._thread is not None and self._evaluation is None
+        examples = first_of_each(self.env.sizes("eval"), num_examples)
+        if not examples:
             raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
-        progress = Progress(self._slots)
-        running = self._run_groups(
-            "eval", indices, num_rollouts, model, policy_version, progress, len(indices)
-        )
-        groups = self._result(self._run(running), progress, len(indices) * num_rollouts)
-        return evaluation_metrics([group for group, _ in groups])
+        progress = Progress(self._slots, share=Slots(self.eval_concurrent))
+        progress.num_requested = len(examples) * num_rollouts
+
+        def run(example: int) -> Coroutine[Any, Any, list[Rollout]]:
+            return self._run_group("eval", example, num_rollouts, model, policy_version, progress)
+
+        running = self._thread.run(evaluate(run, examples, self.check_server))
+        self._evaluation = (running, progress)
+
+    def end_evaluation(self) -> dict[str, float]:
+        """Wait for the evaluation. Returns means, in which a failed rollout counts as reward 0, and
+        `runtime`, the seconds that it took. docs/metrics.md defines each.
+        """
+        assert self._evaluation is not None, "no evaluation was begun"
+        future, progress = self._evaluation
+        num_pending = len(self._pending)  # they share the server with it
+        num_of_batches = self.max_groups * self.rollouts_per_example * num_pending
+        waves = -(-progress.num_requested // self.eval_concurrent)
+        waves += -(-num_of_batches // self.max_concurrent)
+        try:
+            return result_of_rollouts(
+                future, lambda: str(progress), progress.num_requested, waves, num_pending + 1,
+                self.rollout_timeout_s,
+            )  # fmt: skip
+        finally:
+            self._evaluation = None
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return what a run that continues at this step needs; see `Positions`."""
+        return self._positions.state_dict(step)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the examples that had not been trained on."""
+        self._positions.load_state_dict(state)
 
     def stop(self) -> None:
         """Cancel pending batches, close the environment's client and join the thread."""
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
+        if self._thread is None:
             return
         gc.unfreeze()
-        shut_down = self._run(self._shut_down())
-        self._loop = self._thread = None
+        thread, self._thread, self._evaluation = self._thread, None, None
         self._pending.clear()
-        try:
-            shut_down.result(timeout=2 * STOP_DEADLINE_S)
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(timeout=STOP_DEADLINE_S)
-            if thread.is_alive():
-                raise RuntimeError("the orchestrator's thread is blocked by an environment")
-            loop.close()
+        thread.loop.call_soon_threadsafe(self._pool.begin_no_more)  # when others are cancelled
+        thread.stop(self.env.close)
 
     # --- On the thread ----------------------------------------------------------------------------
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        assert self._loop is not None, "call start() first"
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _result(
-        self, future: Future[Any], progress: Progress, num_rollouts: int, num_batches: int = 1
-    ) -> Any:
-        """Wait for the future, with a deadline.
-
-        In each wave of max_concurrent, rollouts and their scoring may each take the rollout's
-        deadline. In each batch, replacements may begin one such deadline later. This deadline is a
-        minute longer than these, for work that they could not end.
-        """
-        waves = -(-num_rollouts // self.max_concurrent)
-        deadline_s = (2 * waves + num_batches) * self.rollout_timeout_s + 60.0
-        try:
-            return result_of(future, deadline_s, lambda: f"rollouts: {progress}")
-        except TimeoutError:
-            if future.done():
-                raise  # a TimeoutError of the rollouts themselves
-            raise TimeoutError(
-                f"{num_rollouts} rollouts did not end within {deadline_s:g} s, three times "
-                f"generation_timeout ({self.rollout_timeout_s:g} s) or more: does the environment "
-                "block its event loop?"
-            ) from None
-
-    async def _shut_down(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others and (left := (await asyncio.wait(others, timeout=STOP_DEADLINE_S))[1]):
-            logger.warning("%d tasks of the environment do not end when cancelled", len(left))
-        await self.env.close()
+    def _clear(self, next_step: int) -> None:
+        self._pool.clear()
+        self._positions.give_back(next_step)
 
     async def _generate(
-        self, step: int, model: str, policy_version: int, num_batches: int, progress: Progress
+        self, step: int, model: str, policy_version: int, num_batches: int
     ) -> Batch:
-        positions = range(step * self.max_groups, (step + 1) * self.max_groups)
+        start = asyncio.get_running_loop().time()
+        replace_until = start + num_batches * self.rollout_timeout_s
         try:
-            indices = examples_at(self.example_order, positions, self.env.sizes("train"))
+            examples = self._positions.examples_of(step, self.env.sizes("train"))
+            self._pool.add(step, model, policy_version, examples, replace_until)
         except ValueError as error:
             raise RolloutError(str(error)) from error
-        start = asyncio.get_running_loop().time()
-
-        def finish(group: list[Rollout]) -> bool:
-            try:
-                self._set_advantages(group)
-            except ValueError as error:
-                raise RolloutError(str(error)) from error
-            return self.group_filter.passes(group)
-
-        groups = await self._run_groups(
-            "train", indices, self.rollouts_per_example, model, policy_version, progress,
-            self.num_groups, finish, num_batches * self.rollout_timeout_s,
-        )  # fmt: skip
-        kept = [group for group, passes in groups if passes]
+        async with self._taking:
+            requests = await self._pool.take(step)
+            finished = sorted((done for r in requests for done in r.finished), key=lambda f: f[0])
+            self._positions.assign([place for place, _, passes in finished if passes], step)
+        await asyncio.to_thread(self.check_server)
+        groups = [group for _, group, _ in finished]
+        kept = [group for _, group, passes in finished if passes]
+        tell_of_failures(groups)
         if len(kept) < self.num_groups:
             logger.warning(
                 "%d of the %d groups generated pass, %d are wanted: loosen %s or raise "
@@ -285,93 +300,45 @@ class Orchestrator:
             )  # fmt: skip
         rollouts = [rollout for group in kept for rollout in group if rollout.error is None]
         if not rollouts:  # show people those that did not pass; no step is taken
-            rollouts = [r for group, _ in groups for r in group if r.error is None]
+            rollouts = [r for group in groups for r in group if r.error is None]
             rollouts = rollouts[: self.batch_size]
             for rollout in rollouts:
                 rollout.leave_out_of_loss()
         samples = [sample for rollout in rollouts for sample in rollout.samples]
-        metrics = batch_metrics([group for group, _ in groups])
+        metrics = batch_metrics(groups)
         metrics["num_samples"] = float(len(samples))
-        metrics["filtered_share"] = 1 - sum(passes for _, passes in groups) / len(groups)
+        metrics["filtered_share"] = 1 - len(kept) / len(groups)
+        if self.batch_order == "ready":
+            metrics["late_group_share"] = sum(r.step < step for r in requests) / len(requests)
         metrics["generation_s"] = asyncio.get_running_loop().time() - start
-        return Batch(step, policy_version, samples, rollouts, metrics)
+        version = min(request.policy_version or 0 for request in requests)
+        return Batch(step, version, samples, rollouts, metrics)
 
-    async def _run_groups(
+    async def _run_group(
         self,
         split: Split,
-        indices: list[int],
+        index: int,
         num_rollouts: int,
         model: str,
         policy_version: int,
         progress: Progress,
-        num_at_once: int,
-        finish: Callable[[list[Rollout]], bool] = lambda group: True,
-        replace_for_s: float = 0.0,
-    ) -> list[tuple[list[Rollout], bool]]:
-        """Run `num_at_once` groups at once, and one more for each group that `finish` rejects
-        within `replace_for_s` seconds, while examples are left. Returns all groups in the order of
-        `indices`, each with the result of `finish`.
-
-        Raises:
-            RolloutError: all rollouts failed.
-            ServerLostError: the server is lost.
-        """
-
-        async def one(number: int) -> tuple[int, list[Rollout]]:
-            progress.num_requested += num_rollouts
-            group = await self.env.run_group(
-                split, indices[number], num_rollouts, model,
-                self.sampling_args, policy_version, progress,
-            )  # fmt: skip
-            if any(rollout.error is not None for rollout in group):
-                await asyncio.to_thread(self.check_server)
-            return number, group
-
-        deadline = asyncio.get_running_loop().time() + replace_for_s
-        numbers = iter(range(len(indices)))
-        running = {asyncio.create_task(one(n)) for n in itertools.islice(numbers, num_at_once)}
-        finished: dict[int, tuple[list[Rollout], bool]] = {}
-        try:
-            while running:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for number, group in await asyncio.gather(*done):
-                    finished[number] = (group, finish(group))
-                    is_late = asyncio.get_running_loop().time() > deadline
-                    if not finished[number][1] and not is_late:
-                        running |= {
-                            asyncio.create_task(one(n)) for n in itertools.islice(numbers, 1)
-                        }
+    ) -> list[Rollout]:
+        """Run one group. Raises ServerLostError if rollouts fail because the server is lost."""
+        sampling = self.sampling_args if split == "train" else self.eval_sampling_args
+        group = await self.env.run_group(
+            split, index, num_rollouts, model, sampling, policy_version, progress
+        )
+        if any(rollout.error is not None for rollout in group):
             await asyncio.to_thread(self.check_server)
-        finally:
-            for task in running:
-                task.cancel()
-        groups = [finished[number] for number in sorted(finished)]
-        rollouts = [rollout for group, _ in groups for rollout in group]
-        errors = [rollout.error for rollout in rollouts if rollout.error is not None]
-        kinds = Counter(describe_error(error) for error in errors)
-        if len(errors) == len(rollouts):
-            raise RolloutError(
-                f"all {len(rollouts)} rollouts failed; most often: {kinds.most_common(1)[0][0]}. "
-                "The first one's traceback is above"
-            ) from errors[0]
-        for kind, count in kinds.most_common():
-            logger.warning(
-                "%d of %d rollouts failed and are left out: %s", count, len(rollouts), kind
-            )
-        return groups
+        return group
 
-    def _set_advantages(self, group: list[Rollout]) -> None:
-        for survivors in group_by_role(group):
-            for rollout in survivors:
-                if rollout.is_truncated and self.zero_truncated_completions:
-                    rollout.reward = 0.0
-                if rollout.is_truncated and self.mask_truncated_completions:
-                    rollout.leave_out_of_loss()
-            if not all(rollout.has_own_advantages for rollout in survivors):
-                advantages = self.advantage_fn(survivors)
-                for rollout, advantage in zip(survivors, as_numbers(advantages, len(survivors)),
-                                              strict=True):  # fmt: skip
-                    if not rollout.has_own_advantages:
-                        rollout.set_advantage(advantage)
-            if wrong := [r.advantage for r in survivors if not math.isfinite(r.advantage)]:
-                raise ValueError(f"an advantage is {wrong[0]}")
+    def _finish(self, position: int, group: list[Rollout]) -> bool:
+        """Set the group's advantages. Return whether it passes the filter."""
+        try:
+            self._set_advantages(group)
+        except ValueError as error:
+            raise RolloutError(str(error)) from error
+        passes = self.group_filter.passes(group)
+        if not passes:
+            self._positions.reject(position)
+        return passes

@@ -48,6 +48,7 @@ from verifiers_rl.distributed import (
     raise_if_not_finite,
     scatter_samples,
 )
+from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import (
     Entropy,
@@ -73,7 +74,7 @@ from verifiers_rl.report.metrics import (
     print_rollouts,
 )
 from verifiers_rl.report.model_card import finish_run_folder, write_model_card
-from verifiers_rl.report.run_folder import enter_run_folder, has_checkpoint
+from verifiers_rl.report.run_folder import BATCHES, batches_of, enter_run_folder, has_checkpoint
 from verifiers_rl.sync.gather import gathering, is_split
 from verifiers_rl.types import Batch, BatchSource, Microbatch, Targets, WeightSink
 
@@ -152,6 +153,7 @@ class RLTrainer(Trainer):
 
             server_side = connect(policy, env, args, processing_class, replaced)
             self.orchestrator, self.weight_sync, self._check_agreement = server_side
+        self._evaluations = Evaluations(args)
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
@@ -166,6 +168,7 @@ class RLTrainer(Trainer):
         own = (RunFilesCallback(env), EarlyWarnings(self._window), self._interrupts, self._window)
         for callback in own:
             self.add_callback(callback)
+        self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
 
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # set in the first step
@@ -201,6 +204,8 @@ class RLTrainer(Trainer):
             )
         wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
         resume = enter_run_folder(self.args, wanted)
+        if resume is not None and self.orchestrator is not None:
+            self.orchestrator.load_state_dict(batches_of(resume))
         with self._serving(), self._interrupts.deferred():
             try:
                 result = super().train(resume, *args, **kwargs)
@@ -230,7 +235,7 @@ class RLTrainer(Trainer):
         if self.orchestrator is None or self.weight_sync is None or self._is_serving:
             yield
             return
-        self._is_serving = True
+        self._is_serving, self._evaluations = True, Evaluations(self.args)
         try:
             self.orchestrator.start()
             yield
@@ -465,6 +470,9 @@ class RLTrainer(Trainer):
         finally:
             if self.args.world_size > 1:  # also after an error: the others wait
                 batch = broadcast_batch(batch, self.args.device)
+        if self.args.eval_strategy != "no":
+            ended = broadcast_metrics(self._evaluations.take_ended(), self.args.device)
+            log_results(self, ended)
         assert batch is not None
         return batch
 
@@ -482,6 +490,8 @@ class RLTrainer(Trainer):
         max_off_policy_steps steps, except those that are pending already.
         """
         step = self.state.global_step
+        if self._evaluations.due is not None:  # also where no batch is requested any more
+            self._sync_weights()
         first, last = step + 1 + orchestrator.num_pending, step + self.args.max_off_policy_steps
         for ahead in range(first, min(last, self.args.max_steps - 1) + 1):
             self._sync_weights()
@@ -503,6 +513,7 @@ class RLTrainer(Trainer):
                     raise
                 logger.warning("%s; waiting for it to come back", error)
                 self.orchestrator.discard()
+                self._evaluations.begin_again(self.state.global_step)
                 self.weight_sync.wait_for_server()
                 logger.warning("the inference server is back; its weights are sent again")
         raise AssertionError("unreachable")
@@ -528,6 +539,13 @@ class RLTrainer(Trainer):
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         logger.warning("step %d is saved in %s", step, self.args.output_dir)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Do as Trainer, and save what the orchestrator needs to continue after this step."""
+        if self.orchestrator is not None:
+            batches = self.orchestrator.state_dict(self.state.global_step)
+            cast(dict[str, Any], self.state.stateful_callbacks)[BATCHES] = batches
+        super()._save_checkpoint(*args, **kwargs)
+
     def _submit(self, step: int) -> None:
         assert self.orchestrator is not None and self.weight_sync is not None
         self.orchestrator.submit(
@@ -539,19 +557,22 @@ class RLTrainer(Trainer):
         return gathering(self.accelerator.unwrap_model(self.model), self.args.lora_sync)
 
     def _sync_weights(self) -> None:
-        """Send the weights of this step to the server, unless the server has them.
-        The policy version is the step's number.
+        """Send the weights of this step to the server, unless the server has them, and begin the
+        evaluation that is due. The policy version is the step's number.
         """
         version = self.state.global_step
-        if self.weight_sync is None or self.weight_sync.policy_version == version:
+        if self.weight_sync is None or self.orchestrator is None:
             return
-        model = self.accelerator.unwrap_model(self.model)
-        is_idle = self.orchestrator is None or self.orchestrator.num_pending == 0
-        in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
-        self._sync_metrics = self.weight_sync.push(model, version, in_flight)
-        if self._check_agreement is not None and not is_split(model):  # it would need all ranks
-            self._check_agreement(model, self.weight_sync.model_name)
-        self._check_agreement = None
+        if self.weight_sync.policy_version != version:
+            self._evaluations.end(self.orchestrator)  # all of its rollouts have one version
+            model = self.accelerator.unwrap_model(self.model)
+            is_idle = self.orchestrator.num_pending == 0
+            in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
+            self._sync_metrics = self.weight_sync.push(model, version, in_flight)
+            if self._check_agreement is not None and not is_split(model):  # it needs all ranks
+                self._check_agreement(model, self.weight_sync.model_name)
+            self._check_agreement = None
+        self._evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
 
     # --- Evaluation, logs -------------------------------------------------------------------------
 
@@ -561,48 +582,61 @@ class RLTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Evaluate the current weights on the environment's eval split. Returns the mean reward and
-        metrics: `eval_reward` and so on.
+        """Evaluate the current weights on the environment's eval split, and wait for the results:
+        the mean reward and metrics, `eval_reward` and so on.
 
-        An evaluation has `eval_examples` examples with `eval_rollouts_per_example` rollouts each,
-        and the sampling options of training. It starts after all pending batches are generated, so
-        it does not share the server with them.
+        An evaluation has `eval_examples` examples with `eval_rollouts_per_example` rollouts each.
+        This one starts after all pending batches are generated. The evaluations of `eval_strategy`
+        do not: they run beside training, see `_evaluate` and evaluation.py.
         """
         if eval_dataset is not None:
             raise ConfigError("evaluate() takes no dataset: env has its own")
-        start = time.monotonic()
-        if results := self._checkpoint_on_error(self._evaluation):
-            results["runtime"] = time.monotonic() - start
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
-        return metrics
 
-    def _evaluation(self) -> dict[str, float]:
-        """Evaluate. Return the results on every rank, because save_strategy="best" needs them."""
-        results: dict[str, float] | None = None
+        def now(orchestrator: BatchSource) -> None:
+            orchestrator.wait()
+            self._evaluations.due = self.state.global_step
+            self._sync_weights()
+            self._evaluations.end(orchestrator)
+
+        ended = self._checkpoint_on_error(partial(self._on_server, now))
+        return log_results(self, ended, metric_key_prefix)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Let an evaluation begin with the next push, and go on training. Trainer calls this
+        between two steps. If `metric_for_best_model` is set, as for `load_best_model_at_end`,
+        `save_strategy="best"` and early stopping, Trainer needs the result at once and gets it.
+        """
+        if self.args.metric_for_best_model is not None:
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if self.is_world_process_zero():
+            self._evaluations.due = self.state.global_step
+        self.control.should_evaluate = False
+        return {}
+
+    def _end_evaluations(self) -> None:
+        """Wait for the evaluations that run or are due, and log them."""
+
+        def end(orchestrator: BatchSource) -> None:
+            if self._evaluations.due is not None:
+                self._sync_weights()
+            self._evaluations.end(orchestrator)
+
+        if self.args.eval_strategy != "no":
+            log_results(self, self._checkpoint_on_error(partial(self._on_server, end)))
+
+    def _on_server(self, work: Callable[[BatchSource], None]) -> dict[str, dict[str, float]]:
+        """Run `work` on rank 0. Return the results of evaluations that then have ended."""
+        ended = None
         try:
             with self._serving(), self._gathering():
-                is_here = self.orchestrator is not None and self.weight_sync is not None
-                found = self._retry_when_server_lost(self._evaluate_on_server) if is_here else {}
-            results = found
-        finally:
-            if self.args.world_size > 1:  # also after an error: the others wait
-                results = broadcast_metrics(results, self.args.device)
-        return results
-
-    def _evaluate_on_server(self) -> dict[str, float]:
-        assert self.orchestrator is not None and self.weight_sync is not None
-        self.orchestrator.wait()
-        self._sync_weights()
-        return self.orchestrator.evaluate(
-            self.args.eval_examples,
-            self.args.eval_rollouts_per_example,
-            self.weight_sync.model_name,
-            self.weight_sync.policy_version or 0,
-        )
+                if self.orchestrator is not None:
+                    self._retry_when_server_lost(partial(work, self.orchestrator))
+            ended = self._evaluations.take_ended()
+        finally:  # also after an error: the others wait
+            ended = broadcast_metrics(ended, self.args.device)
+        return ended
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add means over the steps since the last line to Trainer's numbers, and print rollouts."""

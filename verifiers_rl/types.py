@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Seconds that an environment may take to start. A longer generation_timeout takes its place.
 LOAD_S = 300.0
 Split = Literal["train", "eval"]
+# Which groups a batch has: those that were requested for it, or the first that are complete.
+BatchOrder = Literal["planned", "ready"]
 
 
 @dataclass(slots=True, eq=False)
@@ -198,15 +200,25 @@ class Slots(asyncio.Semaphore):
 
 
 class Progress:
-    """Gives slots to the rollouts of one batch, and counts these rollouts.
+    """Gives slots to some rollouts, and counts these rollouts.
+
+    Args:
+        slots: shared by all rollouts.
+        on_done: called when rollouts have given their slots back.
+        share: if given, these rollouts hold a slot of it too, and so no more of `slots` than it
+            has.
 
     Attributes:
         num_requested: rollouts that were requested so far.
         num_done: rollouts that have given their slot back.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(
+        self, slots: Slots, on_done: Callable[[], None] = lambda: None, share: Slots | None = None
+    ) -> None:
         self._slots = slots
+        self._on_done = on_done
+        self._share = share
         self.num_requested = 0
         self.num_done = 0
 
@@ -214,27 +226,42 @@ class Progress:
         return f"{self.num_done} of {self.num_requested}"
 
     async def __aenter__(self) -> None:
-        await self._slots.acquire()
+        if self._share is not None:
+            await self._share.acquire()
+        try:
+            await self._slots.acquire()
+        except BaseException:  # cancelled while it waited
+            if self._share is not None:
+                self._share.release()
+            raise
 
     async def __aexit__(self, *error: Any) -> None:
         self._slots.release()
-        self.num_done += 1
+        if self._share is not None:
+            self._share.release()
+        self._count_done(1)
 
     @asynccontextmanager
     async def several(self, num: int) -> AsyncIterator[Callable[[], None]]:
         """Do as `Slots.several`."""
-        num_counted = 0
-        async with self._slots.several(num) as end_one:
+        num_left = num
+        own = self._share.several(num) if self._share is not None else nullcontext(lambda: None)
+        async with own as end_one_of_share, self._slots.several(num) as end_one:
 
             def count_one() -> None:
-                nonlocal num_counted
-                if num_counted < num:
-                    num_counted += 1
-                    self.num_done += 1
+                nonlocal num_left
                 end_one()
+                end_one_of_share()
+                if num_left:
+                    num_left -= 1
+                    self._count_done(1)
 
             yield count_one
-        self.num_done += num - num_counted
+        self._count_done(num_left)
+
+    def _count_done(self, num: int) -> None:
+        self.num_done += num
+        self._on_done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +287,8 @@ class Batch:
 
     Attributes:
         step: the optimizer step it was generated for, from 0.
-        policy_version: version of the weights when it was requested; its tokens may be newer.
+        policy_version: oldest version of the weights when one of its groups began; its tokens may
+            be newer.
         samples: token sequences of all surviving rollouts; present on rank 0 only.
         rollouts: for tables and logs; present on rank 0 only.
         metrics: means over the batch, already reduced; present on rank 0 only.
@@ -411,7 +439,7 @@ class EnvRunner(Protocol):
 
 class BatchSource(Protocol):
     """What the trainer needs of an orchestrator. With a stub that has these methods, the trainer
-    runs without a server.
+    runs without a server. `orchestrator.py` says what each method does.
     """
 
     @property
@@ -422,9 +450,12 @@ class BatchSource(Protocol):
     def wait(self) -> None: ...
     def get(self) -> Batch: ...
     def discard(self) -> None: ...
-    def evaluate(
+    def begin_evaluation(
         self, num_examples: int, num_rollouts: int, model: str, policy_version: int
-    ) -> dict[str, float]: ...
+    ) -> None: ...
+    def end_evaluation(self) -> dict[str, float]: ...
+    def state_dict(self, step: int) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def stop(self) -> None: ...
 
 

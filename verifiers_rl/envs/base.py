@@ -22,6 +22,8 @@ import numpy as np
 
 from verifiers_rl.types import EnvRunner, Rollout, Split
 
+from verifiers_rl.types import Split
+
 logger = logging.getLogger(__name__)
 
 
@@ -89,7 +91,8 @@ class RunnerOptions:
         timeout_s: deadline of one rollout, seconds.
         client_type: for classic environments, see `classic_clients.py`.
         name: prefix of its metrics.
-        sampling_args: for every request, in place of those that `run_group` gets.
+        sampling_args: for each request of training, in place of those that `run_group` gets.
+        eval_sampling_args: the same for each request of an evaluation.
         num_eval_tasks: tasks of a stream that evaluations use.
     """
 
@@ -102,6 +105,7 @@ class RunnerOptions:
     client_type: str = "openai_chat_completions_token"
     name: str = "env"
     sampling_args: dict[str, Any] | None = None
+    eval_sampling_args: dict[str, Any] | None = None
     num_eval_tasks: int = 64
 
 
@@ -146,6 +150,8 @@ class PortableEnvironment(EnvRunner, Protocol):
     and the other process runs them.
     """
 
+    options: RunnerOptions
+
     def recipe(self) -> EnvRecipe:
         """Return how to make it again. Raises NotPortableError if that is not possible."""
         ...
@@ -157,6 +163,10 @@ class PortableEnvironment(EnvRunner, Protocol):
     def prompt_of(self, example: dict[str, Any]) -> str:
         """Return the prompt of an example as text, for people."""
         ...
+
+    def sampling_of(self, split: Split, of_run: dict[str, Any]) -> dict[str, Any]:
+        """Return the sampling options of a request: the environment's own, or those of the run."""
+        return (self.eval_sampling_args if split == "eval" else self.sampling_args) or of_run
 
 
 @dataclass

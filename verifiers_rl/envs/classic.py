@@ -179,7 +179,7 @@ class ClassicExampleRunner:
         Rollouts run through `env.rollout` one by one, not through `env.run_group`. There, an
         exception in one of them (for example in a tool) would lose the whole group.
         """
-        row, sampling_args = example["row"], self.options.sampling_args or sampling_args
+        row = example["row"]
         runs = [self._run(row, model, sampling_args, slots) for _ in range(num_rollouts)]
         results = await asyncio.gather(*runs)
         states = [state for state, error in results if error is None]
@@ -394,7 +394,7 @@ class ClassicEnvironment(ClassicExampleRunner):
             await self.example(split, index),
             num_rollouts,
             model,
-            sampling_args,
+            self.options.sampling_of(split, sampling_args),
             policy_version,
             slots,
         )

@@ -159,6 +159,7 @@ def make_runner(
             client_type=args.client_type,
             name=one.name,
             sampling_args=sampled.sampling_args() if one.sampling_args else None,
+            eval_sampling_args=sampled.eval_sampling_args() if one.sampling_args else None,
             num_eval_tasks=args.eval_examples,
         )
         parts.append(_runner(one.env, options))

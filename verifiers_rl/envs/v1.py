@@ -268,7 +268,7 @@ class V1ExampleRunner:
         config = TokenClientConfig(
             base_url=self.options.base_url,
             api_key_var="VLLM_API_KEY",
-            sampling=self.options.sampling_args or sampling_args,
+            sampling=self.options.sampling_of(split, sampling_args),
         )
         config._environment = self
         context = vf.ModelContext(model=model, client=config)

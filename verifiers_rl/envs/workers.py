@@ -235,7 +235,7 @@ class WorkerEnvironment:
             "example": text,
             "num_rollouts": num_rollouts,
             "model": model,
-            "sampling_args": sampling_args,
+            "sampling_args": self.env.options.sampling_of(split, sampling_args),
             "policy_version": policy_version,
         }
         async with slots.several(num_rollouts) as give_one_back:

@@ -24,6 +24,8 @@ CARD = "README.md"
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # Trainer writes it last, so a checkpoint without it is unfinished
+# Where the state of the run in that file has what the orchestrator needs to continue.
+BATCHES = "Orchestrator"
 _MODEL = (
     *("adapter_config.json", "adapter_model*.safetensors", "adapter_model.bin"),
     *("model*.safetensors", "pytorch_model*.bin"),
@@ -336,6 +338,12 @@ def _checkpoint_to_resume(folder: Path, resume: Literal[True] | str) -> Path:
         why = f"it has no {_STATE}" if checkpoint.is_dir() else "no such folder"
         raise RunFolderError(f"cannot resume from {str(checkpoint)!r}: {why}{hint}")
     return checkpoint
+
+
+def batches_of(checkpoint: str) -> dict[str, Any]:
+    """Return what the orchestrator had saved in this checkpoint; {} if nothing."""
+    state = json.loads((Path(checkpoint) / _STATE).read_text())
+    return state.get("stateful_callbacks", {}).get(BATCHES, {})
 
 
 def _steps_done(checkpoint: Path) -> int:

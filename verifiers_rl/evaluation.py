@@ -1,0 +1,107 @@
+"""Evaluations beside training: when each begins and ends.
+
+    step k ends        request(k)    the weights of version k are to be evaluated
+    step k             get batch k, push version k, begin(): rollouts of the evaluation and of the
+                       next batch share the server, and all have version k
+    step k + 1         get batch k + 1, end(): wait for the evaluation, then push version k + 1
+
+So an evaluation adds no push, and holds up only the push after its own, by what it still needs
+when the batch before that push is there. Where no push is due any more, at the end of training,
+the evaluation makes one, which then is the last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from verifiers_rl.config import RLConfig
+from verifiers_rl.types import BatchSource
+
+
+class Evaluations:
+    """The evaluation that is due, the one that runs, and the results of those that have ended.
+    On rank 0; on the other ranks nothing is ever due.
+
+    Args:
+        args: options of the run.
+    """
+
+    def __init__(self, args: RLConfig) -> None:
+        self.args = args
+        self.due: int | None = None  # the step whose weights are to be evaluated
+        self._running: int | None = None  # that of the evaluation that has begun
+        self._ended: dict[int, dict[str, float]] = {}
+
+    def begin(self, orchestrator: BatchSource, model: str, policy_version: int) -> None:
+        """Begin the evaluation that is due, if one is. The server has its weights now."""
+        if self.due is None:
+            return
+        self.end(orchestrator)
+        orchestrator.begin_evaluation(
+            self.args.eval_examples, self.args.eval_rollouts_per_example, model, policy_version
+        )
+        self._running, self.due = self.due, None
+
+    def end(self, orchestrator: BatchSource) -> None:
+        """Wait for the evaluation that runs, if one does."""
+        if self._running is None:
+            return
+        start = time.monotonic()
+        results = orchestrator.end_evaluation()
+        self._ended[self._running] = {**results, "wait_s": time.monotonic() - start}
+        self._running = None
+
+    def begin_again(self, step: int) -> None:
+        """Evaluate this step's weights in place of those of a running evaluation, which was
+        discarded: the server has lost its weights, and the trainer may have newer ones.
+        """
+        if self._running is not None:
+            self.due, self._running = step, None
+
+    def take_ended(self) -> dict[str, dict[str, float]]:
+        """Return the results of evaluations that have ended since the last call, by their step."""
+        ended, self._ended = self._ended, {}
+        return {str(step): results for step, results in ended.items()}
+
+
+def log_results(
+    trainer: Trainer, ended: dict[str, dict[str, float]], prefix: str = "eval"
+) -> dict[str, float]:
+    """Log the results of evaluations, each at the step whose weights were evaluated, and tell
+    callbacks. Return the metrics of the trainer's current step; {} if none of them is of it.
+
+    Args:
+        ended: what `take_ended` returned.
+        prefix: of the names of the current step's metrics; earlier ones have "eval".
+    """
+    state, now = trainer.state, (trainer.state.global_step, trainer.state.epoch)
+    current: dict[str, float] = {}
+    for step, results in ended.items():
+        is_current = int(step) == now[0]
+        own_prefix = prefix if is_current else "eval"
+        metrics = {f"{own_prefix}_{name}": value for name, value in results.items()}
+        if not is_current:
+            state.global_step, state.epoch = int(step), int(step) / state.max_steps
+        try:
+            trainer.log(metrics)
+            trainer.control = trainer.callback_handler.on_evaluate(
+                trainer.args, state, trainer.control, metrics
+            )
+        finally:
+            state.global_step, state.epoch = now
+        current = metrics if is_current else current
+    return current
+
+
+class AtTrainEnd(TrainerCallback):
+    """Calls a function when training ends, before the callbacks behind it close their files."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.finish()
