@@ -71,6 +71,18 @@ def test_every_option_of_ours_has_a_help():
         ({"lora_dropout": 1.0}, r"lora_dropout=1.0"),
         ({"temperature": 2.5}, r"temperature=2.5: must be at most 2"),
         ({"client_type": "chat"}, r"client_type='chat': must be one of openai_chat_completions, "),
+        (
+            {"batch_order": "ready"},
+            r"batch_order='ready': without effect if max_off_policy_steps=1",
+        ),
+        ({"batch_order": "first"}, r"batch_order='first': must be one of planned, ready"),
+        ({"eval_temperature": -0.1}, r"eval_temperature=-0.1: must be a number >= 0"),
+        ({"eval_temperature": 2.5}, r"eval_temperature=2.5: must be at most 2"),
+        ({"eval_top_p": 0.0}, r"eval_top_p=0.0: must be > 0 and <= 1"),
+        ({"eval_top_k": -1}, r"eval_top_k=-1: must be an integer >= 0"),
+        ({"eval_min_p": 2.0}, r"eval_min_p=2.0: must be from 0 to 1"),
+        ({"eval_max_tokens": 2048}, r"eval_max_tokens=2048: must be below max_seq_len=2048"),
+        ({"eval_concurrent": 513}, r"eval_concurrent=513: must be at most max_concurrent=512"),
         ({"max_off_policy_steps": -1}, r"max_off_policy_steps=-1: must be an integer >= 0"),
         (
             {"max_prompt_len": 64, "max_seq_len": 64},
@@ -305,6 +317,22 @@ def test_sampling_options_reach_the_request():
     ]  # fmt: skip
 
 
+def test_evaluations_sample_as_training_but_for_their_own_options():
+    args = make(max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1)
+    assert args.eval_sampling_args() == args.sampling_args()
+    own = {"eval_temperature": 0.0, "eval_max_tokens": 20, "eval_top_p": 1.0, "eval_min_p": 0.0}
+    args = make(max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, eval_top_k=0, **own)
+    evaluated, trained = args.eval_sampling_args(), args.sampling_args()
+    assert [evaluated[name] for name in ("temperature", "max_tokens", "top_p")] == [0.0, 20, 1.0]
+    assert (evaluated["extra_body"]["top_k"], evaluated["extra_body"]["min_p"]) == (-1, 0.0)
+    assert [trained[name] for name in ("temperature", "max_tokens", "top_p")] == [0.5, 9, 0.9]
+    # What an environment has of its own lies between the two.
+    of_one = args.with_sampling({"max_tokens": 5, "repetition_penalty": 1.5})
+    assert of_one.sampling_args()["max_tokens"] == 5
+    assert of_one.eval_sampling_args()["max_tokens"] == 20
+    assert of_one.eval_sampling_args()["extra_body"]["repetition_penalty"] == 1.5
+
+
 def test_neutral_sampling_needs_no_warning():
     assert make(temperature=0.3).sampling_changes_probabilities() == []
     assert make().sampling_args()["max_tokens"] is None
@@ -328,6 +356,7 @@ def test_other_ranks_wait_as_long_as_rank_0_may_take():
     assert timeout(**options, eval_rollouts_per_example=4) == (2 * 6 + 2) * 1000
     assert timeout(**options, max_off_policy_steps=2) == (2 * 9 + 3) * 1000
     assert timeout(**options, min_reward=0.1, max_oversampling=2.0) == (2 * 9 + 2) * 1000
+    assert timeout(**options, eval_concurrent=16) == (2 * 8 + 2) * 1000  # the evaluation: 4 waves
     assert timeout(**options, env_workers=1) == (2 * 5 + 3) * 1000
     assert RLConfig(use_cpu=True, ddp_timeout=90_000).ddp_timeout == 90_000
 

@@ -107,6 +107,41 @@ def test_sampling_options_change_what_the_server_samples(make_trainer, caplog):
     assert history(trainer, "truncated_share")[0] > 0.9
 
 
+def test_ready_batches_and_greedy_evaluations_beside_them(make_trainer):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "eval_examples": 16, "max_steps": 5}
+    trainer = make_trainer(
+        example_env(), batch_order="ready", max_off_policy_steps=2, max_concurrent=48,
+        eval_temperature=0.0, eval_rollouts_per_example=2, eval_concurrent=8, **options,
+    )  # fmt: skip
+    runner, evaluated, trained = trainer.orchestrator.env, [], []
+    run_group, get = runner.run_group, trainer.orchestrator.get
+
+    async def recording(split, *args):
+        group = await run_group(split, *args)
+        if split == "eval":
+            evaluated.append(group)
+        return group
+
+    def getting():
+        trained.append(get())
+        return trained[-1]
+
+    runner.run_group, trainer.orchestrator.get = recording, getting
+    trainer.train()
+    assert [row["step"] for row in trainer.state.log_history if "eval_reward" in row] == [2, 4, 5]
+    # Both answers to an example are the likeliest tokens, of one version, that of the step.
+    versions = [
+        {v for rollout in group for s in rollout.samples for v in s.policy_versions if v >= 0}
+        for group in evaluated
+    ]
+    assert versions == [{2}] * 16 + [{4}] * 16 + [{5}] * 16
+    assert all(first.completion == second.completion for first, second in evaluated)
+    assert max(history(trainer, "staleness_max")) <= 2.0
+    assert history(trainer, "error_share") == [0.0] * 5
+    examples = [example for batch in trained for example in {r.example_id for r in batch.rollouts}]
+    assert len(examples) == len(set(examples)) == 20
+
+
 def make_fragile(breaks):
     """Raises in the rollouts that `breaks(count)` names, in code of its own."""
     count = 0

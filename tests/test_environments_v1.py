@@ -97,7 +97,7 @@ class Server:
         return web.json_response(reply, headers={"X-Policy-Versions": f"0:{version}"})
 
 
-def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, **options):
+def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, split="train", **options):
     """One group, and the requests that it made."""
     defaults = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, "env_workers": 0}
     args = RLConfig(output_dir=str(tmp_path), **defaults | options)
@@ -113,8 +113,8 @@ def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, **options):
             slots = Slots(
                 rollouts_at_once(options.get("max_concurrent", 4), runner.files_per_rollout)
             )
-            sampling = args.sampling_args()
-            return await runner.run_group("train", index, num_rollouts, "m", sampling, 9, slots)
+            sampling = args.sampling_args() if split == "train" else args.eval_sampling_args()
+            return await runner.run_group(split, index, num_rollouts, "m", sampling, 9, slots)
         finally:
             await runner.close()
 
@@ -739,3 +739,26 @@ def test_more_rollouts_run_at_once_than_the_soft_limit_of_open_files_lets(tokeni
         resource.setrlimit(files, (soft, hard))
     assert not [rollout.error for rollout in rollouts if rollout.error]
     assert len(requests) == num_rollouts
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_sampling_of_evaluations_is_that_of_the_run_over_that_of_the_environment(
+    tokenizer, tmp_path, split
+):
+    options = {"eval_temperature": 0.0, "eval_max_tokens": 7, "eval_top_k": 5, "split": split}
+    evaluated = {"temperature": 0.0, "max_tokens": 7, "top_k": 5}
+    trained = {"temperature": 0.7, "max_tokens": 40, "top_k": -1}
+
+    def asked(env):
+        (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes", **options)
+        assert rollout.error is None, rollout.error
+        return {name: requests[0][0][name] for name in trained} | {"top_p": requests[0][0]["top_p"]}
+
+    expected = {**(evaluated if split == "eval" else trained), "top_p": 1.0}
+    assert asked(load()) == expected
+    own = WeightedEnv(load(), "env", sampling_args={"max_tokens": 30, "top_p": 0.5})
+    own_wins = {"top_p": 0.5} | ({} if split == "eval" else {"max_tokens": 30})
+    assert asked([own]) == expected | own_wins
+    # What an agent has of its own stays, and is no error where nothing is trained.
+    agent = {"sampling": {"temperature": 0.7, "max_tokens": 2}}
+    assert asked(load(agent=agent)) == expected | {"temperature": 0.7, "max_tokens": 2}

@@ -140,6 +140,9 @@ def run(case):
     trainer.train(resume_from_checkpoint=resumed)
     if args.process_index == 0:
         assert sink.num_tries > len(sink.pushed) == len(set(sink.pushed))
+    # On every rank. That of step 2 was still to begin when its checkpoint was written.
+    evaluated = [row["step"] for row in trainer.state.log_history if "eval_reward" in row]
+    assert evaluated == ([3] if resumed else [2, 3]), evaluated
     history = [row for row in trainer.state.log_history if "mismatch_kl" in row]
     AcceleratorState._reset_state()
     return args.world_size, getattr(sink, "got", None), history, [*reductions.values()]

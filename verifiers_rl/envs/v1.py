@@ -250,11 +250,15 @@ class V1ExampleRunner:
         slots: Any,
     ) -> list[Rollout]:
         """Do as `run_task`, for a task that came from another process."""
-        task = unpack_task(self.tasksets[example["split"]], example["task"])
-        return await self.run_task(task, num_rollouts, model, sampling_args, policy_version, slots)
+        split = example["split"]
+        task = unpack_task(self.tasksets[split], example["task"])
+        return await self.run_task(
+            split, task, num_rollouts, model, sampling_args, policy_version, slots
+        )
 
     async def run_task(
         self,
+        split: Split,
         task: vf.Task,
         num_rollouts: int,
         model: str,
@@ -268,15 +272,20 @@ class V1ExampleRunner:
         config = TokenClientConfig(
             base_url=self.options.base_url,
             api_key_var="VLLM_API_KEY",
-            sampling=self.options.sampling_of(split, sampling_args),
+            sampling=sampling_args,
         )
         config._environment = self
         context = vf.ModelContext(model=model, client=config)
-        runs = [self._run(task, context, policy_version, slots) for _ in range(num_rollouts)]
+        runs = [self._run(split, task, context, policy_version, slots) for _ in range(num_rollouts)]
         return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
 
     async def _run(
-        self, task: vf.Task, context: vf.ModelContext, policy_version: int, slots: Slots | Progress
+        self,
+        split: Split,
+        task: vf.Task,
+        context: vf.ModelContext,
+        policy_version: int,
+        slots: Slots | Progress,
     ) -> list[Rollout]:
         (slot,) = self.env.slots(task)
         failed = Rollout(0, task.data.prompt_text, env=self.name)
@@ -294,7 +303,8 @@ class V1ExampleRunner:
                 traces = [trace for trace in episode.traces if trace.agent.trainable]
                 if not traces:
                     raise ValueError("no agent of the episode is trainable")
-                temperature = context.client.sampling["temperature"]
+                # Nothing is trained on an evaluation, so its agents may sample at any temperature.
+                temperature = context.client.sampling["temperature"] if split == "train" else None
                 return [self._rollout(trace, policy_version, temperature) for trace in traces]
             except Exception as error:  # whatever the environment's own code raises
                 failed.error = error
@@ -308,15 +318,18 @@ class V1ExampleRunner:
                     self.versions.pop(trace.id, None)
         return [failed]
 
-    def _rollout(self, trace: vf.Trace, policy_version: int, temperature: float) -> Rollout:
-        """Make the rollout of a trace. Raises ValueError if it cannot be trained on."""
+    def _rollout(self, trace: vf.Trace, policy_version: int, temperature: float | None) -> Rollout:
+        """Make the rollout of a trace. Raises ValueError if it cannot be trained on, at this
+        temperature if one is given.
+        """
         if not isinstance(trace.agent.config.client, TokenClientConfig):
             raise ValueError(
                 f"the agent {trace.agent.name!r} has a client of its own, so its tokens are not of "
                 "the model that is trained; mark it trainable = False in the environment's setup()"
             )
         own = trace.agent.config.sampling
-        if own is not None and own.temperature not in (None, temperature):
+        wanted = (None, temperature)
+        if own is not None and temperature is not None and own.temperature not in wanted:
             raise ValueError(
                 f"the agent {trace.agent.name!r} samples at temperature={own.temperature:g}, and "
                 f"the trainer takes logprobs at {temperature:g}; remove temperature from the "
@@ -514,8 +527,9 @@ class V1Environment(V1ExampleRunner):
     ) -> list[Rollout]:
         """Do as `V1ExampleRunner.run_task`, for this task of its split."""
         task = await self._task(split, index)
+        sampling_args = self.options.sampling_of(split, sampling_args)
         rollouts = await self.run_task(
-            task, num_rollouts, model, sampling_args, policy_version, slots
+            split, task, num_rollouts, model, sampling_args, policy_version, slots
         )
         for rollout in rollouts:
             rollout.example_id = index
