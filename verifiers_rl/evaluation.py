@@ -6,8 +6,9 @@
     step k + 1         get batch k + 1, end(): wait for the evaluation, then push version k + 1
 
 So an evaluation adds no push, and holds up only the push after its own, by what it still needs
-when the batch before that push is there. Where no push is due any more, at the end of training,
-the evaluation makes one, which then is the last one.
+when the batch before that push is there. In the last `max_off_policy_steps` steps no batch is
+requested, and so nothing is pushed; an evaluation that is due there makes a push of its own. One
+that is due behind the last step uses the push of the final weights.
 """
 
 from __future__ import annotations

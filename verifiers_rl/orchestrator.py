@@ -69,8 +69,8 @@ class Orchestrator:
             shares.
         group_filter: a finished group that does not pass is replaced by a new one. Replacements
             start only in the first `rollout_timeout_s` of a batch, times the pending batches.
-        max_groups: the most groups that are generated for a batch. Each step reserves this many
-            examples of the epoch, used or not. Default: the groups of a batch.
+        max_groups: the most groups that are generated for a batch. In "planned" each step reserves
+            this many examples of the epoch, used or not. Default: the groups of a batch.
         advantage_fn: computes advantages from a group's surviving rollouts; default: rewards minus
             their mean. Advantages that an environment has set itself are kept.
         mask_truncated_completions, zero_truncated_completions: see `RLConfig`.

@@ -10,7 +10,8 @@
 With max_off_policy_steps = 1, as above, each batch is sampled from weights that are one step old,
 and the server generates while the trainer trains. With 0, each step first sends the weights and
 requests its batch, and each side waits for the other. With k > 1, k batches are requested in
-advance, and weights change while the server generates.
+advance, and weights change while the server generates. An evaluation begins behind a push, runs
+beside the next step, and ends before the next push, see evaluation.py.
 
 Everything else (optimizer, schedule, clipping, logging, checkpoints, callbacks) is
 transformers.Trainer's own.
