@@ -22,8 +22,6 @@ import numpy as np
 
 from verifiers_rl.types import EnvRunner, Rollout, Split
 
-from verifiers_rl.types import Split
-
 logger = logging.getLogger(__name__)
 
 
@@ -108,6 +106,10 @@ class RunnerOptions:
     eval_sampling_args: dict[str, Any] | None = None
     num_eval_tasks: int = 64
 
+    def sampling_of(self, split: Split, of_run: dict[str, Any]) -> dict[str, Any]:
+        """Return the sampling options of a request: the environment's own, or those of the run."""
+        return (self.eval_sampling_args if split == "eval" else self.sampling_args) or of_run
+
 
 class ExampleRunner(Protocol):
     """Runs rollouts of examples that it is given. It has no dataset, so a worker process can make
@@ -163,10 +165,6 @@ class PortableEnvironment(EnvRunner, Protocol):
     def prompt_of(self, example: dict[str, Any]) -> str:
         """Return the prompt of an example as text, for people."""
         ...
-
-    def sampling_of(self, split: Split, of_run: dict[str, Any]) -> dict[str, Any]:
-        """Return the sampling options of a request: the environment's own, or those of the run."""
-        return (self.eval_sampling_args if split == "eval" else self.sampling_args) or of_run
 
 
 @dataclass
