@@ -126,7 +126,8 @@ def play_with_tools(tokenizer, tmp_path_factory):
     """Plays groups of tool_tasks, all with one tool server, which takes seconds to start."""
     server = Server(tokenizer, None)
     folder = str(tmp_path_factory.mktemp("tools"))
-    args = RLConfig(output_dir=folder, max_seq_len=400, max_tokens=90, use_cpu=True, env_workers=0)
+    options = {"max_seq_len": 400, "max_tokens": 90, "use_cpu": True, "tools_in_process": False}
+    args = RLConfig(output_dir=folder, env_workers=0, **options)
     with asyncio.Runner() as loop:
         listening = serving(server.answer, "/v1/chat/completions/tokens")
         url = loop.run(listening.__aenter__())
@@ -351,7 +352,7 @@ def test_an_agent_that_calls_on_and_on_is_ended_without_an_error(
     if taskset == "tool_tasks":  # its agent has max_turns = 3
         (rollout,), requests = request.getfixturevalue("play_with_tools")(call_on_and_on)
     else:
-        env, options = load(taskset), {"max_tokens": 40, "max_seq_len": 400}
+        env, options = load(taskset), {"max_seq_len": 400}
         (rollout,), requests = play(env, tokenizer, tmp_path, call_on_and_on, **options)
     assert rollout.error is None, rollout.error
     assert rollout.num_turns == len(requests) == num_turns
@@ -410,7 +411,7 @@ def test_tool_servers_that_do_not_answer_are_named(play_with_tools, monkeypatch)
 @pytest.mark.slow
 def test_an_environment_that_does_not_start_in_time_is_one_error(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("verifiers_rl.envs.v1.LOAD_S", 0.05)
-    options = {"generation_timeout": 0.05}
+    options = {"generation_timeout": 0.05, "tools_in_process": False}
     with pytest.raises(InvalidEnvironmentError, match="not ready within"):
         play(load("tool_tasks"), tokenizer, tmp_path, lambda _: "yes", **options)
 
@@ -714,7 +715,8 @@ def test_programs_and_tool_servers_do_not_get_the_trainers_secrets(
 
     options = {"out": str(tmp_path / "seen")}
     env = load("prying_tasks", agent={"runtime": {"type": "subprocess"}}, options=options)
-    (rollout,), _ = play(env, tokenizer, tmp_path, say, max_tokens=60, max_seq_len=8000)
+    options = {"max_tokens": 60, "max_seq_len": 8000, "tools_in_process": False}
+    (rollout,), _ = play(env, tokenizer, tmp_path, say, **options)
     assert rollout.error is None, rollout.error
     of_tool = rollout.completion.split("tool: ")[1].splitlines()[0].split()
     of_program = Path(env.taskset.config.out).read_text().split()

@@ -354,6 +354,11 @@ class RLConfig(TrainingArguments):
         "cannot be made again in a worker runs in a thread of the trainer, and one line says why. "
         "0 runs all environments in a thread of the trainer.",
     )
+    tools_in_process: bool = _option(
+        True,
+        "Call the Python tools of verifiers.v1 environments in the process that runs the "
+        "environment. False starts an MCP server process for each toolset, as verifiers does.",
+    )
     client_type: Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"] = (
         _option(
             "openai_chat_completions_token",

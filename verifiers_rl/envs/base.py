@@ -92,6 +92,7 @@ class RunnerOptions:
         sampling_args: for each request of training, in place of those that `run_group` gets.
         eval_sampling_args: the same for each request of an evaluation.
         num_eval_tasks: tasks of a stream that evaluations use.
+        tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
     """
 
     base_url: str
@@ -105,6 +106,7 @@ class RunnerOptions:
     sampling_args: dict[str, Any] | None = None
     eval_sampling_args: dict[str, Any] | None = None
     num_eval_tasks: int = 64
+    tools_in_process: bool = True
 
     def sampling_of(self, split: Split, of_run: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling options of a request: the environment's own, or those of the run."""

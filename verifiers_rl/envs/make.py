@@ -161,6 +161,7 @@ def make_runner(
             sampling_args=sampled.sampling_args() if one.sampling_args else None,
             eval_sampling_args=sampled.eval_sampling_args() if one.sampling_args else None,
             num_eval_tasks=args.eval_examples,
+            tools_in_process=args.tools_in_process,
         )
         parts.append(_runner(one.env, options))
         if len(mixed) > 1 and parts[-1].name != one.name:

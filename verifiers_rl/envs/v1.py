@@ -19,11 +19,11 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import verifiers.v1 as vf
 
@@ -34,7 +34,8 @@ from verifiers_rl.envs.base import (
     text_of,
     versions_of_tokens,
 )
-from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.local_tools import LocalTools
+from verifiers_rl.envs.rendering import Renderer
 from verifiers_rl.envs.v1_client import TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
     IN_PROCESS,
@@ -43,6 +44,8 @@ from verifiers_rl.envs.v1_loading import (
     describe,
     environment_of,
     let_tool_servers_import_from,
+    plays_in_our_chat_here,
+    tool_servers,
     warn_of_plain_functions,
     with_local_chat,
 )
@@ -131,7 +134,9 @@ class V1ExampleRunner:
         try:
             env = environment_of(env) if isinstance(env, vf.Taskset) else env
             self.env = with_local_chat(env)
-            check_tool_servers(self.env)
+            has_tools_here = options.tools_in_process and plays_in_our_chat_here(self.env)
+            self._local_tools = LocalTools(self.env) if has_tools_here else None
+            check_tool_servers(self.env, has_tools_here)
             check_login(self.env)
             warn_of_plain_functions(self.env)
         except (ValueError, TypeError) as error:
@@ -139,6 +144,7 @@ class V1ExampleRunner:
         self.tasksets = {"train": env.taskset, "eval": eval_taskset or env.taskset}
         self.options = options
         self.tokenizer = tokenizer = options.tokenizer
+        self._renderer = Renderer(tokenizer)
         self.special_ids: set[int] = set()
         if tokenizer is not None:
             self.special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -148,38 +154,28 @@ class V1ExampleRunner:
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
         self.files_per_rollout = self._files_per_rollout()
         self._serving: asyncio.Task[None] | None = None
-        self.endpoint_session: aiohttp.ClientSession | None = None  # for `chat_harness`
 
     @staticmethod
     def can_run(env: Any) -> bool:
         return isinstance(env, vf.Env | vf.Taskset)
 
     def _files_per_rollout(self) -> int:
-        """Return how many sockets and pipes a rollout holds in this process at most: both ends of
-        the connection between agent and endpoint, one connection to the server, and those of an
-        agent's program and of tools.
+        """Return how many sockets and pipes a rollout holds in this process at most: one connection
+        to the server, and those of tool servers and of an agent's program. A program also has a
+        connection to the endpoint, with both ends here.
         """
-        config, taskset = self.env.config, self.env.taskset
+        config = self.env.config
         harnesses = config.agent_harnesses().values()
-        toolsets = [*taskset.toolsets(taskset.config)]
-        toolsets += type(taskset).task_type().toolsets(taskset.config.task)
-        num_files = 3 + 4 * len(toolsets)
+        num_files = 1 + 4 * len(tool_servers(self.env, self._local_tools is not None))
         if any(harness.id != IN_PROCESS for harness in harnesses):
-            num_files += 5
+            num_files += 7
         return num_files * (config.max_concurrent_agents or len(harnesses))
 
     def render(self, messages: list[Any], is_prompt: bool = True, **template: Any) -> list[int]:
         """Return token ids of messages, with the beginning of a reply if `is_prompt`. `template`
         goes to the chat template. Without messages (a user opens the conversation) return [].
         """
-        if not messages:
-            return []
-        return self.tokenizer.apply_chat_template(
-            [as_vllm_renders(message) for message in messages],
-            add_generation_prompt=is_prompt,
-            return_dict=False,
-            **template,
-        )
+        return self._renderer.render(messages, is_prompt, **template)
 
     async def open(self) -> None:
         """Start what the environment shares between episodes.
@@ -187,13 +183,13 @@ class V1ExampleRunner:
         Raises:
             InvalidEnvironmentError: the environment is not ready in time.
         """
-        self.endpoint_session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         is_up = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
 
         async def serve() -> None:  # the task that opens a context must also close it
             try:
-                async with self.env.serving():
+                tools = nullcontext() if self._local_tools is None else self._local_tools.open()
+                async with tools, self.env.serving():
                     is_up.set_result(None)
                     await self._stopping.wait()
             except Exception as error:
@@ -212,8 +208,6 @@ class V1ExampleRunner:
             ) from error
 
     async def close(self) -> None:
-        if self.endpoint_session is not None:
-            await self.endpoint_session.close()
         if self._serving is not None:
             self._stopping.set()
             _, late = await asyncio.wait([self._serving], timeout=EXIT_S)
@@ -275,6 +269,8 @@ class V1ExampleRunner:
             sampling=sampling_args,
         )
         config._environment = self
+        if self._local_tools is not None:
+            task = self._local_tools.of_task(task)
         context = vf.ModelContext(model=model, client=config)
         runs = [self._run(split, task, context, policy_version, slots) for _ in range(num_rollouts)]
         return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
@@ -494,7 +490,9 @@ class V1Environment(V1ExampleRunner):
         tasks = describe_sizes(self.sizes("train"))
         tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
         which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
+        has_tools_here = self._local_tools is not None and self._local_tools.has_any
+        of_tools = "; its tools are called in this process" if has_tools_here else ""
+        return f"{which}: {describe(self.env)}{of_tools}; {tasks}{of_evaluation}"
 
     def recipe(self) -> V1Recipe:
         first = self._tasks.at(0) if isinstance(self._tasks, TaskStream) else self._tasks[0]

@@ -27,6 +27,7 @@ from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.local_tools import runs_here
 
 logger = logging.getLogger(__name__)
 
@@ -287,19 +288,30 @@ def _classes(module: Any, names: Any) -> list[type]:
     return [c for c in found if isinstance(c, type)]
 
 
-def check_tool_servers(env: vf.Env) -> None:
-    """Raise InvalidEnvironmentError for tools whose class is in the script that runs."""
+def tool_servers(env: vf.Env, has_tools_here: bool) -> list[vf.Toolset]:
+    """Return the toolsets that verifiers will start a process for.
+
+    Args:
+        has_tools_here: `local_tools.LocalTools` has those that can run in this process.
+    """
     taskset = env.taskset
     toolsets = [*taskset.toolsets(taskset.config)]
     toolsets += type(taskset).task_type().toolsets(taskset.config.task)
-    for toolset in toolsets:
-        if type(toolset).__module__ == "__main__" and not toolset.config.url:
+    return [t for t in toolsets if not (t.config.url or (has_tools_here and runs_here(t)))]
+
+
+def check_tool_servers(env: vf.Env, has_tools_here: bool) -> None:
+    """Raise InvalidEnvironmentError for tools that need a process of their own and whose class is
+    in the script that runs.
+    """
+    for toolset in tool_servers(env, has_tools_here):
+        if type(toolset).__module__ == "__main__":
             name = type(toolset).__name__
             raise InvalidEnvironmentError(
-                f"the tools {name} are defined in the script that runs. A tool server is a process "
-                f"of its own, which runs the module of its class; move {name} into a file beside "
-                f"the script, which ends in `if __name__ == '__main__': {name}.run()`, and import "
-                "it from there"
+                f"the tools {name} are defined in the script that runs, and are not called in this "
+                "process (tools_in_process). A tool server is a process of its own, which runs the "
+                f"module of its class; move {name} into a file beside the script, which ends in "
+                f"`if __name__ == '__main__': {name}.run()`, and import it from there"
             )
 
 
@@ -337,6 +349,14 @@ def with_local_chat(env: vf.Env) -> vf.Env:
     vf.Env.__init__(played, env.config.model_copy(update=changed))
     played.taskset = env.taskset
     return played
+
+
+def plays_in_our_chat_here(env: vf.Env) -> bool:
+    """Return whether all agents play in our chat, on this machine."""
+    return all(
+        harness.id == IN_PROCESS and getattr(env.config, role).runtime.type == "subprocess"
+        for role, harness in env.config.agent_harnesses().items()
+    )
 
 
 def _is_harmless(harness_id: str) -> bool:
