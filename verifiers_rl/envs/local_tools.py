@@ -150,7 +150,7 @@ async def open_tools(given: Any, task_data: Any = None) -> AsyncIterator[LiveToo
             live = LiveTools(given)
             await stack.enter_async_context(live.toolset._exit_stack)
             await live.toolset.setup()
-            if task_data is not None:
+            if task_data is not None and not _is_stock(type(given), "setup_task"):
                 await live.toolset.setup_task(task_data.model_copy(deep=True))
         except Exception as error:  # whatever the toolset's own code raises
             name = given.server_name or type(given).__name__
