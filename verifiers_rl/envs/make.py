@@ -169,8 +169,8 @@ def make_runner(
                 f"environment {one.name!r} is an EnvRunner named {parts[-1].name!r}; give both the "
                 "same name"
             )
-        if description := parts[-1].description:
-            report(description)
         if num_workers:
             parts[-1] = _in_workers(parts[-1], pool, args.env_workers, report)
+        if description := parts[-1].description:
+            report(description)
     return parts[0] if len(parts) == 1 else MixedEnvironment(parts, [one.weight for one in mixed])

@@ -196,7 +196,7 @@ class WorkerEnvironment:
         self.pool = pool
         self._number = pool.add(env)
         self.name = env.name
-        self.description = env.description
+        self.description = env.description.replace("in this process", "in rollout workers")
         self.weights = env.weights
         self.num_overlong_prompts = env.num_overlong_prompts
         self.bounds_replies = env.bounds_replies
