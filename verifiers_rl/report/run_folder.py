@@ -270,7 +270,7 @@ def summary(source: Path) -> str:
     metrics.jsonl.
     """
     rows = read_metrics(source)
-    counts = ("runtime", "num_rollouts", "num_turns")
+    counts = ("runtime", "wait_s", "num_rollouts", "num_turns")
 
     def is_score(name: str) -> bool:  # with several environments: eval_NAME/reward
         last = name.removeprefix("eval_").rpartition("/")[2]
