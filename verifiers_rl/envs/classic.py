@@ -29,6 +29,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.envs.chat_template import as_vllm_renders, reason_against_chat_template
 from verifiers_rl.envs.classic_clients import make_client
+from verifiers_rl.inference import RolloutDeadline
 from verifiers_rl.types import Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class ClassicExampleRunner:
                 for state in states:
                     await self.env.rubric.cleanup(state)
             except Exception as error:  # whatever the environment's scoring raises
-                scoring_error = self._explain(error, deadline, "scoring a group")
+                scoring_error = self._explain(error, deadline.expired(), "scoring a group")
         return [
             self._rollout(row, state, error or scoring_error, policy_version)
             for state, error in results
@@ -204,25 +205,29 @@ class ClassicExampleRunner:
         sampling_args: dict[str, Any],
         slots: Slots | Progress,
     ) -> tuple[Any, BaseException | None]:
+        deadline = RolloutDeadline(self.options.timeout_s)
         async with slots:
             start = time.monotonic()
             try:
-                async with asyncio.timeout(self.options.timeout_s) as deadline:
+                async with deadline:
                     state = await self.env.rollout(row, self._client, model, dict(sampling_args))
             except Exception as error:  # whatever the environment's own code raises
-                return None, self._explain(error, deadline, "a rollout")
+                return None, self._explain(error, deadline.expired(), "a rollout")
             state["verifiers_rl_generation_s"] = time.monotonic() - start
+            if deadline.num_lost_tokens is not None:  # the environment may have hidden the error
+                state["verifiers_rl_lost_tokens"] = deadline.num_lost_tokens
+                return state, self._explain(TimeoutError(), True, "a rollout")
             if state.get("timed_out"):
                 return state, TimeoutError(
                     "the environment's own timeout_seconds passed, or its code raised TimeoutError"
                 )
             return state, state.get("error")
 
-    def _explain(self, error: Exception, deadline: asyncio.Timeout, what: str) -> Exception:
+    def _explain(self, error: Exception, is_late: bool, what: str) -> Exception:
         """Return the error. If our deadline caused it, return an error that says so instead. The
         environment may have a deadline of its own.
         """
-        if not (deadline.expired() and isinstance(error, TimeoutError)):
+        if not (is_late and isinstance(error, TimeoutError)):
             return error
         return TimeoutError(
             f"{what} took longer than generation_timeout ({self.options.timeout_s:g} s)"
@@ -255,6 +260,7 @@ class ClassicExampleRunner:
                 error = bad_result
         if error is not None:
             rollout.error = error
+            rollout.num_lost_tokens = (state or {}).get("verifiers_rl_lost_tokens")
             rollout.reward = math.nan
             rollout.samples = []
             return rollout

@@ -66,6 +66,7 @@ from verifiers_rl.envs.v1_versions import (
     is_infinite,
     ran_out_of_time,
 )
+from verifiers_rl.inference import RolloutDeadline
 from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -285,9 +286,10 @@ class V1ExampleRunner:
     ) -> list[Rollout]:
         (slot,) = self.env.slots(task)
         failed = Rollout(0, task.data.prompt_text, env=self.name)
+        deadline = RolloutDeadline(self.options.timeout_s)
         async with slots:
             try:
-                async with asyncio.timeout(self.options.timeout_s) as deadline:
+                async with deadline:
                     episode = await self.env.run_slot(slot, context)
                 if not episode.ok:
                     raise _failure_of(episode)
@@ -304,7 +306,8 @@ class V1ExampleRunner:
                 return [self._rollout(trace, policy_version, temperature) for trace in traces]
             except Exception as error:  # whatever the environment's own code raises
                 failed.error = error
-                if deadline.expired() and isinstance(error, TimeoutError):
+                if deadline.is_cause_of(error):
+                    failed.num_lost_tokens = deadline.num_lost_tokens
                     failed.error = TimeoutError(
                         "an episode took longer than generation_timeout "
                         f"({self.options.timeout_s:g} s)"

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.client import token_file as token_file
     from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
     from verifiers_rl.inference.packed_tokens import unpack_sampled as unpack_sampled
+    from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
     from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
     from verifiers_rl.inference.rollout_client import policy_versions as policy_versions
 
 HOME = {
+    "RolloutDeadline": "rollout_client",
     "Hold": "client",
     "InferenceClient": "client",
     "InferenceServerError": "client",

@@ -11,7 +11,8 @@ swap waits only for tokens that the engines have sampled and the output processo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,14 +21,33 @@ from typing import Any
 class Request:
     """A request for one completion.
 
+    Args:
+        policy_version: of the weights when it came; None if the server has none of a trainer.
+        on_begin: called when its first token was sampled.
+
     Attributes:
         spans: (first token, policy version) of each policy that has sampled tokens of the request.
         state: what vLLM's output processor keeps about the request; None before it knows of it.
+        queued_s: seconds from its arrival to its first token; None before that.
     """
 
-    def __init__(self, policy_version: int) -> None:
-        self.spans = [(0, policy_version)]
+    def __init__(
+        self, policy_version: int | None, on_begin: Callable[[], None] = lambda: None
+    ) -> None:
+        self.spans = [] if policy_version is None else [(0, policy_version)]
         self.state: Any = None
+        self.queued_s: float | None = None
+        self._arrived = time.monotonic()
+        self._on_begin = on_begin
+
+    def begin(self) -> None:
+        self.queued_s = time.monotonic() - self._arrived
+        self._on_begin()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return 0 if self.state is None else self.state.detokenizer.num_output_tokens()
 
 
 _request: ContextVar[Request | None] = ContextVar("request", default=None)
@@ -39,6 +59,7 @@ class InFlight:
     def __init__(self) -> None:
         self.requests: set[Request] = set()
         self._states: dict[str, Any] = {}  # vLLM's states of its unfinished requests
+        self._queued: dict[str, Request] = {}  # those without a token so far, by vLLM's id
         self._outputs: asyncio.Queue[Any] | None = None  # from the engines, not yet processed
         self._is_processing = False
         self._waiting: list[asyncio.Future[None]] = []
@@ -58,10 +79,14 @@ class InFlight:
             request = _request.get()  # set in the request's task and in those it starts
             if request is not None:
                 request.state = self._states[added.request_id]
+                self._queued[added.request_id] = request
 
-        def process_outputs(*args: Any, **kwargs: Any) -> Any:
+        def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             self._is_processing = True  # one chunk of what was taken from the queue
-            return process(*args, **kwargs)
+            for output in outputs if self._queued else ():
+                if (request := self._queued.pop(output.request_id, None)) is not None:
+                    request.begin()
+            return process(outputs, *args, **kwargs)
 
         def update_scheduler_stats(*args: Any, **kwargs: Any) -> None:
             end(*args, **kwargs)  # vLLM calls it after the last chunk
@@ -79,7 +104,7 @@ class InFlight:
     @contextmanager
     def passing_on(self, request: Request | None) -> Iterator[None]:
         """Inside, what vLLM is asked for belongs to this request."""
-        if request is not None:
+        if request is not None and request.spans:
             self.requests.add(request)
         context = _request.set(request)
         try:
@@ -88,6 +113,8 @@ class InFlight:
             _request.reset(context)
             if request is not None:
                 self.requests.discard(request)
+                if request.state is not None:
+                    self._queued.pop(request.state.request_id, None)
 
     def begin_reply(self, request: Request) -> str:
         """Return the value of the header that says which policy sampled which tokens. Later swaps

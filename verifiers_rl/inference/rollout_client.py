@@ -1,10 +1,13 @@
 """How requests for rollouts reach `vf-vllm`, and what comes back beside the replies: which policies
-sampled their tokens.
+sampled their tokens, and how long they waited in the server's queue.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,16 +22,109 @@ policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
 )
 
 
+BUSY = (429, 503)  # the server says that it has too much to do
+LONGEST_PAUSE_S = 30.0  # between two attempts at a server that is busy
+CONNECT_S = 60.0  # deadline of a connection
+
+
+class RolloutDeadline:
+    """A deadline for the code inside it, which stands still while a request of this code waits in
+    the server's queue. Without that, long replies of a busy server would time out first, and the
+    policy would be trained on short ones.
+
+    From the first token of a reply on, the server keeps the deadline (`X-Reply-Timeout-S`). The
+    requests are those of the task that enters it, and of tasks that this one starts.
+
+    Args:
+        timeout_s: seconds, without those in the queue.
+
+    Attributes:
+        left_s: seconds that are left, when the time began to run or stood still.
+        num_lost_tokens: tokens of the reply that the server ended at the deadline; None if it ended
+            none.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.left_s = timeout_s
+        self.num_lost_tokens: int | None = None
+        self._timeout = asyncio.timeout(timeout_s)
+        self._since = 0.0  # when the time began to run, or stood still
+        self._num_requests = 0
+        self._longest_s = 0.0  # without the queue, of the requests since the time stood still
+
+    async def __aenter__(self) -> RolloutDeadline:
+        self._since = asyncio.get_running_loop().time()
+        await self._timeout.__aenter__()
+        self._context = _deadline.set(self)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        _deadline.reset(self._context)
+        await self._timeout.__aexit__(*error)  # raises TimeoutError if it has passed
+
+    def expired(self) -> bool:
+        return self._timeout.expired()
+
+    def is_cause_of(self, error: BaseException) -> bool:
+        """Return whether the error is there because the deadline has passed."""
+        is_ours = self.expired() and isinstance(error, TimeoutError)
+        return is_ours or self.num_lost_tokens is not None
+
+    def begin_request(self) -> float:
+        """Let the time stand still. Return the seconds that are left."""
+        now = asyncio.get_running_loop().time()
+        if self._num_requests == 0:
+            self.left_s -= now - self._since
+            self._longest_s = 0.0
+            if self._timeout.when() is not None and not self.expired():
+                self._timeout.reschedule(None)
+        self._num_requests += 1
+        return max(self.left_s, 0.001)
+
+    def end_request(self, seconds: float) -> None:
+        """Let the time go on, if no other request is running.
+
+        Args:
+            seconds: that the request took, without those in the queue.
+        """
+        self._num_requests -= 1
+        self._longest_s = max(self._longest_s, seconds)
+        if self._num_requests == 0:
+            self._since = asyncio.get_running_loop().time()
+            self.left_s -= self._longest_s
+            if not self.expired():
+                self._timeout.reschedule(self._since + self.left_s)
+
+
+_deadline: ContextVar[RolloutDeadline | None] = ContextVar("deadline", default=None)
+
+
+@asynccontextmanager
+async def _time_of_request() -> AsyncIterator[dict[str, float]]:
+    """Stop the rollout's deadline, if there is one. The yielded dict takes the seconds in the
+    queue, and has those left for the reply.
+    """
+    loop, deadline = asyncio.get_running_loop(), _deadline.get()
+    start, times = loop.time(), {"queued_s": 0.0}
+    if deadline is not None:
+        times["limit_s"] = deadline.begin_request()
+    try:
+        yield times
+    finally:
+        if deadline is not None:
+            deadline.end_request(loop.time() - start - times["queued_s"])
+
+
 class ServerClient(AsyncOpenAI):
     """AsyncOpenAI with a short path for `post(..., cast_to=httpx.Response)`, by which all clients
     here send their requests. The path uses aiohttp and skips the layers of openai and httpx. With
     hundreds of small requests at once, these layers take longer than all the rest of a rollout
     (benchmarks/rollouts.py). The path raises openai's errors. After a lost connection or a status
-    of 500 or more it tries once again.
+    of 500 or more it tries once again. While the server says that it is busy, it waits.
 
     Args:
         base_url: of the API, with /v1.
-        timeout_s: deadline of one request.
+        timeout_s: deadline of a request that is not inside a `RolloutDeadline`.
     """
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
@@ -36,11 +132,11 @@ class ServerClient(AsyncOpenAI):
         # No proxy: it is our own server.
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
         super().__init__(base_url=base_url, api_key=key, http_client=http, max_retries=1)
+        self._timeout_s = timeout_s
         self._session = aiohttp.ClientSession(
             # The server closes connections that are idle for 5 s. Ours close earlier, so that no
             # request is sent on one that the server is closing.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
         )
 
@@ -54,17 +150,40 @@ class ServerClient(AsyncOpenAI):
         def request() -> httpx.Request:  # for errors only, because it is slow
             return httpx.Request("POST", url)
 
-        for retries_left in (1, 0):
-            try:
-                async with self._session.post(url, data=data, headers=headers) as reply:
-                    content = await reply.read()
-                if reply.status < 500:
+        async with _time_of_request() as times:
+            headers = {**(headers or {})}
+            if "limit_s" in times:
+                headers["X-Reply-Timeout-S"] = f"{times['limit_s']:.3f}"
+            num_failures, pause_s = 0, 0.5
+            # The rollout and its batch have deadlines, so a request inside has none of its own.
+            has_deadline, loop = "limit_s" in times, asyncio.get_running_loop()
+            end = loop.time() + self._timeout_s
+            total_s = None if has_deadline else self._timeout_s
+            timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_S)
+            while True:
+                try:
+                    async with self._session.post(
+                        url, data=data, headers=headers, timeout=timeout
+                    ) as reply:
+                        content = await reply.read()
+                except TimeoutError as error:  # aiohttp's are also ClientErrors
+                    raise APITimeoutError(request()) from error
+                except aiohttp.ClientError as error:
+                    num_failures += 1
+                    if num_failures > 1:
+                        raise APIConnectionError(request=request()) from error
+                    continue
+                if reply.status in BUSY and (has_deadline or loop.time() < end):
+                    times["queued_s"] += pause_s
+                    await asyncio.sleep(pause_s)  # there is nothing to await
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                    continue
+                num_failures += reply.status >= 500
+                if reply.status < 500 or reply.status == 504 or num_failures > 1:
                     break
-            except TimeoutError as error:  # aiohttp's are also ClientErrors
-                raise APITimeoutError(request()) from error
-            except aiohttp.ClientError as error:
-                if not retries_left:
-                    raise APIConnectionError(request=request()) from error
+            times["queued_s"] += float(reply.headers.get("X-Queued-S", 0.0))
+            if reply.status == 504 and (deadline := _deadline.get()) is not None:
+                deadline.num_lost_tokens = int(reply.headers.get("X-Num-Tokens", 0))
         _remember_policy_versions(reply.headers.get("X-Policy-Versions"))
         response = httpx.Response(reply.status, content=content)
         if response.is_error:

@@ -17,6 +17,10 @@ chats. It listens on 127.0.0.1 unless told otherwise.
 Every reply to a generation request for one completion says which policy sampled its tokens, in a
 header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
 18th. The header of a streamed reply has the versions up to its first token only.
+
+A request may limit the time of its reply: with the header `X-Reply-Timeout-S: 600`, a reply that is
+not complete 600 s after its first token ends with status 504. Time in vLLM's queue does not count.
+Replies say how long they waited for their first token: `X-Queued-S: 1.25`.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import atexit
 import difflib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -59,6 +64,9 @@ GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/ge
 OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", "/health", "/version", "/metrics")
 PUBLIC_PATHS = ("/health", "/version", "/metrics")
 VERSIONS_HEADER = "x-policy-versions"
+LIMIT_HEADER = "x-reply-timeout-s"  # of a request: counts from the first token on
+QUEUED_HEADER = "x-queued-s"  # of a reply: seconds until its first token
+LENGTH_HEADER = "x-num-tokens"  # of a reply with status 504: tokens that it had
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 COUNT_DEADLINE_S = 10.0
 RESUME_DEADLINE_S = 30.0
@@ -139,6 +147,10 @@ class WeightSyncRoutes:
                 await self.generate(scope, receive, send)
             except BadRequest as error:
                 await JSONResponse({"error": str(error)}, 400)(scope, receive, send)
+            except RequestTimeoutError as error:
+                headers = {QUEUED_HEADER: f"{error.queued_s:.4f}", LENGTH_HEADER: str(error.length)}
+                reply = JSONResponse({"error": str(error)}, 504, headers)
+                await reply(scope, receive, send)
         else:
             served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
             reply = {"error": f"vf-vllm does not serve {scope['path']}, only {served}"}
@@ -184,14 +196,22 @@ class WeightSyncRoutes:
         if needs_salt or tokens is not None:
             body = json.dumps(fields).encode()
             headers[b"content-length"] = str(len(body)).encode()
-        request = None
-        if self.policy_version is not None and is_one_completion(fields):
-            request = Request(self.policy_version)
+        limit_s = limit_of(headers)
+        deadline = asyncio.timeout(None)
+
+        def start_deadline() -> None:
+            if limit_s is not None:
+                deadline.reschedule(asyncio.get_running_loop().time() + limit_s)
+
+        request, has_begun = None, False
+        if is_one_completion(fields):
+            request = Request(self.policy_version, start_deadline)
 
         async def send_with_versions(message: Any) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start" and request is not None:
-                header = (VERSIONS_HEADER.encode(), self.in_flight.begin_reply(request).encode())
-                message = {**message, "headers": [*message["headers"], header]}
+                has_begun = True
+                message = {**message, "headers": [*message["headers"], *self.told_of(request)]}
             await send(message if tokens is None else tokens.splice(message))
 
         self.num_running += 1
@@ -199,10 +219,25 @@ class WeightSyncRoutes:
         try:
             with self.in_flight.passing_on(request):
                 scope = {**scope, "headers": list(headers.items())}
-                await self.app(scope, replay(body, receive), send_with_versions)
+                async with deadline:
+                    await self.app(scope, replay(body, receive), send_with_versions)
+        except TimeoutError:
+            if not deadline.expired() or has_begun or request is None:
+                raise
+            raise RequestTimeoutError(limit_s, request) from None
         finally:
             current_request.reset(context)
             self.num_running -= 1
+
+    def told_of(self, request: Request) -> list[tuple[bytes, bytes]]:
+        """Return the headers of a reply that say what happened to its request."""
+        headers = []
+        if request.spans:
+            spans = self.in_flight.begin_reply(request)
+            headers.append((VERSIONS_HEADER.encode(), spans.encode()))
+        if request.queued_s is not None:
+            headers.append((QUEUED_HEADER.encode(), f"{request.queued_s:.4f}".encode()))
+        return headers
 
     def token_request(self, fields: dict[str, Any], state: Any) -> TokenRequest:
         """Make the request that these fields of a request to TOKENS_PATH describe.
@@ -417,6 +452,36 @@ class WeightSyncRoutes:
 
 def is_bearer(authorization: bytes, key: str) -> bool:
     return secrets.compare_digest(authorization, f"Bearer {key}".encode())
+
+
+def limit_of(headers: dict[bytes, bytes]) -> float | None:
+    """Return the seconds that a reply may take from its first token on, None for no limit.
+
+    Raises:
+        BadRequest: the header is no number above 0.
+    """
+    given = headers.get(LIMIT_HEADER.encode())
+    if given is None:
+        return None
+    try:
+        limit_s = float(given)
+    except ValueError:
+        limit_s = math.nan
+    if not 0 < limit_s < math.inf:
+        raise BadRequest(f"{LIMIT_HEADER}={given.decode(errors='replace')!r}: must be seconds > 0")
+    return limit_s
+
+
+class RequestTimeoutError(Exception):
+    """A reply took longer than its request allows; the time in the queue does not count."""
+
+    def __init__(self, limit_s: float | None, request: Request) -> None:
+        self.queued_s = request.queued_s or 0.0
+        self.length = request.num_tokens
+        super().__init__(
+            f"the reply took longer than {limit_s:g} s from its first token on, and had "
+            f"{self.length} tokens"
+        )
 
 
 class BadRequest(Exception):

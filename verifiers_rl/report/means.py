@@ -30,6 +30,12 @@ def batch_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     return metrics
 
 
+def _lost_tokens(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Return the mean length of replies that timed out, if there are any."""
+    lost = [r.num_lost_tokens for group in groups for r in group if r.num_lost_tokens is not None]
+    return {"timed_out_tokens": float(np.mean(lost))} if lost else {}
+
+
 def _rewards_of_roles(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     roles = group_by_role(rollouts)
     if len(roles) < 2:
@@ -62,6 +68,7 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         "truncated_share": float(np.mean([rollout.is_truncated for rollout in rollouts])),
         "error_share": 1 - len(rollouts) / num_all,
         "restarted_share": num_restarted / num_all,
+        **_lost_tokens(groups),
         "uniform_group_share": float(np.mean(uniform)),
         "broken_turn_share": num_breaks / max(num_later_turns, 1),
     }
