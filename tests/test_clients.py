@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tests.helpers import serving
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.inference.rollout_client import ServerClient, policy_versions
+from verifiers_rl.inference.rollout_client import RolloutDeadline, ServerClient, policy_versions
 
 REPLY = {
     "id": "1",
@@ -141,3 +141,92 @@ def test_a_reply_keeps_the_policy_versions_of_its_own_request():
                 await client.close()
 
     assert asyncio.run(run()) == [[(0, 3)], [(0, 4)], None]
+
+
+def timed(handler, timeout_s=0.5, pause_s=0.0, num_posts=1):
+    """Requests one after the other inside a deadline; the replies, and the deadline."""
+
+    async def run():
+        async with serving(handler) as url:
+            client = ServerClient(f"{url}/v1", 10.0)
+            deadline, replies = RolloutDeadline(timeout_s), []
+            try:
+                async with deadline:
+                    for _ in range(num_posts):
+                        reply = await client.post(
+                            "/chat/completions", cast_to=httpx.Response, body={"messages": []}
+                        )
+                        replies.append(reply)
+                    await asyncio.sleep(pause_s)
+            except (TimeoutError, openai.APIStatusError) as error:
+                replies.append(error)
+            finally:
+                await client.close()
+            return replies, deadline
+
+    return asyncio.run(run())
+
+
+def queued_for(seconds, queued_s):
+    async def handler(request):
+        await asyncio.sleep(seconds)
+        return web.json_response(REPLY, headers={"X-Queued-S": str(queued_s)})
+
+    return handler
+
+
+def test_time_in_the_servers_queue_does_not_count_against_a_rollouts_deadline():
+    replies, deadline = timed(queued_for(0.8, queued_s=0.75))
+    assert [reply.status_code for reply in replies] == [200]
+    assert not deadline.expired()
+    # What the request took without the queue counts, and so does time between requests.
+    replies, deadline = timed(queued_for(0.8, queued_s=0.1), num_posts=2)
+    assert isinstance(replies[-1], TimeoutError) and deadline.is_cause_of(replies[-1])
+    replies, deadline = timed(queued_for(0.4, queued_s=0.4), pause_s=0.7)
+    assert [type(reply).__name__ for reply in replies] == ["Response", "TimeoutError"]
+
+
+def test_a_request_carries_what_is_left_of_the_deadline():
+    limits = []
+
+    async def handler(request):
+        limits.append(float(request.headers["X-Reply-Timeout-S"]))
+        await asyncio.sleep(0.2)
+        return web.json_response(REPLY)
+
+    timed(handler, timeout_s=5.0, num_posts=2)
+    assert 4.8 < limits[0] <= 5.0 and 4.5 < limits[1] <= limits[0] - 0.2
+
+
+def test_a_reply_that_the_server_ended_at_the_deadline_is_a_timeout_with_its_length():
+    num_requests = 0
+
+    async def handler(request):
+        nonlocal num_requests
+        num_requests += 1
+        headers = {"X-Queued-S": "0.1", "X-Num-Tokens": "1234"}
+        return web.json_response({"error": "it took longer"}, status=504, headers=headers)
+
+    (error,), deadline = timed(handler)
+    assert error.status_code == 504 and num_requests == 1  # not tried again
+    assert deadline.is_cause_of(error) and deadline.num_lost_tokens == 1234
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_waited_for(status):
+    statuses = [status, status, 200]
+
+    async def handler(request):
+        return web.json_response(REPLY, status=statuses.pop(0))
+
+    replies, deadline = timed(handler, timeout_s=0.7)  # and the waiting does not count
+    assert [reply.status_code for reply in replies] == [200] and not statuses
+    assert deadline.left_s > 0.5
+
+
+def test_without_a_deadline_a_busy_server_is_waited_for_until_the_requests_own(monkeypatch):
+    async def handler(request):
+        return web.json_response({"error": "busy"}, status=503)
+
+    with pytest.raises(openai.InternalServerError, match="busy"):
+        post(handler, timeout_s=0.6)
