@@ -151,9 +151,11 @@ def model_name(server):
 
 def sampled_of(body, reply):
     """Prompt, sampled tokens and logprobs of a request of either kind and its raw reply."""
-    if body.get("packed_tokens"):
+    if "packed_tokens" in reply:
         token_ids, logprobs = unpack_sampled(reply["packed_tokens"])
-        return unpack_ids(body["tokens"]).tolist(), token_ids.tolist(), logprobs.tolist()
+        prompt = body["tokens"]  # a list where it was recorded before it was packed
+        prompt = unpack_ids(prompt).tolist() if isinstance(prompt, str) else prompt
+        return prompt, token_ids.tolist(), logprobs.tolist()
     choice = reply["choices"][0]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     prompt = body.get("token_ids") or reply["prompt_token_ids"]
