@@ -347,7 +347,8 @@ def test_gradient_checkpointing_is_passed_on_to_trainer(value):
 def test_other_ranks_wait_as_long_as_rank_0_may_take():
     # Each wave of rollouts has two deadlines, one for scoring; three attempts at all of it.
     def timeout(**options):
-        seconds = RLConfig(use_cpu=True, eval_examples=64, **options).ddp_timeout
+        options = {"env_workers": 0, "use_cpu": True, "eval_examples": 64, **options}
+        seconds = RLConfig(**options).ddp_timeout
         return seconds / 3 - 5 * 300 - 240
 
     assert timeout() == (2 * 2 + 2) * 600  # 512 rollouts and 64 of an evaluation, 512 at a time

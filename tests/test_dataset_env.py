@@ -33,7 +33,9 @@ def exact(completion, answer):
 
 
 def runner_of(env, tmp_path):
-    return make_runner(env, "http://unused", None, RLConfig(output_dir=str(tmp_path)))
+    return make_runner(
+        env, "http://unused", None, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    )
 
 
 @pytest.mark.parametrize("dataset", [ROWS, Dataset.from_list(ROWS), tuple(ROWS)])

@@ -105,6 +105,7 @@ def make_args(server, tmp_path, **options):
     defaults |= {"rollouts_per_example": 4, "use_cpu": True, "max_steps": 2}
     defaults |= {"output_dir": str(tmp_path / "run"), "vllm_server_port": server.port}
     defaults |= {"save_strategy": "no", "num_rollouts_to_print": 0, "logging_steps": 1}
+    defaults |= {"env_workers": 0}
     return RLConfig(**{**defaults, **options})
 
 
@@ -446,11 +447,16 @@ def test_no_token_is_older_than_the_bound(
         assert any(len(versions) > 1 for versions in seen)
 
 
-@needs_classic
-def test_workers_roll_out_as_the_trainer_does_and_train(server, model_folder, tokenizer, tmp_path):
-    from verifiers_rl.envs.classic import load_environment
+@pytest.mark.parametrize("kind", ["v1", pytest.param("classic", marks=needs_classic)])
+def test_workers_roll_out_as_the_trainer_does_and_train(
+    server, model_folder, tokenizer, tmp_path, v1_path, kind
+):
+    if kind == "classic":
+        from verifiers_rl.envs.classic import load_environment
 
-    env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
+        env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
+    else:
+        env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time
 
     def groups(env_workers):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,14 @@ import pytest
 
 from tests.helpers import ROOT, serving
 from tests.test_environments_v1 import HERE, Server, check_tokens, load, on_the_path  # noqa: F401
+from tests.troubled_env import QUESTIONS, TroubledEnv
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.config import ConfigError
 from verifiers_rl.envs import workers
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.messages import EnvWorkerError, frame, pack_group, receive, unpack_group
-from verifiers_rl.envs.workers import WorkerEnvironment, count_workers, is_guarded
+from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers, is_guarded
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.types import Progress, Rollout, Sample, Slots
 
@@ -54,10 +56,6 @@ def roll_out(env, tokenizer, tmp_path, use, say=lambda prompt: "yes", **options)
     return asyncio.run(asyncio.wait_for(main(), 120)), server.requests
 
 
-def pids_of(runner):
-    return [worker._process.pid for worker in runner.pool.workers]
-
-
 def is_running(pid):
     try:
         os.kill(pid, 0)
@@ -66,13 +64,37 @@ def is_running(pid):
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def troubled(tmp_path, **options):
-    return load("troubled_tasks", options={"folder": str(tmp_path), **options})
+def ends_soon(pid):
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
 
 
-QUESTIONS = ("be well", "die", "die once", "raise", "print", "fork", "leak", "block", "sleep",
-             "be odd")  # fmt: skip
 at = {question: index for index, question in enumerate(QUESTIONS)}
+
+
+def survive(tmp_path, use, num_workers=1, timeout_s=60.0, max_concurrent=64, **trouble):
+    """What `use(run, pool)` returns, where `run(question)` gives a group of two rollouts."""
+
+    async def main():
+        pool = WorkerPool(num_workers, max_concurrent, timeout_s)
+        env, slots = WorkerEnvironment(TroubledEnv(tmp_path, **trouble), pool), Slots(64)
+
+        async def run(question):
+            return await env.run_group("train", at[question], 2, "m", {}, 9, slots)
+
+        try:
+            await env.open()
+            return await use(run, pool)
+        finally:
+            await env.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def pids(pool):
+    return [worker._process.pid for worker in pool.workers]
 
 
 def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path):
@@ -91,71 +113,77 @@ def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path):
     check_tokens([rollout for group in there for rollout in group], requests)
 
 
-def test_a_worker_that_dies_is_replaced_and_its_groups_begin_again(
-    tokenizer, tmp_path, caplog, capfd
-):
-    async def use(run, runner):
-        before = pids_of(runner)
-        groups = await asyncio.gather(run(at["die once"]), run(at["sleep"]))
-        return before, groups, pids_of(runner)
+def test_a_worker_that_dies_is_replaced_and_its_groups_begin_again(tmp_path, caplog):
+    async def use(run, pool):
+        before = pids(pool)
+        groups = await asyncio.gather(run("die once"), run("sleep"))
+        return before, groups, pids(pool)
 
-    (before, groups, after), _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+    before, groups, after = survive(tmp_path, use)
     for group in groups:
         assert [rollout.error for rollout in group] == [None, None]
         assert [rollout.num_restarts for rollout in group] == [1, 1]
-        assert {rollout.metrics["pid"] for rollout in group} == set(map(float, after))
+        assert {rollout.metrics["pid"] for rollout in group} == set(after)
+        assert group[0].samples[0].policy_versions.tolist() == [-1, 9]
     assert before != after and not any(map(is_running, before + after))
     assert "ended with status 7; another one is started, and its 2 groups begin" in caplog.text
 
 
-def test_a_group_that_kills_its_workers_fails_and_the_others_do_not(tokenizer, tmp_path):
-    async def use(run, runner):
-        return await asyncio.gather(run(at["die"]), run(at["be well"]))
+def test_a_group_that_kills_its_workers_fails_and_the_others_do_not(tmp_path):
+    async def use(run, pool):
+        return await asyncio.gather(run("die"), run("be well"))
 
-    (dead, well), _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use, env_workers=2)
+    dead, well = survive(tmp_path, use, num_workers=2)
     assert all("ended with status 7" in str(rollout.error) for rollout in dead)
     assert [rollout.num_restarts for rollout in dead] == [2, 2]
     assert [rollout.prompt for rollout in dead] == ["die", "die"]
     assert [(rollout.error, rollout.reward) for rollout in well] == [(None, 3.0)] * 2
 
 
-def test_a_worker_that_only_dies_ends_the_run(tokenizer, tmp_path, monkeypatch):
+def test_a_worker_that_only_dies_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "MAX_DEATHS", 2)
-
-    async def use(run, runner):
-        return await run(at["die"])
-
     with pytest.raises(InvalidEnvironmentError, match="died 2 times and returned no group"):
-        roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+        survive(tmp_path, lambda run, pool: run("die"))
 
 
-def test_an_environment_that_raises_prints_or_leaks_costs_its_own_rollouts(
-    tokenizer, tmp_path, capfd
-):
-    async def use(run, runner):
+def test_an_environment_that_raises_prints_or_leaks_costs_its_own_rollouts(tmp_path, capfd):
+    async def use(run, pool):
         names = ("raise", "be odd", "print", "leak", "be well")
-        groups = await asyncio.gather(*(run(at[name]) for name in names))
-        score = Path(f"/proc/{pids_of(runner)[0]}/oom_score_adj").read_text()
+        groups = await asyncio.gather(*map(run, names))
+        score = Path(f"/proc/{pids(pool)[0]}/oom_score_adj").read_text()
         return groups, int(score)
 
-    (groups, oom_score), _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+    groups, oom_score = survive(tmp_path, use)
     raised, odd, *others = groups
     for group, message in ((raised, "no answer key"), (odd, "cannot be pickled")):
         for rollout in group:
             assert isinstance(rollout.error, EnvWorkerError) and message in str(rollout.error)
-            assert "troubled_tasks.py" in rollout.error.__notes__[0]  # its traceback there
+            assert "troubled_env.py" in rollout.error.__notes__[0]  # its traceback there
     assert [rollout.error for group in others for rollout in group] == [None] * 6
     assert "the environment prints" in capfd.readouterr().out
     assert oom_score == 500  # without memory, Linux ends the worker, not the trainer
 
 
-def test_processes_that_an_environment_forks_do_not_outlive_its_worker(tokenizer, tmp_path):
-    async def use(run, runner):
-        return await run(at["fork"])
-
-    group, _ = roll_out(troubled(tmp_path), tokenizer, tmp_path, use)
+def test_processes_that_an_environment_forks_do_not_outlive_its_worker(tmp_path):
+    group = survive(tmp_path, lambda run, pool: run("fork"))
     assert [rollout.error for rollout in group] == [None, None]
-    assert not is_running(int((tmp_path / "forked").read_text()))
+    assert ends_soon(int((tmp_path / "forked").read_text()))
+
+
+def test_a_cancelled_group_is_cancelled_in_its_worker(tmp_path):
+    async def use(run, pool):
+        group = asyncio.create_task(run("wait"))
+        while not (tmp_path / "waits").exists():
+            await asyncio.sleep(0.02)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        while (tmp_path / "waits").exists():
+            await asyncio.sleep(0.02)
+        assert [worker.num_groups for worker in pool.workers] == [0]
+        return await run("be well")
+
+    assert [rollout.error for rollout in survive(tmp_path, use)] == [None, None]
 
 
 @pytest.fixture
@@ -164,59 +192,64 @@ def impatient(monkeypatch):
     monkeypatch.setattr(workers, "BLOCKED_S", 1.0)
 
 
-def test_a_blocked_worker_is_named_with_its_stack_and_then_replaced(
-    tokenizer, tmp_path, impatient, caplog
+def test_a_blocked_worker_is_named_with_its_stack_and_holds_up_no_other(
+    tmp_path, impatient, caplog
 ):
-    async def use(run, runner):
-        blocked = asyncio.create_task(run(at["block"]))
+    async def use(run, pool):
+        blocked = asyncio.create_task(run("block"))
         while not (tmp_path / "blocked").exists():
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
         pid = int((tmp_path / "blocked").read_text())
-        while any(worker.answers for worker in runner.pool.workers if worker._process.pid == pid):
-            await asyncio.sleep(0.05)
-        # Several, more than the other worker would get if the blocked one got its share.
-        others = [rollout for index in [at["be well"]] * 4 for rollout in await run(index)]
+        (silent,) = [worker for worker in pool.workers if worker._process.pid == pid]
+        while silent.answers:
+            await asyncio.sleep(0.02)
+        # Together, so that a worker with the least to do would get its share.
+        groups = await asyncio.gather(*map(run, ["sleep"] * 4))
         is_blocked_still = not blocked.done()
+        os.kill(pid, signal.SIGKILL)
         blocked.cancel()
-        return pid, others, is_blocked_still
+        return pid, [rollout for group in groups for rollout in group], is_blocked_still
 
-    (pid, others, is_blocked_still), _ = roll_out(
-        troubled(tmp_path), tokenizer, tmp_path, use, env_workers=2, generation_timeout=60
-    )
+    pid, others, is_blocked_still = survive(tmp_path, use, num_workers=2)
     assert is_blocked_still
     assert [rollout.error for rollout in others] == [None] * 8
-    assert pid not in {int(rollout.metrics["pid"]) for rollout in others}
+    assert pid not in {rollout.metrics["pid"] for rollout in others}
     assert f"worker {pid} has not answered for 1 s" in caplog.text
     assert "in block_the_loop" in caplog.text
 
 
-def test_a_stopped_worker_is_ended_and_its_groups_begin_again(
-    tokenizer, tmp_path, impatient, caplog
-):
-    async def use(run, runner):
-        group = asyncio.create_task(run(at["sleep"]))
+def test_a_stopped_worker_is_ended_and_its_groups_begin_again(tmp_path, impatient, caplog):
+    async def use(run, pool):
+        group = asyncio.create_task(run("sleep"))
         await asyncio.sleep(0.05)
-        os.kill(pids_of(runner)[0], signal.SIGSTOP)
+        os.kill(pids(pool)[0], signal.SIGSTOP)
         return await group
 
-    group, _ = roll_out(
-        troubled(tmp_path), tokenizer, tmp_path, use, generation_timeout=2, max_seq_len=100
-    )
+    group = survive(tmp_path, use, timeout_s=2.0)
     assert [(rollout.error, rollout.num_restarts) for rollout in group] == [(None, 1)] * 2
     assert "It says nothing of where it is: is it stopped?" in caplog.text
     assert "ended with status -9" in caplog.text
 
 
-def test_an_environment_that_a_worker_cannot_make_is_one_error(tokenizer, tmp_path):
-    env = troubled(tmp_path, makers=os.getpid())
-    with pytest.raises(InvalidEnvironmentError, match=r"'env', in a worker: .*a file of the"):
-        roll_out(env, tokenizer, tmp_path, None)
+def test_max_concurrent_bounds_the_rollouts_of_a_worker(tmp_path):
+    async def use(run, pool):
+        start = time.monotonic()
+        await run("sleep")
+        return time.monotonic() - start
+
+    # Two rollouts of 0.2 s: side by side, or one after the other.
+    assert survive(tmp_path, use, max_concurrent=1) > 0.38
 
 
-def test_a_worker_that_does_not_load_in_time_is_an_error(tokenizer, tmp_path, monkeypatch):
+def test_an_environment_that_a_worker_cannot_make_is_one_error(tmp_path):
+    with pytest.raises(InvalidEnvironmentError, match=r"'env', in a worker: .*a file"):
+        survive(tmp_path, None, makers=os.getpid())
+
+
+def test_a_worker_that_does_not_load_in_time_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "LOAD_S", 0.05)
     with pytest.raises(InvalidEnvironmentError, match="not loaded within"):
-        roll_out(load(), tokenizer, tmp_path, None, generation_timeout=0.05)
+        survive(tmp_path, None, timeout_s=0.05, load_s=60.0)
 
 
 def reward_of_module(completion, answer):
@@ -272,6 +305,7 @@ import verifiers.v1 as vf
 from pathlib import Path
 from light_tokenizer import LightTokenizer
 from tests.helpers import serving
+from tests.troubled_env import QUESTIONS, TroubledEnv
 from tests.test_environments_v1 import Server
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.envs.make import make_runner
@@ -406,15 +440,15 @@ def test_auto_takes_a_quarter_of_the_cores(monkeypatch, num_cores, expected):
     assert count_workers(3) == 3
 
 
-def test_stopping_the_orchestrator_ends_its_workers(tokenizer, tmp_path):
-    args = RLConfig(output_dir=str(tmp_path), env_workers=2, use_cpu=True, max_seq_len=64)
-    runner = make_runner(load(), "http://127.0.0.1:9", tokenizer, args)
+def test_stopping_the_orchestrator_ends_its_workers(tmp_path):
+    pool = WorkerPool(2, 64, 60.0)
+    env = WorkerEnvironment(TroubledEnv(tmp_path), pool)
     orchestrator = Orchestrator(
-        runner, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}
+        env, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}
     )
     orchestrator.start()
-    pids = pids_of(runner)
-    assert all(map(is_running, pids))
+    running = pids(pool)
+    assert all(map(is_running, running))
     orchestrator.submit(0, "m", 0)
     orchestrator.stop()
-    assert not any(map(is_running, pids))
+    assert not any(map(is_running, running))

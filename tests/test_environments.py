@@ -26,7 +26,7 @@ from verifiers_rl.types import Rollout
     ],
 )
 def test_spans_give_each_token_its_version(spans, num_tokens, versions):
-    assert versions_of_tokens(spans, num_tokens) == versions
+    assert versions_of_tokens(spans, num_tokens).tolist() == versions
 
 
 def test_only_replies_that_nothing_bounds_are_warned_of(caplog):
@@ -114,7 +114,11 @@ def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
     )  # fmt: skip
     args, said = RLConfig(output_dir=str(tmp_path)), []
     assert make_runner(own, "http://unused", None, args, said.append) is own
-    assert said == ["mine: two examples"]
+    assert said == [
+        "environment 'mine' runs in a thread of the trainer, which makes both slower: "
+        "SimpleNamespace has no method `recipe`",
+        "mine: two examples",
+    ]
     mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(SimpleNamespace(**vars(own)), "other")]
     mix[1].env.name, mix[1].env.weights, mix[1].env.sizes = (
         "other",

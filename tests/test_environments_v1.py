@@ -396,7 +396,7 @@ def test_a_tool_that_takes_longer_than_tool_timeout_is_named(play_with_tools):
 def test_tool_servers_import_a_taskset_that_is_beside_a_script(tokenizer, tmp_path, monkeypatch):
     taskset = load("tool_tasks").taskset
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    args = RLConfig(output_dir=str(tmp_path))
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
     make_runner(taskset, "http://unused", tokenizer, args)
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(HERE), "/elsewhere"]
 
@@ -496,13 +496,15 @@ def test_overlong_prompts_are_left_out(tokenizer, tmp_path):
 
 def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
     env = load(eval_taskset={"num_tasks": 2})
-    runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    runner = make_runner(
+        env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    )
     assert (runner.sizes("train"), runner.sizes("eval")) == ([4], [2])
 
 
 def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
     taskset = first(3, load(harness=None).taskset)
-    args = RLConfig(output_dir=str(tmp_path))
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
     runner = make_runner(taskset, "http://unused", tokenizer, args)
     assert runner.sizes("train") == [3]
     assert runner.env.config.agent.harness.id == "verifiers_rl"
@@ -547,7 +549,9 @@ def test_what_was_set_on_an_environment_stays(tokenizer, tmp_path):
     env = load()
     env.index = {"a": 1}
     env.taskset = first(2, env.taskset)
-    runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    runner = make_runner(
+        env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    )
     assert runner.env.index == {"a": 1} and runner.sizes("train") == [2]
 
 
@@ -559,7 +563,9 @@ def test_other_harnesses_and_runtimes_stay_as_they_are(tokenizer, tmp_path):
         ({"harness": {"id": "bash"}, "agent": agent}, "bash", "docker"),
     ):
         env = load(**{"harness": NULL} | table)
-        runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+        runner = make_runner(
+            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+        )
         agent_of_it = runner.env.config.agent
         assert (agent_of_it.harness.id, agent_of_it.runtime.type) == (harness, runtime)
 
@@ -624,7 +630,9 @@ def test_an_environments_own_timeout_is_not_taken_for_generation_timeout(tokeniz
     async def late(slot, context):
         raise TimeoutError("the database did not answer")
 
-    runner = make_runner(env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    runner = make_runner(
+        env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    )
     runner.env.run_slot = late
     for outcome, said in ((late, "the database did not answer"), (asyncio.sleep, "0.05 s")):
         runner.env.run_slot = outcome if outcome is late else lambda *_: asyncio.sleep(9)
@@ -644,7 +652,7 @@ def test_an_image_in_a_prompt_is_refused_at_the_start(tokenizer, tmp_path):
         def load(self):
             yield SmallTask(vf.TaskData(idx=0, prompt=[{"role": "user", "content": parts}]))
 
-    args = RLConfig(output_dir=str(tmp_path))
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
     with pytest.raises(InvalidEnvironmentError, match=r"task 0: .*'image_url': images .* trained"):
         make_runner(Pictures(SmallConfig()), "http://unused", tokenizer, args)
     env = load(id="user_env", harness=None)
@@ -679,7 +687,9 @@ def test_sampling_that_biases_logprobs_is_warned_of_once(tokenizer, tmp_path, ca
     ],
 )
 def test_what_a_harness_asks_for_is_warned_of_too(tokenizer, tmp_path, caplog, body, warns):
-    runner = make_runner(load(), "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path)))
+    runner = make_runner(
+        load(), "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    )
     for _ in range(2):
         runner.warn_of_bias("agent", body, {"temperature": 0.7, "top_p": 1.0})
     said = [record for record in caplog.records if "the agent 'agent'" in record.getMessage()]

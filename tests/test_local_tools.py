@@ -181,7 +181,10 @@ def test_tools_in_process_decides_whether_there_is_a_process(tokenizer, tmp_path
         options = ROOM | {"tools_in_process": tools_in_process}
         env = load("glossary_like")
         runner = make_runner(
-            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), **options)
+            env,
+            "http://unused",
+            tokenizer,
+            RLConfig(output_dir=str(tmp_path), env_workers=0, **options),
         )
         assert len(tool_servers(runner.env, tools_in_process)) == (not tools_in_process)
         assert runner.files_per_rollout == (1 if tools_in_process else 5)

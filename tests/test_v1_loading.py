@@ -30,7 +30,7 @@ def on_the_path(monkeypatch):
 
 
 def runner_of(env, tmp_path, tokenizer=None, **options):
-    args = RLConfig(output_dir=str(tmp_path), **options)
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0, **options)
     return make_runner(env, "http://unused", tokenizer, args)
 
 
@@ -77,7 +77,8 @@ class Plain(vf.Taskset[Task]):
 ENVIRONMENT
 
 def show(env):
-    runner = make_runner(env, "http://unused", None, RLConfig(output_dir="OUT", use_cpu=True))
+    args = RLConfig(output_dir="OUT", use_cpu=True, env_workers=0)
+    runner = make_runner(env, "http://unused", None, args)
     task = asyncio.run(runner._task("train", 0))
     return [task.data.prompt, type(runner.env).__name__, runner.sizes("train"),
             [harness.id for harness in runner.env.config.agent_harnesses().values()]]

@@ -109,6 +109,8 @@ _UNUSED_BASE_OPTIONS = {
 _FREE_TYPE = {"accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"}
 # A string is allowed too, but HfArgumentParser could not parse a list if the type said so.
 _FREE_TYPE |= {"lora_target_modules"}
+# A number is allowed too, but HfArgumentParser would then parse "auto" as one.
+_FREE_TYPE |= {"env_workers"}
 _FREE_TYPE |= {"resume_from_checkpoint"}  # what train() takes, see _INHERITED_RULES
 # Beginnings and ends of names of optimizers and schedules that cannot work here.
 _LAYERWISE = (
@@ -146,7 +148,7 @@ _is_factor = must("be a number >= 1", lambda value: value >= 1)
 _vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <= 2)
 _is_auto_or_count = must(
     "be 'auto' or an integer >= 0",
-    lambda value: value == "auto" or (isinstance(value, int) and value >= 0),
+    lambda value: value == "auto" or (type(value) is int and value >= 0),
 )
 _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
 _is_host = must(
@@ -347,7 +349,7 @@ class RLConfig(TrainingArguments):
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
     max_concurrent: PositiveInt = _option(512, "Rollouts in flight at a time.")
-    env_workers: Annotated[int | str, _is_auto_or_count] = _option(
+    env_workers: Annotated[str, _is_auto_or_count] = _option(
         "auto",
         "Rollout workers: processes that run the environments, so that their Python code does not "
         "wait for the trainer's. auto: one for each four cores, at most 8; an environment that "
@@ -489,6 +491,8 @@ class RLConfig(TrainingArguments):
         if isinstance(self.loss_args, str):
             self.loss_args = from_json("loss_args", self.loss_args)
         self.loss_args = {} if self.loss_args is None else self.loss_args
+        if isinstance(self.env_workers, str) and self.env_workers.isdigit():
+            self.env_workers = int(self.env_workers)  # type: ignore[assignment]
         self._check_types()
         self._check_rules()
         self._check_together()

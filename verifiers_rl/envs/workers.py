@@ -496,6 +496,8 @@ class _Worker:
         if writer is not None:
             writer.close()  # makes the process end
         if process is not None:
+            if self.is_silent:
+                process.kill()  # it would not notice that the connection is closed
             await asyncio.to_thread(_end, process)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,129 @@
+"""An environment that misbehaves in the ways that a rollout worker has to survive. It needs neither
+verifiers nor a server, so that its workers start at once.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from verifiers_rl.envs.base import RunnerOptions
+from verifiers_rl.types import Rollout, Sample
+
+QUESTIONS = (
+    "be well", "die", "die once", "raise", "print", "fork", "leak", "block", "sleep", "be odd",
+    "wait",
+)  # fmt: skip
+
+
+@dataclass
+class Recipe:
+    folder: Path
+    makers: int
+    load_s: float
+
+    def make(self):
+        if self.makers not in (0, os.getpid()):
+            raise ValueError("a file of the worker is missing")
+        time.sleep(self.load_s)
+        return Runner(self.folder)
+
+
+class TroubledEnv:
+    """
+    Args:
+        folder: for files by which its rollouts tell of themselves, from any process.
+        makers: the only process that can make it; 0: all can.
+        load_s: seconds that it takes to make it.
+    """
+
+    name, description = "env", ""
+    weights, num_overlong_prompts, bounds_replies, first_prompt = [1.0], 0, True, []
+    options = RunnerOptions("http://unused", None, 100)
+
+    def __init__(self, folder, makers=0, load_s=0.0):
+        self._recipe = Recipe(folder, makers, load_s)
+
+    def recipe(self):
+        return self._recipe
+
+    def sizes(self, split):
+        return [len(QUESTIONS)]
+
+    async def example(self, split, index):
+        return {"question": QUESTIONS[index]}
+
+    def prompt_of(self, example):
+        return example["question"]
+
+
+class Runner:
+    files_per_rollout = 1
+    held: list[bytes] = []  # noqa: RUF012 - leaked on purpose
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    async def open(self): ...
+
+    async def close(self): ...
+
+    async def run_example(self, example, num_rollouts, model, sampling_args, policy_version, slots):
+        async def one():
+            rollout = Rollout(0, example["question"], env="env", metrics={"pid": os.getpid()})
+            async with slots:
+                try:
+                    await self.answer(example["question"])
+                    rollout.reward = 3.0
+                    sample = Sample([1, 2], [False, True], [0.0, -0.5], [-1, policy_version])
+                    rollout.samples = [sample]
+                except LookupError as error:
+                    rollout.error = error
+            return rollout
+
+        return await asyncio.gather(*(one() for _ in range(num_rollouts)))
+
+    async def answer(self, question):
+        match question:
+            case "die":
+                os._exit(7)
+            case "die once":
+                if not (self.folder / "died").exists():
+                    (self.folder / "died").touch()
+                    os._exit(7)
+            case "raise":
+                raise LookupError("no answer key")
+            case "print":
+                print("the environment prints")
+                sys.stdout.buffer.write(b"\xff\x00 bytes\n")
+                sys.stdout.flush()
+            case "fork":
+                if os.fork() == 0:
+                    (self.folder / "forked").write_text(str(os.getpid()))
+                    time.sleep(600)
+                    os._exit(0)
+            case "leak":
+                self.held.append(bytes(20_000_000))
+            case "block":
+                (self.folder / "blocked").write_text(str(os.getpid()))
+                block_the_loop()
+            case "sleep":
+                await asyncio.sleep(0.2)
+            case "wait":
+                (self.folder / "waits").touch()
+                try:
+                    await asyncio.sleep(600)
+                finally:
+                    (self.folder / "waits").unlink()
+            case "be odd":
+
+                class OddError(LookupError):
+                    held = lambda self: None  # noqa: E731
+
+                raise OddError("cannot be pickled")
+
+
+def block_the_loop():
+    time.sleep(600)
