@@ -8,7 +8,7 @@ each token, written out here as plainly as possible; "after" is the code of this
     server    what vLLM's API server does with each token from the engine, and the reply's bytes:
               the real classes of vLLM
     trainer   reply's bytes -> node of a trace -> Sample -> Batch -> plan -> microbatches, all on
-              one thread
+              one thread; with a worker, the bytes of its message -> Sample -> and so on
     memory    peak of the same way, by tracemalloc, with at most 1 M tokens
     ranks     two gloo ranks take a batch, from rank 0's `Batch` to the samples of each
 
@@ -120,8 +120,26 @@ def sample_of_packed_reply(reply: bytes) -> Any:
     branch = SimpleNamespace(nodes=[node], trainable=True, advantages=None)
     (sample,) = samples_from_trace(SimpleNamespace(branches=[branch]), {}, policy_version=3)
     sample.set_advantage(0.5)
-    # A rollout that comes from a worker process crosses here.
     return sample
+
+
+def frame_from_worker(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
+    """A rollout as a worker process sends it; the work until here is the worker's."""
+    from verifiers_rl.envs.messages import frame, pack_group
+    from verifiers_rl.types import Rollout
+
+    sample = sample_of_packed_reply(packed_reply(token_ids, logprobs))
+    rollouts, arrays = pack_group([Rollout(0, "", samples=[sample], reward=0.5, num_turns=1)])
+    return b"".join(frame({"group": 0, "rollouts": rollouts}, arrays))
+
+
+def sample_of_frame(data: bytes) -> Any:
+    from verifiers_rl.envs.messages import parse, unpack_group
+
+    message, arrays = parse(data[8:])
+    (rollout,) = unpack_group(message["rollouts"], arrays)
+    rollout.set_advantage(0.5)
+    return rollout.samples[0]
 
 
 def train_on_arrays(samples: list[Any]) -> None:
@@ -143,6 +161,7 @@ def train_on_arrays(samples: list[Any]) -> None:
 WAYS: dict[str, tuple[Callable[..., bytes], Callable[..., Any], Callable[..., None]]] = {
     "before": (openai_reply, sample_of_openai_reply, train_on_lists),
     "after": (packed_reply, sample_of_packed_reply, train_on_arrays),
+    "after, with a worker": (frame_from_worker, sample_of_frame, train_on_arrays),
 }
 
 
@@ -339,14 +358,20 @@ def main() -> None:
         if result := run_part(*options.part):
             print(json.dumps(result))
         return
-    print("| rollouts x tokens | what | before | after | before / after |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| rollouts x tokens | what | before | after | before / after | with a worker |")
+    print("| --- | --- | --- | --- | --- | --- |")
 
     def compare(shape: str, kind: str, *sizes: int, num_ranks: int = 1) -> None:
-        before, after = (in_a_process(kind, way, *sizes, num_ranks=num_ranks) for way in WAYS)
-        for name in before:
-            ratio = before[name] / after[name]
-            print(f"| {shape} | {name} | {before[name]:.3f} | {after[name]:.3f} | {ratio:.1f} |")
+        ways = list(WAYS) if kind in ("trainer", "memory") else list(WAYS)[:2]
+        costs = [in_a_process(kind, way, *sizes, num_ranks=num_ranks) for way in ways]
+        for name in costs[0]:
+            before, after, *others = (cost[name] for cost in costs)
+            with_worker = f"{others[0]:.3f}" if others else ""
+            print(
+                f"| {shape} | {name} | {before:.3f} | {after:.3f} | {before / after:.1f} | "
+                f"{with_worker} |",
+                flush=True,
+            )
 
     for length in options.lengths:
         shape = f"{options.rollouts} x {length}"

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 PLUGINS = [str(ROOT / "tests/v1"), str(Path(__file__).parent)]  # of verifiers.v1
 sys.path[:0] = [str(ROOT), *PLUGINS]
 
+import numpy as np  # noqa: E402
 import verifiers.v1 as vf  # noqa: E402
 from glossary_like import LookupConfig, LookupTask  # noqa: E402
 
@@ -70,6 +71,8 @@ def serve(folder: str) -> None:
     from aiohttp import web
     from transformers import AutoTokenizer
 
+    from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
     (result,) = tokenizer("<|tool|>", add_special_tokens=False).input_ids
     call = {"id": "call-1", "type": "function"}
@@ -81,15 +84,17 @@ def serve(folder: str) -> None:
     replies = {}
     for finish, (text, message) in said.items():
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        choice = {"index": 0, "finish_reason": finish, "token_ids": tokens}
+        choice = {"index": 0, "finish_reason": finish, "logprobs": {"content": []}}
         choice["message"] = {"role": "assistant", "refusal": None, **message}
-        choice["logprobs"] = {"content": [{"token": "", "logprob": -0.5} for _ in tokens]}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "usage": None}
-        replies[finish] = json.dumps(reply | {"choices": [choice]}).encode()
+        packed = pack_sampled(tokens, np.full(len(tokens), -0.5))
+        reply |= {"choices": [choice], "packed_tokens": packed}
+        replies[finish] = json.dumps(reply).encode()
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
-        finish = "tool_calls" if body.get("tools") and result not in body["tokens"] else "stop"
+        has_result = result in unpack_ids(body["tokens"])
+        finish = "tool_calls" if body.get("tools") and not has_result else "stop"
         headers = {"X-Policy-Versions": "0:0"}
         return web.Response(body=replies[finish], content_type="application/json", headers=headers)
 

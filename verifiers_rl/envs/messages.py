@@ -49,13 +49,19 @@ def frame(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[by
 
 
 async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Read one frame. The arrays share its memory and cannot be written to.
+    """Read one frame.
 
     Raises:
         asyncio.IncompleteReadError: the other side has closed the connection.
     """
     size = int.from_bytes(await reader.readexactly(8), "little")
-    content = await reader.readexactly(size)
+    return parse(await reader.readexactly(size))
+
+
+def parse(content: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return what is in a frame, given without its length. The arrays share its memory and cannot
+    be written to.
+    """
     start = 4 + int.from_bytes(content[:4], "little")
     message = json.loads(content[4:start])
     arrays = []
