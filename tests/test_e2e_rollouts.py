@@ -13,6 +13,7 @@ import urllib.request
 from collections import Counter
 from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -336,6 +337,29 @@ def test_packed_tokens_are_those_of_openais_form(server):
     # vLLM's own errors are as they were.
     status, reply = post(server, body | {"packed_tokens": True, "temperature": -1})
     assert status == 400 and "packed_tokens" not in reply and "temperature" in str(reply)
+
+
+def test_a_reply_is_ended_at_its_limit_and_says_how_long_it_was_queued(server):
+    body = {"model": model_name(server), "messages": [{"role": "user", "content": "."}]}
+    body |= {"tokens": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "packed_tokens": True}
+
+    def ask(limit):
+        headers = {"Authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}"}
+        headers |= {"X-Reply-Timeout-S": limit} if limit else {}
+        url = f"{server.url}/v1/chat/completions/tokens"
+        return httpx.post(url, json=body, headers=headers, timeout=60)
+
+    late = ask("0.001")
+    assert late.status_code == 504
+    assert "took longer than 0.001 s from its first token on" in late.json()["error"]
+    assert int(late.headers["X-Num-Tokens"]) < 300 and float(late.headers["X-Queued-S"]) > 0
+    for limit in ("60", None):
+        in_time = ask(limit)
+        assert in_time.status_code == 200 and float(in_time.headers["X-Queued-S"]) > 0
+        assert len(unpack_sampled(in_time.json()["packed_tokens"])[0]) == 300
+    for limit in ("soon", "0", "nan"):
+        assert ask(limit).status_code == 400
+        assert "x-reply-timeout-s" in ask(limit).json()["error"]
 
 
 def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path, v1_path):
