@@ -79,7 +79,7 @@ def make_env(kind: str, prompt_length: int) -> Any:
         import verifiers as vf
 
         return vf.load_environment("short-steps", prompt_length=prompt_length)
-    from verifiers_rl import load_v1_environment
+    from verifiers_rl.envs import load_v1_environment
 
     taskset = {"id": "short_steps", "prompt_length": prompt_length}
     return load_v1_environment({"taskset": taskset, "harness": {"id": "null"}})

@@ -318,7 +318,8 @@ def test_a_trainer_killed_in_a_push_goes_on_with_the_same_server(server, warm_st
     assert history(trainer, "policy_version") == [0, 0, 1, 3, 3, 4]
     # What the server had of the adapter was replaced: its first batch is of the very weights.
     assert history(trainer, "mismatch_kl")[3] < 1e-6
-    order, num_groups = trainer.orchestrator.example_order, 32 // 8  # as SIX_STEPS says
+    num_groups = 32 // 8  # as SIX_STEPS says
+    order = trainer.orchestrator._positions.example_order
     sizes = trainer.orchestrator.env.sizes("train")
     steps = [range(step * num_groups, (step + 1) * num_groups) for step in range(6)]
     expected = [sorted(order(positions, sizes)) for positions in steps]

@@ -342,7 +342,18 @@ def main():
 """
 
 
-@pytest.mark.parametrize("guard", ['if __name__ == "__main__":\n    main()', "main()"])
+MAKES_A_TRAINER = """
+from verifiers_rl import RLTrainer
+if __name__ == "__main__":
+    main()
+else:
+    RLTrainer("model", None, RLConfig(output_dir="out", use_cpu=True))
+"""
+
+
+@pytest.mark.parametrize(
+    "guard", ['if __name__ == "__main__":\n    main()', "main()", MAKES_A_TRAINER]
+)
 def test_a_worker_imports_the_script_that_defines_the_environment(tmp_path, guard):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + guard)
@@ -355,7 +366,9 @@ def test_a_worker_imports_the_script_that_defines_the_environment(tmp_path, guar
         cwd=tmp_path,
     )
     lines = done.stdout.splitlines()
-    if guard == "main()":
+    if guard == MAKES_A_TRAINER:
+        assert "in a worker: ConfigError: an RLTrainer is made outside of `if" in done.stderr
+    elif guard == "main()":
         assert lines.count("here None") == 2, done.stdout + done.stderr
         assert sum("train.py, which a worker would import" in x for x in lines) == 2
         assert lines.count("imported as __main__") == 1

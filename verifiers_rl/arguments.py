@@ -16,6 +16,7 @@ from verifiers_rl.data import ExampleOrder
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.losses import LossFn
+from verifiers_rl.process import parent
 from verifiers_rl.report.trackers import tracker_error
 from verifiers_rl.types import BatchSource, WeightSink, missing_members
 
@@ -80,6 +81,11 @@ def check_arguments(
         replaced: the parts that the caller gives.
         others: the arguments that go to `transformers.Trainer`.
     """
+    if parent.is_rollout_worker:
+        raise ConfigError(
+            'an RLTrainer is made outside of `if __name__ == "__main__":`, where a rollout worker '
+            "makes it again when it imports the script; move it inside, or set env_workers=0"
+        )
     if not isinstance(args, RLConfig):
         raise ConfigError(f"args: expected an RLConfig, got {type(args).__name__}")
     for name in others:

@@ -23,8 +23,8 @@ from typing import Any
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import ExampleRunner
 from verifiers_rl.envs.messages import frame, pack_group, receive
+from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.limits import rollouts_at_once
-from verifiers_rl.process.parent import die_with_parent
 from verifiers_rl.types import Slots
 
 
@@ -36,7 +36,8 @@ def main(descriptor: int, stack: int, parent: int) -> None:
         stack: descriptor of a file for the stack of a blocked event loop.
         parent: id of the orchestrator's process.
     """
-    die_with_parent(parent)  # works even if the environment blocks the event loop
+    parent_of_worker.is_rollout_worker = True
+    parent_of_worker.die_with_parent(parent)  # works even if the environment blocks the event loop
     _die_before_trainer()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)

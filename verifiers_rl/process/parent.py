@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+# Set in a rollout worker, which may import the script that trains.
+is_rollout_worker = False
+
 
 def die_with_parent(parent: int) -> None:
     """On Linux, get SIGTERM when the process that started us dies, however it dies.
