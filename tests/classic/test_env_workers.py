@@ -9,7 +9,6 @@ import textwrap
 import pytest
 import verifiers as vf
 from aiohttp import web
-from datasets import Dataset
 
 from tests.helpers import serving, values_of
 from verifiers_rl import RLConfig
@@ -24,7 +23,7 @@ MODULE = """
     import os, time
     import verifiers as vf
     from datasets import Dataset
-
+    
     class Tokenizer:  # transformers takes seconds to load, in each worker
         pass
 
@@ -218,23 +217,17 @@ def test_an_environment_that_a_worker_cannot_load_is_one_error(
         roll_out(env, tmp_path, None, env_workers=1)
 
 
-def pid(completion) -> float:
-    return float(os.getpid())
-
-
-def test_an_environment_without_an_id_is_sent_itself_if_it_can_be_pickled(make_env, tmp_path):
+def test_an_environment_without_an_id_runs_here_or_is_told_apart(make_env, tmp_path):
     env = make_env()
     env.env_id = ""
-    with pytest.raises(InvalidEnvironmentError, match=r"cannot be sent.*env_workers=0"):
-        roll_out(env, tmp_path, None, env_workers=1)
-    dataset = Dataset.from_dict({"question": ["q"], "answer": ["a"]})
-    env = vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[pid]))
 
     async def use(run, runner):
         return await run(0)
 
-    (rollout, _) = roll_out(env, tmp_path, use, env_workers=1)
-    assert rollout.error is None and rollout.reward != os.getpid()
+    (rollout, _) = roll_out(env, tmp_path, use, env_workers="auto")
+    assert rollout.error is None and rollout.metrics["pid"] == os.getpid()
+    with pytest.raises(InvalidEnvironmentError, match=r"has no id to load it by.*env_workers=0"):
+        roll_out(env, tmp_path, None, env_workers=1)
 
 
 def test_a_worker_that_does_not_load_in_time_is_an_error(make_env, tmp_path, monkeypatch):

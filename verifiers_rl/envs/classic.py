@@ -5,7 +5,6 @@ samples.
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import importlib
 import inspect
@@ -23,6 +22,7 @@ import verifiers as vf
 
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
+    NotPortableError,
     RunnerOptions,
     text_of,
     versions_of_tokens,
@@ -277,20 +277,18 @@ class ClassicRecipe:
     """The `EnvRecipe` of a `ClassicEnvironment`.
 
     Attributes:
-        env: the environment itself if it has no id, else None.
         env_id, env_args: what `verifiers.load_environment` takes.
         looks: `fingerprint` of the environment.
         options: those of the `ClassicEnvironment`.
     """
 
-    env: Any
     env_id: str
     env_args: dict[str, Any]
     looks: list[Any]
     options: RunnerOptions
 
     def make(self) -> ClassicExampleRunner:
-        env = self.env or load_environment(self.env_id, self.env_args)
+        env = load_environment(self.env_id, self.env_args)
         if fingerprint(env) != self.looks:
             raise InvalidEnvironmentError(
                 f"loaded by its id, {self.env_id!r}, it has (class, examples, rewards) "
@@ -372,10 +370,14 @@ class ClassicEnvironment(ClassicExampleRunner):
         return any(getattr(env, "max_turns", 1) != 1 for env in envs)
 
     def recipe(self) -> ClassicRecipe:
-        # An environment without an id is sent itself.
-        env = None if self.env.env_id else _without_error_reports(self.env)
-        args = (self.env.env_id, self.env.env_args, fingerprint(self.env), self.options)
-        return ClassicRecipe(env, *args)
+        if not self.env.env_id:  # and it cannot be pickled: a Parser of verifiers has a lambda
+            raise NotPortableError(
+                "it has no id to load it by in another process; make it with "
+                "verifiers.load_environment(id, ...)"
+            )
+        return ClassicRecipe(
+            self.env.env_id, self.env.env_args, fingerprint(self.env), self.options
+        )
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
         row = {**self._examples[split][index]}
@@ -477,26 +479,6 @@ def _with_errors_in_state(func: Callable[..., Any], is_group: bool) -> Callable[
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     wrapper._errors_in_state = True  # type: ignore[attr-defined]
     return wrapper
-
-
-def _without_error_reports(env: Any) -> Any:
-    """Return a copy of the environment with the reward functions that it was made with. Those of
-    `_report_reward_errors` cannot be pickled.
-    """
-
-    def bare(rubric: Any) -> Any:
-        bare_rubric = copy.copy(rubric)
-        bare_rubric.funcs = [
-            func.__wrapped__ if getattr(func, "_errors_in_state", False) else func
-            for func in rubric.funcs
-        ]
-        if hasattr(rubric, "rubrics"):
-            bare_rubric.rubrics = [bare(inner) for inner in rubric.rubrics]
-        return bare_rubric
-
-    bare_env = copy.copy(env)
-    bare_env.rubric = bare(env.rubric)
-    return bare_env
 
 
 def _last_text(prompt: Any) -> str:
