@@ -104,7 +104,7 @@ def time_steps(
         vllm_server_port=port, max_steps=num_steps, batch_size=BATCH_SIZE,
         rollouts_per_example=GROUP, max_seq_len=64, max_tokens=REPLY_TOKENS, temperature=1.0,
         learning_rate=1e-5, save_strategy="no", logging_steps=10, num_rollouts_to_print=0,
-        micro_batch_size=BATCH_SIZE, env_workers=env_workers,
+        micro_batch_size=BATCH_SIZE, env_workers=env_workers, disable_tqdm=True,
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = RLTrainer(model, env, args)
