@@ -15,7 +15,8 @@ import torch
 from torch import distributed
 from tests.helpers import make_samples, values_of
 from verifiers_rl.distributed import broadcast_batch, let_gloo_threads_finish, scatter_samples
-from verifiers_rl.packing import BYTES_PER_TOKEN, plan_microbatches
+from verifiers_rl.packing import plan_microbatches
+from verifiers_rl.sample_bytes import BYTES_PER_TOKEN
 from verifiers_rl.types import Batch, Rollout
 
 distributed.init_process_group("gloo")

@@ -8,12 +8,10 @@ import torch
 
 from tests.helpers import values_of
 from verifiers_rl.packing import (
-    BYTES_PER_TOKEN,
     collate,
-    flatten_samples,
     plan_microbatches,
-    unflatten_samples,
 )
+from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
 from verifiers_rl.types import Sample
 
 

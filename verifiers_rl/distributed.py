@@ -16,7 +16,8 @@ from torch import distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.packing import BYTES_PER_TOKEN, Rows, flatten_samples, unflatten_samples
+from verifiers_rl.packing import Rows
+from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
 from verifiers_rl.types import Batch, Sample, SampleSizes
 
 

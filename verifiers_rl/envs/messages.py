@@ -18,16 +18,9 @@ from typing import Any
 import numpy as np
 
 from verifiers_rl.data import describe_error
-from verifiers_rl.types import Rollout, Sample
+from verifiers_rl.sample_bytes import flatten_samples, unflatten_samples
+from verifiers_rl.types import Rollout
 
-# The arrays of a group: those of all its samples, one after the other. Four-byte types come first.
-_COLUMNS = {
-    "token_ids": "<i4",
-    "inference_logprobs": "<f4",
-    "policy_versions": "<i4",
-    "advantages": "<f4",
-    "loss_mask": "|b1",
-}
 _NOT_JSON = ("samples", "error")
 
 
@@ -76,12 +69,6 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.
     because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
-    arrays = [
-        np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
-        if samples
-        else np.empty(0, dtype)
-        for name, dtype in _COLUMNS.items()
-    ]
     names = [field.name for field in fields(Rollout) if field.name not in _NOT_JSON]
     rollouts = []
     for rollout in group:
@@ -91,22 +78,18 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.
             packed["error"] = describe_error(rollout.error)
             packed["traceback"] = "".join(traceback.format_exception(rollout.error))
         rollouts.append(packed)
-    return rollouts, arrays
+    return rollouts, [flatten_samples(samples)]
 
 
 def unpack_group(rollouts: list[dict[str, Any]], arrays: Sequence[np.ndarray]) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
-    group, start = [], 0
-    for packed in rollouts:
-        samples = []
-        for length in packed.pop("lengths"):
-            columns = zip(_COLUMNS, arrays, strict=True)
-            own: dict[str, Any] = {n: column[start : start + length] for n, column in columns}
-            samples.append(Sample(**own))
-            start += length
+    lengths = [packed.pop("lengths") for packed in rollouts]
+    samples = iter(unflatten_samples(arrays[0], [n for own in lengths for n in own]))
+    group = []
+    for packed, own in zip(rollouts, lengths, strict=True):
         error = packed.pop("error", None)
         note = packed.pop("traceback", "")
-        rollout = Rollout(**packed, samples=samples)
+        rollout = Rollout(**packed, samples=[next(samples) for _ in own])
         if error is not None:
             rollout.error = EnvWorkerError(error)
             rollout.error.add_note(note)
