@@ -1,42 +1,45 @@
 """Rollouts a second through the Orchestrator, against the same requests sent raw.
 
-    python benchmarks/rollouts.py [--concurrent 64 256 1024] [--clients ...] [--rounds 5]
-    python benchmarks/rollouts.py --workers [0 1 2] [--rounds 5]
-    python benchmarks/rollouts.py --v1 [--rounds 5]
+    python benchmarks/rollouts.py [--concurrent 64 256 1024] [--turns 1 4] [--kinds ...]
+    python benchmarks/rollouts.py --scoring 0 1 10 100 [--kinds classic v1]
 
 Run it with .venv-classic/bin/python, which `make CLASSIC=1 install` makes: it needs classic
 environments.
 
 A real vf-vllm serves a model of 0.85 M parameters to a `verifiers` environment of one turn and to
-one of four. "Ours" includes environment, scoring, advantages and samples. "Raw" posts the request
-bodies of ours again with aiohttp: the turns of a rollout one after the other, and as many rollouts
-at a time as ours; it parses only JSON. Every reply has the same number of tokens (`min_tokens`).
-The server's prefix cache is off, because raw would find all of its prompts there. Ours and raw take
-turns; each figure is the median over all rounds but the first. Clients other than the default are
-measured only at the second concurrency.
+one of four, in a rollout worker, as by default. "classic", "chat" and "renderer" are the three
+client types of classic environments, "v1" is an environment of verifiers.v1. Their time includes
+environment, scoring, advantages and samples. "raw" posts the request bodies of "classic" again with
+aiohttp, from a process of its own: the turns of a rollout one after the other, and as many rollouts
+at a time; it parses only JSON. Every reply has the same number of tokens (`min_tokens`). The
+server's prefix cache is off, because raw would find all of its prompts there.
 
-With --workers: the same environment of one turn runs in this process (0) or in the given number of
-others, with a reward function that spends some time in Python. Meanwhile this thread trains a small
-model as a trainer would. Figures: rollouts a second, and training speed over that of training
+Each kind is measured alone, and while a real RLTrainer takes steps in this process: forward,
+backward and optimizer on 64 samples of 64 tokens, on one thread. The kinds take turns; each figure
+is the median over all rounds but the first.
+
+With --scoring: a reward function that spends so many milliseconds in Python, and a rollout worker
+(`env_workers = "auto"`). Figures: rollouts a second, and training steps over those of training
 alone.
-
-With --v1: the same conversations as an environment of verifiers.v1, in our chat harness and in the
-stock `null` harness (only 16 rollouts, each a Python process). Figures: rollouts a second, and that
-rate over the rate of the classic environment.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import secrets
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import verifiers as vf
@@ -49,12 +52,26 @@ if find_spec("verifiers.legacy") is None:
     )
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-GROUP, REPLY_TOKENS, TIMEOUT_S = 16, 8, 300.0
-CLIENT_TYPES = ("openai_chat_completions_token", "openai_chat_completions", "renderer")
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
+GROUP, REPLY_TOKENS = 16, 8
+CLIENT_TYPES = {
+    "classic": "openai_chat_completions_token",
+    "chat": "openai_chat_completions",
+    "renderer": "renderer",
+}
 
 
 __all__ = ["Talk", "TalkTaskset"]  # verifiers.v1 loads this module as a plugin
+
+
+def question(number: int) -> str:
+    return f"question {number:04d}: what is it that you say?"
+
+
+def spend(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 class Conversation(vf.MultiTurnEnv):
@@ -63,13 +80,11 @@ class Conversation(vf.MultiTurnEnv):
 
 
 def load_environment(num_turns: int, scoring_s: float = 0.0) -> vf.Environment:
-    questions = [f"question {i:04d}: what is it that you say?" for i in range(512)]
+    questions = [question(i) for i in range(512)]
     dataset = Dataset.from_dict({"question": questions, "answer": ["a"] * len(questions)})
 
     def length(completion: Any) -> float:
-        end = time.perf_counter() + scoring_s
-        while time.perf_counter() < end:
-            pass
+        spend(scoring_s)
         return float(len(completion))
 
     return Conversation(
@@ -77,17 +92,26 @@ def load_environment(num_turns: int, scoring_s: float = 0.0) -> vf.Environment:
     )
 
 
-class TalkTask(vf1.Task[vf1.TaskData, vf1.State, vf1.TaskConfig]):
+class TalkData(vf1.TaskData):
+    scoring_s: float
+
+
+class TalkTask(vf1.Task[TalkData, vf1.State, vf1.TaskConfig]):
     @vf1.reward
     async def length(self, trace: vf1.Trace) -> float:
+        spend(self.data.scoring_s)
         return float(len(trace.nodes))
 
 
-class TalkTaskset(vf1.Taskset[TalkTask, vf1.TasksetConfig]):
+class TalkTasksetConfig(vf1.TasksetConfig):
+    scoring_s: float = 0.0
+
+
+class TalkTaskset(vf1.Taskset[TalkTask, TalkTasksetConfig]):
     def load(self) -> Iterator[TalkTask]:
         for i in range(512):
-            prompt = f"question {i:04d}: what is it that you say?"
-            yield TalkTask(vf1.TaskData(idx=i, prompt=prompt), self.config.task)
+            data = TalkData(idx=i, prompt=question(i), scoring_s=self.config.scoring_s)
+            yield TalkTask(data, self.config.task)
 
 
 class TalkConfig(vf1.EnvConfig):
@@ -105,226 +129,310 @@ class Talk(vf1.Env[TalkConfig]):
                 await interaction.turn(f"and then, after {turn} of them?")
 
 
-class Recorder:
-    """Keeps the bodies that a client posts, by rollout (a rollout is one asyncio task)."""
+class Bench:
+    """A model, its server, and what the measurements share."""
 
-    def __init__(self, client: Any) -> None:
-        self.conversations: dict[Any, list[tuple[str, Any]]] = {}
-        self.client = client
-        self.post = client.post
-        client.post = self.record
+    def __init__(self, url: str, folder: str, tokenizer: Any) -> None:
+        self.url, self.folder, self.tokenizer = url, folder, tokenizer
+        self.model = f"{folder}/model"
+        self.take_step: Callable[[], None]
 
-    async def record(self, path: str, **kwargs: Any) -> Any:
-        key = asyncio.current_task()
-        self.conversations.setdefault(key, []).append((path, kwargs["body"]))
-        return await self.post(path, **kwargs)
+    def make_trainer(self) -> None:
+        """Let `take_step` take a step of a real RLTrainer, without rollouts. Called after
+        `make_orchestrator`: an RLConfig resets the state of accelerate.
+        """
+        import numpy as np
+        from warm_start import make_model
 
+        from tests.helpers import StubSink, StubSource
+        from verifiers_rl import RLConfig, RLTrainer
+        from verifiers_rl.types import Batch, Sample
 
-async def send_raw(url: str, conversations: list[list[tuple[str, Any]]], concurrent: int) -> float:
-    """Send all conversations; return the seconds that it took."""
-    places = asyncio.Semaphore(concurrent)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
+        length = 64
+        mask = np.arange(length) >= length // 2
+        samples = [
+            Sample(ids, mask, np.full(length, -5.0), np.where(mask, 0, -1), mask * float(i % 2))
+            for i, ids in enumerate(np.random.default_rng(0).integers(256, size=(64, length)))
+        ]
 
-        async def one(turns: list[tuple[str, Any]]) -> None:
-            async with places:
-                for path, body in turns:
-                    target = path if path.startswith("http") else f"{url}/v1{path}"
-                    async with session.post(target, json=body) as reply:
-                        reply.raise_for_status()
-                        await reply.json()
+        class OneBatch(StubSource):
+            num_pending = 1  # type: ignore[assignment]
 
-        start = time.perf_counter()
-        await asyncio.gather(*map(one, conversations))
-        return time.perf_counter() - start
+            def get(self) -> Batch:
+                return Batch(0, 0, samples)
 
+        args = RLConfig(
+            output_dir=f"{self.folder}/run", use_cpu=True, use_lora=False, max_seq_len=length,
+            temperature=1.0, max_steps=1, learning_rate=1e-5, disable_tqdm=True,
+            micro_batch_size=64,
+        )  # fmt: skip
+        trainer = RLTrainer(
+            make_model(self.tokenizer), None, args, self.tokenizer,
+            orchestrator=OneBatch(), weight_sync=StubSink(),
+        )  # fmt: skip
+        optimizer = trainer.create_optimizer()
 
-def measure(url: str, model: str, tokenizer: Any, options: Any) -> None:
-    from verifiers_rl import Orchestrator, RLConfig
-    from verifiers_rl.envs.make import make_runner
+        def take_step() -> None:
+            trainer.training_step(trainer.model, {})
+            optimizer.step()
+            optimizer.zero_grad()
 
-    print("| turns | client_type | concurrent | ours, rollouts/s | raw, rollouts/s | ours / raw |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for num_turns in (1, 4):
-        for client_type in options.clients:
-            is_default = client_type == CLIENT_TYPES[0]
-            if num_turns == 1 and not is_default:
-                continue  # their first turn is like the default's, or nearly
-            env = load_environment(num_turns)
-            for concurrent in options.concurrent if is_default else options.concurrent[1:2]:
-                num_rollouts = max(concurrent, 512 // num_turns)
-                args = RLConfig(
-                    output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
-                    max_tokens=REPLY_TOKENS, client_type=client_type,
-                    batch_size=num_rollouts, rollouts_per_example=GROUP,
-                )  # fmt: skip
-                runner = make_runner(env, url, tokenizer, args)
-                sampling = args.sampling_args()
-                sampling["extra_body"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
-                orchestrator = Orchestrator(
-                    runner, lambda: None, batch_size=num_rollouts, rollouts_per_example=GROUP,
-                    sampling_args=sampling, max_concurrent=concurrent,
-                )  # fmt: skip
-                orchestrator.start()
-                times: dict[str, list[float]] = {"ours": [], "raw": []}
-                try:
-                    recorder = Recorder(runner._client.client)
-                    for step in range(options.rounds + 1):
-                        recorder.conversations.clear()
-                        start = time.perf_counter()
-                        orchestrator.submit(step, model, 0)
-                        batch = orchestrator.get()
-                        times["ours"].append(time.perf_counter() - start)
-                        sampled = sum(rollout.num_sampled_tokens for rollout in batch.rollouts)
-                        if sampled != num_rollouts * num_turns * REPLY_TOKENS:
-                            raise RuntimeError(f"{sampled} tokens sampled")
-                        sent = list(recorder.conversations.values())
-                        times["raw"].append(asyncio.run(send_raw(url, sent, concurrent)))
-                finally:
-                    orchestrator.stop()
-                ours, raw = (num_rollouts / statistics.median(t[1:]) for t in times.values())
-                print(
-                    f"| {num_turns} | {client_type} | {concurrent} | {ours:.0f} | {raw:.0f} | "
-                    f"{ours / raw:.2f} |",
-                    flush=True,
-                )
+        self.take_step = take_step
 
-
-def measure_workers(url: str, model: str, tokenizer: Any, options: Any) -> None:
-    import torch
-    from warm_start import make_model
-
-    from verifiers_rl import Orchestrator, RLConfig
-    from verifiers_rl.envs.make import make_runner
-
-    torch.set_num_threads(1)
-    trained = make_model(tokenizer)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
-    ids = torch.randint(len(tokenizer), (4, 32))
-
-    def train_until(ended: Callable[[], bool]) -> float:
+    def train_until(self, ended: Callable[[], bool]) -> float:
         """Train until `ended()`; return the steps per second."""
         start, steps = time.perf_counter(), 0
         while not ended():
-            trained(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            self.take_step()
             steps += 1
         return steps / (time.perf_counter() - start)
 
-    num_rollouts = 512
-    print("| scoring ms | env_workers | rollouts/s | training steps over those alone |")
+    def make_orchestrator(
+        self, kind: str, num_rollouts: int, concurrent: int, num_turns: int,
+        scoring_s: float = 0.0, env_workers: Any = "auto",
+    ) -> Any:  # fmt: skip
+        from verifiers_rl import Orchestrator, RLConfig
+        from verifiers_rl.envs import load_v1_environment
+        from verifiers_rl.envs.make import make_runner
+
+        env: Any
+        if kind == "v1":
+            taskset = {"id": "rollouts", "scoring_s": scoring_s}
+            env = load_v1_environment({"taskset": taskset, "num_turns": num_turns})
+        else:
+            env = vf.load_environment("rollouts", num_turns=num_turns, scoring_s=scoring_s)
+        args = RLConfig(
+            output_dir=self.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
+            max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
+            client_type=CLIENT_TYPES.get(kind, CLIENT_TYPES["classic"]), env_workers=env_workers,
+        )  # fmt: skip
+        sampling = args.sampling_args()
+        sampling["extra_body"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
+        return Orchestrator(
+            make_runner(env, self.url, self.tokenizer, args), lambda: None,
+            batch_size=num_rollouts, rollouts_per_example=GROUP, sampling_args=sampling,
+            max_concurrent=concurrent,
+        )  # fmt: skip
+
+    def record(self, num_rollouts: int, num_turns: int) -> list[list[tuple[str, Any]]]:
+        """Run a batch in this process; return the paths and bodies of each rollout's requests."""
+        from verifiers_rl.inference import ServerClient
+
+        conversations: dict[Any, list[tuple[str, Any]]] = {}
+        post = ServerClient.post
+
+        async def recording(client: Any, path: str, **kwargs: Any) -> Any:
+            # A rollout is one asyncio task.
+            conversations.setdefault(asyncio.current_task(), []).append((path, kwargs["body"]))
+            return await post(client, path, **kwargs)
+
+        orchestrator = self.make_orchestrator(
+            "classic", num_rollouts, 256, num_turns, env_workers=0
+        )
+        orchestrator.start()
+        try:
+            with patch.object(ServerClient, "post", recording):
+                orchestrator.submit(0, self.model, 0)
+                orchestrator.get()
+        finally:
+            orchestrator.stop()
+        return list(conversations.values())
+
+
+class Ours:
+    """A kind of environment, through the Orchestrator."""
+
+    def __init__(self, bench: Bench, kind: str, num_rollouts: int, *args: Any, **kwargs: Any):
+        self.bench, self.num_tokens = bench, num_rollouts * REPLY_TOKENS
+        self.orchestrator = bench.make_orchestrator(kind, num_rollouts, *args, **kwargs)
+        self.orchestrator.start()
+        self.step = 0
+
+    def begin(self) -> Future[Any]:
+        self.orchestrator.submit(self.step, self.bench.model, 0)
+        self.step += 1
+        return self.orchestrator._pending[0][0]
+
+    def end(self, num_turns: int) -> None:
+        batch = self.orchestrator.get()
+        sampled = sum(rollout.num_sampled_tokens for rollout in batch.rollouts)
+        if sampled != self.num_tokens * num_turns:
+            raise RuntimeError(f"{sampled} tokens sampled")
+
+    def close(self) -> None:
+        self.orchestrator.stop()
+
+
+class Raw:
+    """The same requests, from a process of its own."""
+
+    def __init__(self, url: str, conversations: list[Any], concurrent: int, folder: str) -> None:
+        file = Path(folder, "conversations.json")
+        file.write_text(json.dumps(conversations))
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--raw", url, str(file), str(concurrent)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.pool = ThreadPoolExecutor(1)
+
+    def begin(self) -> Future[Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.pool.submit(self.process.stdout.readline)
+
+    def end(self, num_turns: int) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the raw client ended with {self.process.returncode}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.pool.shutdown()
+
+
+def serve_raw(url: str, file: str, concurrent: str) -> None:
+    """Send all conversations for each line of stdin, and answer with a line."""
+    from verifiers_rl.inference.client import generation_key
+
+    conversations = json.loads(Path(file).read_text())
+    headers = {"Authorization": f"Bearer {generation_key(url)}"}
+
+    async def send() -> None:
+        places = asyncio.Semaphore(int(concurrent))
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+
+            async def one(turns: list[tuple[str, Any]]) -> None:
+                async with places:
+                    for path, body in turns:
+                        target = path if path.startswith("http") else f"{url}/v1{path}"
+                        async with session.post(target, json=body) as reply:
+                            reply.raise_for_status()
+                            await reply.json()
+
+            await asyncio.gather(*map(one, conversations))
+
+    for _ in sys.stdin:
+        asyncio.run(send())
+        print("sent", flush=True)
+
+
+def time_round(bench: Bench, played: Any, num_turns: int, trains: bool) -> float:
+    """Return the seconds until all rollouts have ended."""
+    start, end = time.perf_counter(), 0.0
+
+    def note(future: Future[Any]) -> None:
+        nonlocal end
+        end = time.perf_counter()
+
+    future = played.begin()
+    future.add_done_callback(note)
+    if trains:
+        bench.train_until(future.done)
+    future.result(600)
+    played.end(num_turns)
+    return end - start
+
+
+@contextmanager
+def closing_all(played: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for one in played.values():
+            one.close()
+
+
+def measure(bench: Bench, options: Any) -> None:
+    print("| turns | concurrent | kind | alone, rollouts/s | / raw | beside training | / raw |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for num_turns in options.turns:
+        most = max(*options.concurrent, 512 // num_turns)
+        conversations = bench.record(most, num_turns)
+        for concurrent in options.concurrent:
+            num_rollouts = max(concurrent, 512 // num_turns)
+            played: dict[str, Any] = {
+                "raw": Raw(bench.url, conversations[:num_rollouts], concurrent, bench.folder)
+            }
+            with closing_all(played):
+                for kind in options.kinds:
+                    played[kind] = Ours(bench, kind, num_rollouts, concurrent, num_turns)
+                bench.make_trainer()
+                seconds: dict[tuple[str, bool], list[float]] = {}
+                for _ in range(options.rounds + 1):
+                    for trains in (False, True):
+                        for name, one in played.items():
+                            seconds.setdefault((name, trains), []).append(
+                                time_round(bench, one, num_turns, trains)
+                            )
+            rates = {
+                key: num_rollouts / statistics.median(times[1:]) for key, times in seconds.items()
+            }
+            for name in played:
+                cells = []
+                for trains in (False, True):
+                    rate = rates[name, trains]
+                    cells += [f"{rate:.0f}", f"{rate / rates['raw', trains]:.2f}"]
+                print(f"| {num_turns} | {concurrent} | {name} | {' | '.join(cells)} |", flush=True)
+
+
+def measure_scoring(bench: Bench, options: Any) -> None:
+    print("| scoring ms | kind | rollouts/s | training steps over those alone |")
     print("| --- | --- | --- | --- |")
-    for scoring_s in (0.0, 0.01):
-        env = vf.load_environment("rollouts", num_turns=1, scoring_s=scoring_s)
-        for env_workers in options.workers:
-            args = RLConfig(
-                output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
-                max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
-                env_workers=env_workers,
-            )  # fmt: skip
-            orchestrator = Orchestrator(
-                make_runner(env, url, tokenizer, args), lambda: None, batch_size=num_rollouts,
-                rollouts_per_example=GROUP, sampling_args=args.sampling_args(),
-            )  # fmt: skip
-            orchestrator.start()
+    for scoring_ms in options.scoring:
+        num_rollouts = 512 if scoring_ms <= 1 else 256 if scoring_ms <= 10 else 64
+        for kind in options.kinds:
+            one = Ours(bench, kind, num_rollouts, 256, 1, scoring_s=scoring_ms / 1000)
+            bench.make_trainer()
             rates, shares = [], []
-            try:
-                for step in range(options.rounds + 1):
-                    end = time.perf_counter() + 2
-                    alone = train_until(lambda end=end: time.perf_counter() > end)
+            with closing_all({kind: one}):
+                for _ in range(options.rounds + 1):
+                    until = time.perf_counter() + 3
+                    alone = bench.train_until(lambda until=until: time.perf_counter() > until)
                     start = time.perf_counter()
-                    orchestrator.submit(step, model, 0)
-                    batch, *_ = orchestrator._pending[0]
-                    shares.append(train_until(batch.done) / alone)
-                    orchestrator.get()
+                    future = one.begin()
+                    shares.append(bench.train_until(future.done) / alone)
+                    one.end(1)
                     rates.append(num_rollouts / (time.perf_counter() - start))
-            finally:
-                orchestrator.stop()
             rate, share = (statistics.median(values[1:]) for values in (rates, shares))
-            print(f"| {1000 * scoring_s:.0f} | {env_workers} | {rate:.0f} | {share:.2f} |")
-
-
-def measure_v1(url: str, model: str, tokenizer: Any, options: Any) -> None:
-    from verifiers_rl import Orchestrator, RLConfig
-    from verifiers_rl.envs import v1 as environments_v1
-    from verifiers_rl.envs.make import make_runner
-
-    print("| turns | environment | rollouts/s | over classic |")
-    print("| --- | --- | --- | --- |")
-    ours = environments_v1.with_local_chat
-    for num_turns in (1, 4):
-        table = {"taskset": {"id": "rollouts"}, "num_turns": num_turns}
-        v1 = environments_v1.load_v1_environment(table)
-        classic_rate = 0.0
-        for name, env, num_rollouts, num_rounds in (
-            ("classic", load_environment(num_turns), 512 // num_turns, options.rounds),
-            ("v1, chat harness", v1, 512 // num_turns, options.rounds),
-            ("v1, stock null harness", v1, 16, 1),
-        ):
-            is_stock = name.endswith("stock null harness")
-            environments_v1.with_local_chat = (lambda env: env) if is_stock else ours
-            args = RLConfig(
-                output_dir=options.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
-                max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
-            )  # fmt: skip
-            sampling = args.sampling_args()
-            sampling["extra_body"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
-            orchestrator = Orchestrator(
-                make_runner(env, url, tokenizer, args), lambda: None, batch_size=num_rollouts,
-                rollouts_per_example=GROUP, sampling_args=sampling, max_concurrent=256,
-            )  # fmt: skip
-            orchestrator.start()
-            times = []
-            try:
-                for step in range(num_rounds + 1):
-                    start = time.perf_counter()
-                    orchestrator.submit(step, model, 0)
-                    batch = orchestrator.get()
-                    times.append(time.perf_counter() - start)
-                    sampled = sum(rollout.num_sampled_tokens for rollout in batch.rollouts)
-                    if sampled != num_rollouts * num_turns * REPLY_TOKENS:
-                        raise RuntimeError(f"{sampled} tokens sampled")
-            finally:
-                orchestrator.stop()
-            rate = num_rollouts / statistics.median(times[1:])
-            classic_rate = classic_rate or rate
-            print(f"| {num_turns} | {name} | {rate:.1f} | {rate / classic_rate:.2f} |", flush=True)
+            print(f"| {scoring_ms:g} | {kind} | {rate:.0f} | {share:.2f} |", flush=True)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--raw"]:
+        return serve_raw(*sys.argv[2:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--clients", choices=CLIENT_TYPES, nargs="+", default=CLIENT_TYPES)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, nargs="*")
-    parser.add_argument("--v1", action="store_true")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 4])
+    kinds = [*CLIENT_TYPES, "v1"]
+    parser.add_argument("--kinds", choices=kinds, nargs="+", default=["classic", "v1"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scoring", type=float, nargs="+", metavar="MS")
     options = parser.parse_args()
 
+    import torch
     from transformers import set_seed
     from warm_start import make_model, make_tokenizer
 
     from tests.conftest import running_server
     from verifiers_rl.inference.client import TOKEN_VARIABLE
 
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory() as folder:
-        options.folder = folder
         set_seed(0)
         tokenizer = make_tokenizer()
         make_model(tokenizer).save_pretrained(f"{folder}/model")
         tokenizer.save_pretrained(f"{folder}/model")
         flags = ("--max-model-len", "512", "--max-num-seqs", "256", "--no-enable-prefix-caching")
         with running_server(Path(folder, "model"), Path(folder, "server.log"), *flags) as server:
-            if options.v1:
-                measure_v1(server.url, f"{folder}/model", tokenizer, options)
-            elif options.workers is None:
-                measure(server.url, f"{folder}/model", tokenizer, options)
-            else:
-                options.workers = options.workers or [0, 1, 2]
-                measure_workers(server.url, f"{folder}/model", tokenizer, options)
+            bench = Bench(server.url, folder, tokenizer)
+            (measure if options.scoring is None else measure_scoring)(bench, options)
 
 
 if __name__ == "__main__":

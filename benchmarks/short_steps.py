@@ -1,12 +1,13 @@
 """Seconds of a training step on short rollouts, where all that is not the model counts most.
 
-    python benchmarks/short_steps.py [--steps 40] [--rounds 3] [--env-workers 0 1]
+    python benchmarks/short_steps.py [--steps 40] [--rounds 3] [--env-workers 0 1] [--unshared]
 
 A step trains all weights of a model of 0.9 M parameters on 64 rollouts: 8 prompts of 33 tokens, 8
 replies of 6 tokens to each. The real vf-vllm serves the model and has the first core, the real
 RLTrainer and its rollout workers have the rest. One thread each. The environment is one of
 verifiers.v1, and a classic one too where verifiers has those. Runs of all settings take turns; each
-figure is the median over the steps of all rounds, without the first 5 of each run.
+figure is the median over the steps of all rounds, without the first 5 of each run. With --unshared,
+each rollout's prompt is computed for itself (`share_prefixes=False`).
 """
 
 import argparse
@@ -86,7 +87,7 @@ def make_env(kind: str, prompt_length: int) -> Any:
 
 
 def time_steps(
-    model: str, env: Any, port: int, folder: str, num_steps: int, env_workers: int
+    model: str, env: Any, port: int, folder: str, env_workers: int, options: argparse.Namespace
 ) -> Any:
     """Train; return the seconds of each step but the first ones."""
     from transformers import TrainerCallback
@@ -101,10 +102,11 @@ def time_steps(
 
     args = RLConfig(
         output_dir=f"{folder}/run", overwrite_output_dir=True, use_cpu=True, use_lora=False,
-        vllm_server_port=port, max_steps=num_steps, batch_size=BATCH_SIZE,
+        vllm_server_port=port, max_steps=options.steps, batch_size=BATCH_SIZE,
         rollouts_per_example=GROUP, max_seq_len=64, max_tokens=REPLY_TOKENS, temperature=1.0,
         learning_rate=1e-5, save_strategy="no", logging_steps=10, num_rollouts_to_print=0,
         micro_batch_size=BATCH_SIZE, env_workers=env_workers, disable_tqdm=True,
+        share_prefixes=not options.unshared,
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = RLTrainer(model, env, args)
@@ -123,6 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--env-workers", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--unshared", action="store_true")
     options = parser.parse_args()
 
     import torch
@@ -153,7 +156,7 @@ def main() -> None:
                 for kind, workers in settings:
                     env = make_env(kind, prompt_length)
                     seconds[kind, workers] += time_steps(
-                        f"{folder}/model", env, server.port, folder, options.steps, workers
+                        f"{folder}/model", env, server.port, folder, workers, options
                     )
     print("| environment | env_workers | step s | over the first row |")
     print("| --- | --- | --- | --- |")

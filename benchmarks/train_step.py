@@ -2,18 +2,24 @@
 
     python benchmarks/train_step.py [--samples 16] [--rounds 2] [--vocab 151936] [--lora]
     python benchmarks/train_step.py --shape qwen3-4b --lora --samples 53   # 16k tokens; a GPU
+    python benchmarks/train_step.py --groups 1 --reply 64 --vocab 4096 [--prompt 512]
+    python benchmarks/train_step.py --shape demo --groups 8 --group-size 8 --prompt 33 --reply 7
 
 All have the same model, samples and token budget. Each runs in its own process, in turn:
 
     ours      RLTrainer.training_step
+    unshared  with --groups: the same with share_prefixes=False
     textbook  (a) right-padded microbatches in the order given, full logits, log_softmax, entropy
     trl       (b) the same microbatches, logits of the completions only, TRL's
               selective_log_softmax and entropy_from_logits; left out where TRL is not installed
 
 Samples are ragged: their lengths are lognormal from 16 to 1024 tokens, and the first quarter of
-each is a prompt. Prints tokens a second (prompts included), peak memory above what the process had
-before the step, and the loss, on which all must agree. If there is a GPU, the step runs on it in
-bfloat16 with gradient checkpointing, and the model FLOPs utilisation of ours is printed.
+each is a prompt. With --groups they are replies to prompts that they share: lognormal around
+--reply tokens (sigma 0.5), or exactly as many if these are less than 16. With a vocabulary of 4096
+the head of the shape "small" has a third of the decoder's weights, as in Qwen3-0.6B. Prints tokens
+a second (prompts included), peak memory above what the process had before the step, and the loss,
+on which all must agree. If there is a GPU, the step runs on it in bfloat16 with gradient
+checkpointing, and the model FLOPs utilisation of ours is printed.
 """
 
 import argparse
@@ -29,11 +35,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+VARIANTS = ["ours", "unshared", "textbook", "trl"]
 MICRO_BATCH_SIZE = 4
 LONGEST = 1024
 
 
 SHAPES = {
+    "demo": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    },
     "small": {
         "hidden_size": 256,
         "intermediate_size": 768,
@@ -42,6 +58,15 @@ SHAPES = {
         "num_key_value_heads": 2,
         "head_dim": 64,
         "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {  # two layers of it
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
     },
     "qwen3-4b": {
         "hidden_size": 2560,
@@ -62,7 +87,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=options.vocab, max_position_embeddings=LONGEST, **SHAPES[options.shape]
+        vocab_size=options.vocab, max_position_embeddings=4 * LONGEST, **SHAPES[options.shape]
     )
     on_gpu = torch.cuda.is_available()
     with torch.device("cuda" if on_gpu else "cpu"):
@@ -70,21 +95,37 @@ def make_model(options: argparse.Namespace) -> Any:
     return model.to(torch.bfloat16 if options.lora and on_gpu else torch.float32)
 
 
-def make_samples(count: int, vocab: int) -> list[Any]:
+def make_samples(options: argparse.Namespace) -> list[Any]:
+    rng = random.Random(0)
+
+    def tokens(number: int) -> list[int]:
+        return [rng.randrange(options.vocab) for _ in range(number)]
+
+    samples = []
+    if not options.groups:
+        for _ in range(options.samples):
+            length = min(max(int(rng.lognormvariate(5.5, 1)), 16), LONGEST)
+            samples.append(make_sample(tokens(length), length // 4, rng, options.vocab))
+    for _ in range(options.groups):
+        prompt = tokens(options.prompt)
+        for _ in range(options.group_size):
+            length = options.reply
+            if length >= 16:
+                length = min(int(rng.lognormvariate(math.log(length), 0.5)) + 1, 4 * length)
+            samples.append(
+                make_sample([*prompt, *tokens(length)], options.prompt, rng, options.vocab)
+            )
+    return samples
+
+
+def make_sample(token_ids: list[int], prompt: int, rng: random.Random, vocab: int) -> Any:
     from verifiers_rl.types import Sample
 
-    rng = random.Random(0)
-    samples = []
-    for _ in range(count):
-        length = min(max(int(rng.lognormvariate(5.5, 1)), 16), LONGEST)
-        prompt = length // 4
-        mask = [t >= prompt for t in range(length)]
-        logprobs = [-math.log(vocab) + rng.uniform(-0.1, 0.1) if m else 0.0 for m in mask]
-        versions = [0 if m else -1 for m in mask]
-        sample = Sample([rng.randrange(vocab) for _ in mask], mask, logprobs, versions)
-        sample.set_advantage(rng.uniform(-1, 1))
-        samples.append(sample)
-    return samples
+    mask = [t >= prompt for t in range(len(token_ids))]
+    logprobs = [-math.log(vocab) + rng.uniform(-0.1, 0.1) if m else 0.0 for m in mask]
+    sample = Sample(token_ids, mask, logprobs, [0 if m else -1 for m in mask])
+    sample.set_advantage(rng.uniform(-1, 1))
+    return sample
 
 
 def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -> Any:
@@ -113,7 +154,9 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         bf16=torch.cuda.is_available(),
         use_lora=options.lora,
         micro_batch_size=MICRO_BATCH_SIZE,
-        max_seq_len=LONGEST,
+        max_seq_len=max(LONGEST, *(len(sample.token_ids) for sample in samples)),
+        max_tokens_per_microbatch=MICRO_BATCH_SIZE * LONGEST,
+        share_prefixes=options.variant == "ours",
         temperature=1.0,
         max_steps=1,
         disable_tqdm=True,
@@ -235,9 +278,9 @@ class PeakMemory:
 
 
 def run_one(options: argparse.Namespace) -> None:
-    samples = make_samples(options.samples, options.vocab)
+    samples = make_samples(options)
     with tempfile.TemporaryDirectory() as folder:
-        if options.variant == "ours":
+        if options.variant in ("ours", "unshared"):
             step = step_of_ours(samples, options, folder)
         else:
             step = step_of_others(samples, options)
@@ -248,10 +291,19 @@ def run_one(options: argparse.Namespace) -> None:
         memory = PeakMemory()
         start = time.monotonic()
         loss, mfu = step()
-        seconds = time.monotonic() - start
+        times = [time.monotonic() - start]
         peak = memory.gb()
+        while sum(times) < 1:
+            start = time.monotonic()
+            step()
+            times.append(time.monotonic() - start)
     tokens = sum(len(sample.token_ids) for sample in samples)
-    result = {"tokens_per_s": tokens / seconds, "peak_gb": peak, "loss": loss, "mfu": mfu}
+    result = {
+        "tokens_per_s": tokens / statistics.median(times),
+        "peak_gb": peak,
+        "loss": loss,
+        "mfu": mfu,
+    }
     print(json.dumps({**result, "rounding": 3e-2 if memory.on_gpu else 1e-4}))
 
 
@@ -261,14 +313,22 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--vocab", type=int)
+    parser.add_argument("--groups", type=int, default=0)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--reply", type=int, default=64)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--variant", choices=["ours", "textbook", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.vocab = options.vocab or (261 if options.shape == "demo" else 151_936)
     if options.variant:
         return run_one(options)
-    variants = ["ours", "textbook", *(["trl"] if find_spec("trl") else [])]
+    left_out = set() if options.groups else {"unshared"}
+    if find_spec("trl") is None:
+        left_out.add("trl")
+    variants = [variant for variant in VARIANTS if variant not in left_out]
     results: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for _ in range(options.rounds):
         for variant in variants:

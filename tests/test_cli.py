@@ -385,6 +385,12 @@ def test_the_server_is_told_what_follows_from_the_trainer():
         {"lora_sync": "merged"},
     ):
         assert "--enable-lora" not in plan.server_command(make_config(trainer_args=options), "h", 7)
+    # What the trainer will choose for lora_sync = "auto".
+    for lora_sync, has_flag in (("auto", False), ("adapter", True)):
+        config = make_config(
+            inference_args={"dtype": "float32"}, trainer_args={"lora_sync": lora_sync}
+        )
+        assert ("--enable-lora" in plan.server_command(config, "h", 7)) == has_flag
 
 
 # Each server ends as soon as it was asked for its status. So it is never too early or too late.

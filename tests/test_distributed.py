@@ -17,7 +17,7 @@ from tests.helpers import make_samples, values_of
 from verifiers_rl.distributed import broadcast_batch, let_gloo_threads_finish, scatter_samples
 from verifiers_rl.packing import plan_microbatches
 from verifiers_rl.sample_bytes import BYTES_PER_TOKEN
-from verifiers_rl.types import Batch, Rollout
+from verifiers_rl.types import Batch, Rollout, SampleSizes
 
 distributed.init_process_group("gloo")
 rank, cpu = distributed.get_rank(), torch.device("cpu")
@@ -41,7 +41,7 @@ for number in (9, 1):  # with one sample, the second rank gets none
     assert (batch.step, batch.policy_version) == (7, 6)
     assert len(batch.samples) == (number if rank == 0 else 0)
     assert batch.num_loss_tokens == num_loss_tokens
-    for name in ("lengths", "num_loss_tokens", "rollout_ids"):
+    for name in SampleSizes.__slots__:
         assert np.array_equal(getattr(batch.sizes, name), getattr(sizes, name)), name
     lengths = batch.sizes.lengths.tolist()
     plans = plan_microbatches(lengths, 24, 2)

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -110,6 +111,11 @@ def make_args(server, tmp_path, **options):
     return RLConfig(**{**defaults, **options})
 
 
+def all_different(group):
+    """Advantages, none of them 0: samples without an advantage would not be computed."""
+    return [1.0 + position for position in range(len(group))]
+
+
 def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
     """Rollouts one after the other, each with the server's raw replies to it.
 
@@ -124,21 +130,21 @@ def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
 
     async def run():
         await runner.open()
-        post, replies, found = runner._client.client.post, [], []
+        post, replies, found = ServerClient.post, [], []
 
-        async def recorded(path, **kwargs):
-            reply = await post(path, **kwargs)
+        async def recorded(self, path, **kwargs):
+            reply = await post(self, path, **kwargs)
             replies.append((kwargs["body"], json.loads(reply.content)))
             return reply
 
-        runner._client.client.post = recorded
         try:
-            for _ in range(num_rollouts):
-                replies.clear()
-                group = await runner.run_group(
-                    "train", 0, 1, str(args.model_name), {}, 3, asyncio.Semaphore(1)
-                )
-                found.append((group[0], list(replies)))
+            with patch.object(ServerClient, "post", recorded):
+                for _ in range(num_rollouts):
+                    replies.clear()
+                    group = await runner.run_group(
+                        "train", 0, 1, str(args.model_name), {}, 3, asyncio.Semaphore(1)
+                    )
+                    found.append((group[0], list(replies)))
         finally:
             await runner.close()
         return found
@@ -155,9 +161,7 @@ def sampled_of(body, reply):
     """Prompt, sampled tokens and logprobs of a request of either kind and its raw reply."""
     if "packed_tokens" in reply:
         token_ids, logprobs = unpack_sampled(reply["packed_tokens"])
-        prompt = body["tokens"]  # a list where it was recorded before it was packed
-        prompt = unpack_ids(prompt).tolist() if isinstance(prompt, str) else prompt
-        return prompt, token_ids.tolist(), logprobs.tolist()
+        return unpack_ids(body["tokens"]).tolist(), token_ids.tolist(), logprobs.tolist()
     choice = reply["choices"][0]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     prompt = body.get("token_ids") or reply["prompt_token_ids"]
@@ -254,11 +258,26 @@ def test_tool_calls_parsed_by_the_server_and_their_results(
         assert len(rollout.samples) == (1 if exact else rollout.num_turns)
 
 
+@needs_classic
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_a_prompt_becomes_the_tokens_here_that_the_server_makes_of_it(
+    server, tokenizer, tmp_path, has_tools
+):
+    make_env = make_tool_env if has_tools else Conversation
+    prompts = []
+    for client_type in ("openai_chat_completions", "openai_chat_completions_token"):
+        args = make_args(server, tmp_path, client_type=client_type)
+        ((_, replies),) = roll_out(server, tokenizer, make_env(), args, num_rollouts=1)
+        assert ("tokens" in replies[0][0]) == (client_type != "openai_chat_completions")
+        prompts.append(sampled_of(*replies[0])[0])
+    assert prompts[0] == prompts[1]
+
+
 def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path, v1_path):
     """Classic environments declare tools as strict, under which vLLM would sample by a grammar."""
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
     env = make_tool_env() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["tools"])
-    trainer = RLTrainer(str(model_folder), env, args)
+    trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert row["num_turns"] > 1
@@ -534,7 +553,7 @@ def test_a_step_on_an_environment_of_v1_trains_exactly_what_was_sampled(
     monkeypatch.setattr(ServerClient, "post", recorded)
     env = load_v1_environment(V1_ENVIRONMENTS[name])
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
-    trainer = RLTrainer(str(model_folder), env, args)
+    trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert row["error_share"] == 0 and row["staleness_max"] == 0

@@ -11,11 +11,10 @@ from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
-    reason_against_chunking,
-    reason_against_sharing_rows,
     token_logprobs_and_entropy,
 )
 from verifiers_rl.losses import LOSSES, LossInputs
+from verifiers_rl.model_trials import reason_against_chunking, reason_against_sharing_rows
 
 
 def reference(logits, targets, temperature):

@@ -182,7 +182,7 @@ def warnings_of(lines, caplog, first_step=0):
 
 
 def uniform(step, share=1.0):
-    return step, {"uniform_group_share": share, "reward": 0.25, "mismatch_kl": 0.0}
+    return step, {"uniform_group_share": share, "reward": 0.25, "step_s": 1.0}
 
 
 def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):

@@ -124,11 +124,15 @@ def test_collate_lays_samples_out_in_rows():
     microbatch = collate(samples, [[1], [0, 2]], weights=[1.0, 2.0, 3.0], pad_token_id=9)
     assert microbatch.input_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 9]]
     assert microbatch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
-    assert microbatch.sequence_ids.tolist() == [[0, 0, 0, 0], [1, 1, 2, -1]]
-    assert microbatch.loss_mask.tolist() == [[False, True, True, True], [False, True, False, False]]
-    assert microbatch.advantages.tolist() == [[0, 0.25, 0.25, 0.25], [0, 0.5, 0, 0]]
-    assert microbatch.loss_weights.tolist() == [[2, 2, 2, 2], [1, 1, 3, 0]]
-    assert microbatch.inference_logprobs.tolist()[1] == [-0.25, -0.25, -0.25, 0.0]
+    assert microbatch.visible_until.tolist() == [[4, 4, 4, 4], [2, 2, 3, 4]]
+    assert microbatch.num_tokens == 7 and microbatch.has_loss and not microbatch.shares_prefixes
+    targets = microbatch.targets
+    assert (targets.rows.tolist(), targets.columns.tolist()) == ([0, 0, 0, 1], [0, 1, 2, 0])
+    assert targets.token_ids.tolist() == [1, 2, 3, 1]
+    assert targets.sequence_ids.tolist() == [0, 0, 0, 1]
+    assert targets.advantages.tolist() == [0.25, 0.25, 0.25, 0.5]
+    assert targets.weights.tolist() == [2, 2, 2, 1]
+    assert targets.inference_logprobs.tolist() == [-0.25] * 4
 
 
 def test_a_row_of_one_sample_reads_as_one_sequence_so_that_it_needs_no_mask():
@@ -139,7 +143,9 @@ def test_a_row_of_one_sample_reads_as_one_sequence_so_that_it_needs_no_mask():
 def test_an_empty_microbatch_is_one_row_without_loss():
     microbatch = collate([], [], [], pad_token_id=9)
     assert microbatch.input_ids.tolist() == [[9, 9]]
-    assert not microbatch.loss_mask.any()
+    assert not microbatch.has_loss and microbatch.num_tokens == 0
+    assert microbatch.targets.token_ids.tolist() == [9]  # which the loss must not count
+    assert microbatch.targets.weights.tolist() == [0]
 
 
 def test_samples_survive_the_way_to_another_rank():
@@ -177,8 +183,9 @@ def test_collate_reads_arrays_that_nobody_may_write():
 
 def test_the_dtypes_of_a_microbatch_are_those_of_the_model_and_the_loss():
     microbatch = collate([make_sample(3)], [[0]], [1.0], pad_token_id=9)
-    integers = (microbatch.input_ids, microbatch.position_ids, microbatch.sequence_ids)
+    targets = microbatch.targets
+    integers = (microbatch.input_ids, microbatch.position_ids, microbatch.visible_until)
+    integers += (targets.rows, targets.columns, targets.token_ids, targets.sequence_ids)
     assert {tensor.dtype for tensor in integers} == {torch.int64}
-    assert microbatch.loss_mask.dtype == torch.bool
-    numbers = (microbatch.inference_logprobs, microbatch.advantages, microbatch.loss_weights)
+    numbers = (targets.inference_logprobs, targets.advantages, targets.weights)
     assert {tensor.dtype for tensor in numbers} == {torch.float32}

@@ -564,6 +564,50 @@ def test_an_engine_whose_pause_comes_too_late_goes_on_afterwards():
     assert not is_paused
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_engine_that_dies_while_it_is_to_go_on_holds_nobody_up(answers):
+    class Engine:
+        errored = False
+
+        async def pause_generation(self, mode, clear_cache):
+            pass
+
+        async def resume_generation(self):
+            await asyncio.sleep(0.2)
+            self.errored = True  # vLLM learns of it
+            if answers:
+                raise RuntimeError("EngineDeadError")
+            await asyncio.Event().wait()
+
+    async def update():
+        async with paused(Engine(), timeout_s=1.0):
+            raise RuntimeError("a worker was killed")
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="a worker was killed"):
+        asyncio.run(update())
+    assert time.monotonic() - start < 5
+
+
+def test_engines_that_live_and_do_not_go_on_are_an_error(monkeypatch):
+    class Engine:
+        errored = False
+
+        async def pause_generation(self, mode, clear_cache):
+            pass
+
+        async def resume_generation(self):
+            await asyncio.Event().wait()
+
+    async def update():
+        async with paused(Engine(), timeout_s=1.0):
+            pass
+
+    monkeypatch.setattr("verifiers_rl.inference.server.RESUME_DEADLINE_S", 0.2)
+    with pytest.raises(TimeoutError, match=r"did not go on within 0\.2 s"):
+        asyncio.run(update())
+
+
 @pytest.mark.slow
 def test_experts_that_cannot_be_packed_anew_are_an_error_and_not_wrong_weights(with_vllm):
     done = with_vllm["repack"]

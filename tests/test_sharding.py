@@ -21,7 +21,7 @@ from verifiers_rl.sync.sources import source_of
 # Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
 SCRIPT = """
-import sys, threading
+import os, sys, threading
 from collections import Counter
 import tests.sharding_on_cpu
 import torch
@@ -30,10 +30,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
+from tests.tree_samples import make_tree
 from verifiers_rl import RLConfig, RLTrainer, logprobs
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.sync.gather import announced, is_split
 from verifiers_rl.sync.sources import what_to_send
+from verifiers_rl.types import Batch, Rollout
 
 folder, kind, *cases = sys.argv[1:]
 logprobs._CHUNK_ELEMENTS = 261 * 5  # chunks of 5 tokens, of which the ranks have different numbers
@@ -75,6 +77,17 @@ def counting_reduce(fsdp_params, *args, **kwargs):
 _fsdp_param_group.foreach_reduce = counting_reduce
 
 
+class TreeSource(StubSource):
+    def get(self):
+        batch = super().get()
+        samples = make_tree(batch.step)
+        rollouts = [  # in groups of 4
+            Rollout(i // 4, "p", "c", reward=0.25, samples=[s], num_turns=1)
+            for i, s in enumerate(samples)
+        ]
+        return Batch(batch.step, batch.policy_version, samples, rollouts, batch.metrics)
+
+
 class GatheringSink(StubSink):
     \"\"\"Makes what a server would be sent; the second push is lost on the way.\"\"\"
 
@@ -105,6 +118,27 @@ class GatheringSink(StubSink):
         return super().push(model, policy_version, in_flight)
 
 
+def gradient_bytes(model):
+    \"\"\"What this rank keeps of gradients, those too that FSDP2 has not reduced yet.\"\"\"
+    kept = [p.grad for p in model.parameters()]
+    if kind == "fsdp2":
+        for module in model.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                group = module._get_fsdp_state()._fsdp_param_group
+                for parameter in group.fsdp_params if group is not None else ():
+                    kept.append(parameter.unsharded_accumulated_grad)
+                    kept.append(getattr(parameter, "_unsharded_param", torch.empty(0)).grad)
+    return sum(4 * getattr(g, "_local_tensor", g).numel() for g in kept if g is not None)
+
+
+class CountingTrainer(RLTrainer):
+    kept = 0
+
+    def microbatch_loss(self, model, *args):
+        self.kept = max(self.kept, gradient_bytes(model))
+        return super().microbatch_loss(model, *args)
+
+
 def run(case):
     mode, *flags = case.split("-")
     reductions.clear()
@@ -124,17 +158,24 @@ def run(case):
         kl_beta=0.1 if use_lora or "kl" in flags else 0.0,
         entropy_beta=0.1 if "entropy" in flags else 0.0,
         gradient_checkpointing="checkpointing" in flags,
+        # The ranks share what samples begin with, one process does not.
+        share_prefixes="tree" in flags and "WORLD_SIZE" in os.environ,
+        updates_per_batch=3 if "updates" in flags else 1,
         bf16="bf16" in flags, ddp_find_unused_parameters="unused" in flags,
         **sharding,
     )
+    if "each" in flags or "once" in flags:
+        reduces = {"sync_each_batch": "each" in flags}
+        args.accelerator_config.gradient_accumulation_kwargs = reduces
     args.overwrite_output_dir = "resumed" not in flags  # of the case before
     torch.manual_seed(0)
     sink = GatheringSink(args.lora_sync)
     tied = "tied" in flags
-    trainer = RLTrainer(
+    source = TreeSource() if "tree" in flags else StubSource(1 if "single" in flags else 11)
+    trainer = CountingTrainer(
         make_tiny_model(tied) if mode == "merged" else f"{folder}/tied-{tied}", None, args,
         load_example("warm_start").make_tokenizer(),
-        orchestrator=StubSource(1 if "single" in flags else 11), weight_sync=sink,
+        orchestrator=source, weight_sync=sink,
     )
     resumed = folder + "/checkpoint-2" if "resumed" in flags else None
     trainer.train(resume_from_checkpoint=resumed)
@@ -144,6 +185,7 @@ def run(case):
     evaluated = [row["step"] for row in trainer.state.log_history if "eval_reward" in row]
     assert evaluated == ([3] if resumed else [2, 3]), evaluated
     history = [row for row in trainer.state.log_history if "mismatch_kl" in row]
+    history[0]["kept"] = trainer.kept
     AcceleratorState._reset_state()
     return args.world_size, getattr(sink, "got", None), history, [*reductions.values()]
 
@@ -157,7 +199,8 @@ CASES = [
     "full", "full-tied-checkpointing", "full-single-constant", "adapter",
     "adapter-single-unused-token", "merged-checkpointing", "full-sgd-token-gspo",
     "adapter-sgd-constant", "full-sgd-bf16", "adapter-sgd-bf16", "full-sgd", "adapter-sgd",
-    "adapter-entropy",
+    "adapter-entropy", "full-sgd-tree", "adapter-tree-checkpointing",
+    "full-tree-updates", "adapter-tree-updates", "full-sgd-each", "full-sgd-once",
 ]  # fmt: skip
 
 
@@ -222,6 +265,30 @@ def one_process(tmp_path_factory):
     return run(tmp_path_factory.mktemp("one"), [], "ddp", [*CASES, "full-kl"])
 
 
+def check_reductions(kind, results):
+    """How often gradients are summed over the ranks, and what a rank keeps of them until then."""
+
+    def of(case):
+        _, _, history, reductions = results[case]
+        num_microbatches = sum(int(row["num_microbatches"]) for row in history)
+        assert reductions and len(set(reductions)) == 1 and num_microbatches > len(history)
+        return reductions[0], len(history), num_microbatches
+
+    times, num_steps, _ = of("adapter-sgd")
+    assert times == num_steps
+    times, _, num_microbatches = of("full-sgd-each")
+    assert times == num_microbatches
+    times, num_steps, _ = of("full-sgd-once")
+    assert times == num_steps
+    if kind == "fsdp2":  # half of the weights, or all of them
+        num_weights = sum(p.numel() for p in make_tiny_model().parameters())
+        kept = {case: results[case][2][0]["kept"] for case in ("full-sgd-each", "full-sgd-once")}
+        assert kept["full-sgd-each"] == pytest.approx(2 * num_weights, rel=0.02)
+        assert kept["full-sgd-once"] >= 4 * num_weights
+    times, num_steps, num_microbatches = of("full-sgd")
+    assert times == (num_steps if kind == "ddp" else num_microbatches)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
@@ -242,12 +309,22 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
         exact = one_process[f"{mode}-sgd"]
         for result in (one_process[f"{mode}-sgd-bf16"], results[f"{mode}-sgd-bf16"]):
             assert 1e-3 < relative_error(result[1], exact[1]) < 0.05
+        shares = [row["prefix_sharing"] > 1.2 for row in results[case][2]]
+        assert set(shares) == {"tree" in case}
+        assert {row["prefix_sharing"] for row in one_process[case][2]} == {1.0}
     single = results["full-single-constant"][2]
     assert all(row["num_microbatches"] == 1 for row in single)  # an empty one for rank 1
     _, _, history, reductions = results["full-sgd"]
     assert all(row["num_microbatches"] > 1 for row in history)
-    if kind in ("ddp", "fsdp2"):  # DeepSpeed reduces in each backward from stage 2 on
+    if kind == "ddp":  # DeepSpeed reduces in each backward from stage 2 on
         assert reductions and set(reductions) == {len(history)}  # once a step
+    if kind in ("ddp", "fsdp2"):
+        check_reductions(kind, results)
+    # Three optimizer steps a batch: one push, and weights that one step does not give.
+    several, one = results["full-tree-updates"], results["full-sgd-tree"]
+    assert [row["num_loss_tokens"] for row in several[2]] == [r["num_loss_tokens"] for r in one[2]]
+    if kind == "ddp":
+        assert several[3] and set(several[3]) == {3 * len(several[2])}
     for case in resumes:
         check_same(results[case], one_process[case.partition("-")[0]])
 

@@ -42,10 +42,11 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import LossInputs, needs
+from verifiers_rl.packing import collate
 from verifiers_rl.report.means import batch_metrics
-from verifiers_rl.report.metrics import RewardProgressCallback, model_flops
+from verifiers_rl.report.metrics import RewardProgressCallback, TokenMeans, model_flops
 from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_metrics
-from verifiers_rl.types import Batch, Rollout, Sample
+from verifiers_rl.types import Batch, Rollout
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +416,6 @@ def test_no_update_is_made_with_a_batch_without_loss_tokens(make_trainer):
 @pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
 @pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
 def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, loss, layout):
-    # Longer ones first: the last is alone in a microbatch without loss.
     samples = make_samples(3, seed=1) + make_samples(1, longest=1, prompt=1) + make_samples(1)
     samples[0].inference_logprobs[-1] = -math.inf
     samples[1].inference_logprobs[-1] = -700.0
@@ -427,7 +427,7 @@ def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, los
     assert math.isfinite(value) and all(torch.isfinite(grad).all() for grad in grads.values())
     assert any(grad.any() for grad in grads.values())
     (metrics,) = trainer._window.steps
-    assert metrics["num_microbatches"] == 5 and metrics["num_masked_samples"] == 1
+    assert metrics["num_microbatches"] == 4 and metrics["num_masked_samples"] == 1
     assert metrics["clamped_share"] == pytest.approx(2 / metrics["num_loss_tokens"])
 
 
@@ -585,6 +585,9 @@ def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
     assert trainer._window.steps[0]["importance_ratio"] == 1.0
 
 
+STATUS = {"device": "cuda", "dtype": "bfloat16", "lora_dtype": None, "max_model_len": 16}
+
+
 def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, monkeypatch):
     # What each does is tested with its part; here, that it gets there.
     made = {}
@@ -599,7 +602,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     client = recorded(
         "client",
         base_url="http://gpu-box:7",
-        wait_until_ready=lambda: {"device": "cuda", "max_model_len": 16},
+        wait_until_ready=lambda: STATUS,
         check_model=lambda config: None,
     )
     runner = SimpleNamespace(weights=[1.0], bounds_replies=True)
@@ -665,7 +668,7 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
 
         def wait_until_ready(self):
             made["waited"] = True
-            return {"device": "cuda", "max_model_len": 16}
+            return STATUS
 
         def check_model(self, config): ...
 
@@ -1641,22 +1644,77 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
         )
         return LossOutputs(loss)
 
-    def sample(num_tokens, has_loss):
-        rest = num_tokens - 2
-        return Sample(
-            [*range(num_tokens)], [False, False, *[has_loss] * rest], [0.0, 0.0, *[-5.0] * rest],
-            [-1, -1, *[0] * rest], [0.0, 0.0, *[float(has_loss)] * rest],
-        )  # fmt: skip
+    trainer = make_trainer(loss_fn=divided_by_a_spread)
+    means = TokenMeans()
+    # What a rank gets that has no samples left.
+    loss = trainer.microbatch_loss(trainer.model, collate({}, [], [], pad_token_id=0), means)
+    loss.backward()
+    assert loss.item() == 0.0
+    grads = [p.grad for p in trainer.model.parameters() if p.requires_grad]
+    assert all(grad is not None and not grad.any() for grad in grads)
+    assert set(means.reduce(1, 1).values()) == {0.0}
 
-    samples = [sample(8, True), sample(9, True)]
-    trainer = make_trainer(loss_fn=divided_by_a_spread, max_tokens_per_microbatch=20)
-    expected, expected_grads = batch_gradients(trainer, samples)
-    # The longest is alone in the first microbatch.
-    loss, grads = batch_gradients(trainer, [*samples, sample(20, False)])
-    assert trainer._window.steps[-1]["num_microbatches"] == 2
-    assert loss == pytest.approx(expected) and math.isfinite(loss)
-    for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad)
+
+def test_several_updates_a_batch_are_steps_on_its_parts(make_trainer):
+    parts = [make_samples(4, seed=seed, longest=12) for seed in (1, 2)]
+
+    class Groups(StubSource):
+        """Two groups in one batch, or a batch of each."""
+
+        def __init__(self, at_once):
+            super().__init__()
+            self.at_once = at_once
+
+        def get(self):
+            step, version = self.pending.pop(0)
+            chosen = parts if self.at_once else [parts[step]]
+            rollouts = [
+                Rollout(number, "p", "c", reward=0.5, samples=[sample])
+                for number, samples in enumerate(chosen)
+                for sample in samples
+            ]
+            return Batch(step, version, [s for group in chosen for s in group], rollouts)
+
+    def train(at_once, **options):
+        trainer = make_trainer(
+            source=Groups(at_once), optim="sgd", learning_rate=1.0, overwrite_output_dir=True,
+            max_grad_norm=0.1, max_steps=1 if at_once else 2, logging_steps=1, **options,
+        )  # fmt: skip
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "num_loss_tokens" in row]
+        return [p.detach() for p in trainer.model.parameters()], rows, trainer.weight_sync.pushed
+
+    once, (row,), pushed = train(True, updates_per_batch=2)
+    apart, rows, _ = train(False)
+    one_update, _, _ = train(True)
+    for weight, expected in zip(once, apart, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
+    assert any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(once, one_update, strict=True))
+    assert pushed == [0, 1]  # at the start and at the end
+    assert row["num_loss_tokens"] == sum(r["num_loss_tokens"] for r in rows)
+    assert row["loss"] == pytest.approx(sum(r["loss"] for r in rows) / 2, rel=1e-4)
+
+
+def test_the_options_of_attention_and_chunks_reach_the_step(make_trainer, tmp_path, monkeypatch):
+    from verifiers_rl import trainer as module
+
+    sizes = []
+    real = module.chunked_logprobs_and_entropy
+
+    def spy(hidden, head, targets, temperature, chunk_size, *args, **kwargs):
+        sizes.append(chunk_size)
+        return real(hidden, head, targets, temperature, chunk_size, *args, **kwargs)
+
+    monkeypatch.setattr(module, "chunked_logprobs_and_entropy", spy)
+    folder = tmp_path / "model"
+    make_tiny_model().save_pretrained(folder)
+    for model in (str(folder), make_tiny_model()):
+        trainer = make_trainer(model, attn_implementation="eager", logits_chunk_tokens=5)
+        assert trainer.model.config._attn_implementation == "eager"
+        batch_gradients(trainer, make_samples(4))
+    assert set(sizes) == {5}
+    with pytest.raises(ConfigError, match=r"attn_implementation='flash': "):
+        make_trainer(attn_implementation="flash")
 
 
 def test_the_entropy_bonus_moves_the_policy_towards_indecision(make_trainer):

@@ -37,6 +37,7 @@ from verifiers_rl.sync.sources import (
     Source,
     adapter_sources,
     check_adapter,
+    choose_lora_sync,
     full_sources,
     merged_sources,
     source_of,
@@ -483,6 +484,18 @@ def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync
     else:
         with pytest.raises(ValueError, match=message):
             check_adapter(config, lora_sync)
+
+
+def test_auto_merges_where_nothing_is_lost_and_the_server_takes_all_weights():
+    def chosen(wanted, dtype, lora_dtype):
+        return choose_lora_sync(wanted, {"dtype": dtype, "lora_dtype": lora_dtype})
+
+    assert chosen("auto", "float32", None) == "merged"
+    assert chosen("auto", "float32", "float32") == "adapter"
+    assert chosen("auto", "bfloat16", "bfloat16") == "adapter"
+    assert chosen("auto", "bfloat16", None) == "adapter"  # refused, with the flags that are missing
+    assert chosen("merged", "bfloat16", None) == "merged"
+    assert chosen("adapter", "float32", None) == "adapter"
 
 
 def test_lora_sync_decides_what_travels():

@@ -109,8 +109,8 @@ _UNUSED_BASE_OPTIONS = {
 _FREE_TYPE = {"accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"}
 # A string is allowed too, but HfArgumentParser could not parse a list if the type said so.
 _FREE_TYPE |= {"lora_target_modules"}
-# A number is allowed too, but HfArgumentParser would then parse "auto" as one.
-_FREE_TYPE |= {"env_workers"}
+# A number, or true and false, are allowed too, but HfArgumentParser would parse "auto" as one.
+_FREE_TYPE |= {"env_workers", "share_prefixes"}
 _FREE_TYPE |= {"resume_from_checkpoint"}  # what train() takes, see _INHERITED_RULES
 # Beginnings and ends of names of optimizers and schedules that cannot work here.
 _LAYERWISE = (
@@ -149,6 +149,9 @@ _vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <=
 _is_auto_or_count = must(
     "be 'auto' or an integer >= 0",
     lambda value: value == "auto" or (type(value) is int and value >= 0),
+)
+_is_auto_or_bool = must(
+    "be 'auto', true or false", lambda value: value == "auto" or isinstance(value, bool)
 )
 _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
 _is_host = must(
@@ -294,6 +297,27 @@ class RLConfig(TrainingArguments):
         "Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. "
         "Default: micro_batch_size * max_seq_len.",
     )
+    updates_per_batch: PositiveInt = _option(
+        1,
+        "Optimizer steps on one batch, each on a part of its groups. Their gradients are taken at "
+        "different weights, so the later parts are further off-policy: see docs/losses.md.",
+    )
+    share_prefixes: Annotated[str, _is_auto_or_bool] = _option(
+        "auto",
+        "Compute tokens that samples have in common at their beginning once: a group's prompt, the "
+        "trunk of a trajectory that branches. auto: where the model can keep the samples apart; "
+        "true: an error where it cannot; false: each sample is computed whole.",
+    )
+    logits_chunk_tokens: PositiveInt | None = _option(
+        None,
+        "Tokens whose logits are held in memory at once; the result does not depend on it. "
+        "Default: as many as take 256 MB in float32.",
+    )
+    attn_implementation: str | None = _option(
+        None,
+        "Attention of the policy, as transformers names it: sdpa, eager, flex_attention, "
+        "flash_attention_2. Default: what transformers chooses for the model.",
+    )
     max_seq_len: Annotated[int, must("be an integer >= 2", lambda value: value >= 2)] = _option(
         2048,
         "Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated.",
@@ -364,8 +388,8 @@ class RLConfig(TrainingArguments):
     client_type: Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"] = (
         _option(
             "openai_chat_completions_token",
-            "What a turn sends to the server. openai_chat_completions_token: the tokens so far and "
-            "the tokens of new messages; openai_chat_completions: messages, tokenised anew at each "
+            "What a turn sends to the server. openai_chat_completions_token: tokens, those so far "
+            "and those of new messages; openai_chat_completions: messages, tokenised anew at each "
             "turn; renderer: tokens made by the renderers package. See envs/classic_clients.py.",
         )
     )
@@ -448,9 +472,11 @@ class RLConfig(TrainingArguments):
         "How weights travel: nccl (each side has its own GPUs), ipc (both sides share one GPU) or "
         "tcp. auto chooses what fits.",
     )
-    lora_sync: Literal["adapter", "merged"] = _option(
-        "adapter",
-        "What is sent with LoRA. adapter: the adapter alone; merged: all weights, adapter added.",
+    lora_sync: Literal["auto", "adapter", "merged"] = _option(
+        "auto",
+        "What is sent with LoRA. adapter: the adapter alone; merged: all weights, adapter added; "
+        "auto: merged if the server computes in float32 (where merging loses nothing and vLLM is "
+        "faster without an adapter) and was started without --enable-lora, else adapter.",
     )
 
     # --- Evaluation and what a person sees --------------------------------------------------------
@@ -493,6 +519,9 @@ class RLConfig(TrainingArguments):
         self.loss_args = {} if self.loss_args is None else self.loss_args
         if isinstance(self.env_workers, str) and self.env_workers.isdigit():
             self.env_workers = int(self.env_workers)  # type: ignore[assignment]
+        if isinstance(self.share_prefixes, str):
+            booleans: dict[str, Any] = {"true": True, "false": False}
+            self.share_prefixes = booleans.get(self.share_prefixes.lower(), self.share_prefixes)
         self._check_types()
         self._check_rules()
         self._check_together()
@@ -657,6 +686,11 @@ class RLConfig(TrainingArguments):
                 f"rollouts_per_example={self.rollouts_per_example}; "
                 f"try batch_size={groups * self.rollouts_per_example}"
             )
+        check(
+            "updates_per_batch",
+            self.updates_per_batch <= self.groups_per_batch,
+            f"must be at most the {self.groups_per_batch} groups of a batch",
+        )
         check(
             "batch_order",
             self.batch_order == "planned" or self.max_off_policy_steps >= 2,

@@ -40,16 +40,15 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
         if is_source:
             return Batch(0, 0, [])  # rank 0 is raising its own error
         raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
-    numbers = torch.empty((3, num_samples), dtype=torch.int64, device=device)
+    numbers = torch.empty(
+        (len(SampleSizes.__slots__), num_samples), dtype=torch.int64, device=device
+    )
     if batch is not None:
-        sizes = batch.sizes
-        fields = [sizes.lengths, sizes.num_loss_tokens, sizes.rollout_ids]
-        numbers = torch.from_numpy(np.stack(fields)).to(device)
+        numbers = torch.from_numpy(np.stack(batch.sizes.columns())).to(device)
     distributed.broadcast(numbers, 0)
     if batch is not None:
         return batch
-    sizes = SampleSizes(*numbers.cpu().numpy())
-    return Batch(step, policy_version, [], sizes_from_rank_0=sizes)
+    return Batch(step, policy_version, [], known_sizes=SampleSizes(*numbers.cpu().numpy()))
 
 
 def scatter_samples(
@@ -195,6 +194,18 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     if fsdp is not None and accelerator.mixed_precision == "bf16":
         # The policy of accelerate also sums gradients in bfloat16.
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def reduces_each_microbatch(accelerator: Any, args: RLConfig, has_adapter: bool) -> bool:
+    """Return whether gradients are reduced over the ranks in each backward of a batch. Otherwise
+    they are in the last one, which is less traffic. Until then FSDP2 keeps them unreduced and
+    whole on each rank, 4 bytes a trained weight; so with all weights, the default there is to
+    reduce in each. `sync_each_batch` in the `gradient_accumulation_kwargs` of `accelerator_config`
+    chooses. DeepSpeed decides by its stage.
+    """
+    config: Any = args.accelerator_config
+    chosen = (config.gradient_accumulation_kwargs or {}).get("sync_each_batch")
+    return accelerator.is_fsdp2 and not has_adapter if chosen is None else bool(chosen)
 
 
 def let_gloo_threads_finish() -> None:

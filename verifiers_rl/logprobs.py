@@ -8,7 +8,6 @@ they exist for one chunk of tokens at a time. If the head is trained, backward r
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -229,7 +228,7 @@ def hidden_states_in_place_of_logits(
 
     If the model scales its logits (Granite, Cohere), it then scales the hidden states, with the
     same result. Gemma's soft cap of the logits would give another result, so it is removed from the
-    model and applied here. `reason_against_chunking` tests both for a given model.
+    model and applied here. `model_trials.py` tests both for a given model.
 
     Yields:
         Hidden states (n, hidden_size) -> logits (n, vocabulary).
@@ -267,71 +266,3 @@ def _with_forward(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[
         del module.forward  # the class's own forward applies again
         if patched is not None:
             module.forward = patched
-
-
-def _difference(given: Tensor, expected: Tensor) -> float:
-    """Return the root mean square of the difference, relative to that of `expected`."""
-    return ((given - expected).float().norm() / expected.float().norm().clamp(min=1e-12)).item()
-
-
-def _probe(model: nn.Module) -> tuple[Tensor, float]:
-    """Return token ids (1, 16), and the relative error that rounding explains in this dtype."""
-    weight = next(model.parameters())
-    vocabulary = _text_config(model).vocab_size
-    ids = (torch.arange(16, device=weight.device) * 7919 + 11) % vocabulary
-    is_exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(
-        weight.device.type
-    )
-    return ids[None], 1e-3 if is_exact else 5e-2
-
-
-@torch.no_grad()
-def reason_against_chunking(model: nn.Module, base: nn.Module | None = None) -> str | None:
-    """Return why the model's logits cannot be taken chunk by chunk from its head; None if they can.
-
-    The test uses 16 tokens: both ways must give the same logits.
-
-    Args:
-        model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
-        base: the causal LM itself, if `model` is not.
-    """
-    base = base or model
-    if getattr(base, "get_output_embeddings", lambda: None)() is None:
-        return "it has no output embeddings"
-    ids, tolerance = _probe(base)
-    was_training = model.training
-    model.eval()
-    try:
-        expected = model(input_ids=ids, use_cache=False).logits[0]
-        with hidden_states_in_place_of_logits(base) as to_logits:
-            given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
-    finally:
-        model.train(was_training)
-    if given.shape != expected.shape or not _difference(given, expected) < tolerance:
-        return "its logits are not those of its head on its last hidden states"
-    return None
-
-
-@torch.no_grad()
-def reason_against_sharing_rows(model: nn.Module, base: nn.Module | None = None) -> str | None:
-    """Return why samples in one row would see each other in this model; None if they do not.
-
-    The test uses a row of two sequences of 8 tokens. The second must get the same logits as alone.
-    The arguments are those of `reason_against_chunking`.
-    """
-    base = base or model
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        return "it takes no position_ids"
-    ids, tolerance = _probe(base)
-    positions = torch.arange(8, device=ids.device).repeat(1, 2)
-    was_training = model.training
-    model.eval()
-    try:
-        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:]
-        alone = model(input_ids=ids[:, 8:], use_cache=False).logits[0]
-    finally:
-        model.train(was_training)
-    if not _difference(together, alone) < tolerance:
-        implementation = getattr(base.config, "_attn_implementation", None)
-        return f"a sequence sees the one before it (attention {implementation!r})"
-    return None

@@ -37,7 +37,7 @@ class LossInputs:
         advantages: (N,) float32.
         weights: (N,) float32, the weight of the token in the batch's loss, which follows from
             `loss_normalization`. A loss multiplies each of its terms by this weight.
-        sequence_ids: (N,) int64, the same number for the tokens of one sample.
+        sequence_ids: (N,) int64, below N, the same number for the tokens of one sample.
         entropy: (N,) float32 in nats, of the distribution that predicts the token. It has a
             gradient if the loss is marked `@needs("entropy_gradient")`.
         reference_logprobs: (N,) float32 without gradient, under the model that training started
@@ -96,6 +96,20 @@ def needs_of(loss_fn: Any) -> frozenset[Need]:
     return own | needs_of(loss_fn.func) if isinstance(loss_fn, partial) else own
 
 
+def of_advantages(loss_fn: _T) -> _T:
+    """Mark a loss whose gradient is zero at tokens with an advantage of 0. Samples that have no
+    other tokens are then not computed.
+    """
+    loss_fn.is_of_advantages = True  # type: ignore[attr-defined]
+    return loss_fn
+
+
+def scales_with_advantage(loss_fn: Any) -> bool:
+    """Return whether this loss is marked by `of_advantages`, also through `functools.partial`."""
+    loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    return getattr(loss_fn, "is_of_advantages", False)
+
+
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
     """Return the loss plus these terms, with the metrics of all.
 
@@ -111,7 +125,7 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         metrics = {name: values for part in parts for name, values in part.metrics.items()}
         return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
 
-    return total
+    return of_advantages(total) if all(map(scales_with_advantage, (loss_fn, *terms))) else total
 
 
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:
@@ -162,6 +176,7 @@ def policy_gradient(inputs: LossInputs, ratio: Tensor) -> Tensor:
     return -(inputs.weights * per_token).sum()
 
 
+@of_advantages
 def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     """CISPO (MiniMax-M1, arXiv:2506.13585):
     policy gradient weighted by a capped, detached importance ratio.
@@ -182,6 +197,7 @@ def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     return LossOutputs(loss, {"clipped_share": (ratio > 1 + eps_high).float()})
 
 
+@of_advantages
 def reinforce(inputs: LossInputs) -> LossOutputs:
     """REINFORCE (Williams, 1992), as if the current policy had sampled the tokens.
 
@@ -190,6 +206,7 @@ def reinforce(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(policy_gradient(inputs, torch.ones_like(inputs.advantages)))
 
 
+@of_advantages
 def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -> LossOutputs:
     """IcePop (Ring-1T, arXiv:2510.18855): tokens whose ratio leaves an interval are dropped.
 
@@ -208,6 +225,7 @@ def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -
     return LossOutputs(loss, {"masked_share": is_masked.float()})
 
 
+@of_advantages
 def ppo(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> LossOutputs:
     """PPO's clip (arXiv:1707.06347) as in GRPO (arXiv:2402.03300), with the two bounds of DAPO
     (arXiv:2503.14476).
@@ -226,6 +244,7 @@ def ppo(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> Los
     return _clipped_surrogate(inputs, ratio, eps_low, eps_high)
 
 
+@of_advantages
 def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> LossOutputs:
     """GSPO (arXiv:2507.18071): PPO's clip on the ratio of whole sequences.
 
@@ -242,8 +261,8 @@ def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> L
         The summed loss, and `clipped_share`, 1 on the tokens of clipped sequences.
     """
     log_ratio = log_importance_ratio(inputs)
-    zeros = log_ratio.new_zeros(int(inputs.sequence_ids.max()) + 1)
-    totals = zeros.index_add(0, inputs.sequence_ids, log_ratio)  # (sequences,)
+    zeros = torch.zeros_like(log_ratio)  # no fewer than sequences; their number is on the device
+    totals = zeros.index_add(0, inputs.sequence_ids, log_ratio)
     counts = zeros.index_add(0, inputs.sequence_ids, torch.ones_like(log_ratio))
     ratio = (totals / counts.clamp(min=1)).exp()[inputs.sequence_ids]  # (N,)
     return _clipped_surrogate(inputs, ratio, eps_low, eps_high)
@@ -258,6 +277,7 @@ def _clipped_surrogate(
     return LossOutputs(loss, {"clipped_share": (clipped < unclipped).float()})
 
 
+@of_advantages
 def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
     """DPPO with the binary total-variation mask (arXiv:2602.04879, eq. 11 and 12).
 

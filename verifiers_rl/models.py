@@ -45,6 +45,7 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
             model = AutoPeftModelForCausalLM.from_pretrained(model, dtype=dtype, is_trainable=True)
         else:
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    _set_attention(model, args.attn_implementation)
     if hasattr(model, "peft_config"):
         return model
     switch_off_dropout(model)
@@ -73,6 +74,20 @@ def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
             "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
         )
         return get_peft_model(model, peft_config)
+
+
+def _set_attention(model: Any, implementation: str | None) -> None:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if implementation is None or base.config._attn_implementation == implementation:
+        return
+    try:
+        base.set_attn_implementation(implementation)
+    except (ImportError, ValueError, KeyError) as error:
+        raise ConfigError(f"attn_implementation={implementation!r}: {error}") from error
+    if (chosen := base.config._attn_implementation) != implementation:
+        raise ConfigError(
+            f"attn_implementation={implementation!r}: {type(base).__name__} keeps {chosen!r}"
+        )
 
 
 # Linear layers by which a mixture of experts chooses and weighs its experts. A small change of

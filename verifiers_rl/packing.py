@@ -10,6 +10,15 @@ A microbatch is a grid of rows. Three layouts:
 
 If several samples share a row, `position_ids` start at 0 in each of them. transformers tells the
 samples apart by this.
+
+Samples with a common beginning (a group's prompt, the trunk of a trajectory that branches) can have
+its tokens in common, so that these are computed once. The samples of such a bundle are neighbours
+in one row, in the order of a walk through their tree, depth first:
+
+    samples         a b c d    a b c e f    a b g
+    row             a b c d  e f  g
+    position_ids    0 1 2 3  3 4  2
+    visible_until   7 7 6 4  6 6  7
 """
 
 from __future__ import annotations
@@ -17,18 +26,23 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 
-from verifiers_rl.types import Microbatch, Sample
+from verifiers_rl.types import Microbatch, Sample, SampleSizes, Segment, Targets
 
 Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
 # A shared row needs a mask of width^2 entries, a row of one sample needs none. Beyond this width,
 # the mask costs more than the padding that it saves.
 MAX_SHARED_WIDTH = 4096
+# Up to this width, samples with tokens in common share a row if a mask costs less than it saves. In
+# a wider row, attention is computed for each sample, see `attention.py`.
+MAX_MASKED_WIDTH = 1024
+MIN_COMMON = 32  # tokens in common that are worth a call of attention in each layer
 
 
 def plan_microbatches(
@@ -132,58 +146,182 @@ def _first_fit(
     return rows, left
 
 
+def plan_batch(
+    sizes: SampleSizes,
+    is_computed: np.ndarray,
+    max_tokens: int,
+    num_ranks: int = 1,
+    layout: Layout = "packed",
+    hidden_size: int = 1024,
+    share_prefixes: bool = False,
+) -> tuple[list[list[Rows]], np.ndarray]:
+    """Do as `plan_microbatches`, for the samples of a batch and their common beginnings.
+
+    Args:
+        sizes: of the samples.
+        is_computed: (S,) bool, the samples to plan.
+        max_tokens, num_ranks, layout, hidden_size: see `plan_microbatches`.
+        share_prefixes: lay samples with a common beginning into one row, where that saves time.
+
+    Returns:
+        The plan, and `num_shared`: (S,) int64, how many tokens at its beginning each sample has in
+        common with the sample before it in its row.
+    """
+    bundles, widths, num_shared = _bundle(
+        sizes, is_computed, max_tokens if share_prefixes else 0, hidden_size
+    )
+    plan = plan_microbatches(widths, max_tokens, num_ranks, layout, hidden_size)
+    return [
+        [[[i for bundle in row for i in bundles[bundle]] for row in rows] for rows in of_rank]
+        for of_rank in plan
+    ], num_shared
+
+
+def _bundle(
+    sizes: SampleSizes, is_computed: np.ndarray, max_tokens: int, hidden_size: int
+) -> tuple[list[list[int]], list[int], np.ndarray]:
+    """Split samples into bundles: neighbours in `sizes.order` that share a row. Return them, the
+    tokens of each, and `num_shared` of `plan_batch`.
+    """
+    bundles: list[list[int]] = []
+    widths: list[int] = []
+    num_shared = np.zeros_like(sizes.lengths)
+    common = 0  # with the last sample that is computed
+    for i, shared in zip(sizes.order.tolist(), sizes.num_shared.tolist(), strict=True):
+        common = min(common, shared)
+        if not is_computed[i]:
+            continue
+        length = int(sizes.lengths[i])
+        own = length - common
+        if bundles and _saves_time(widths[-1], own, common, max_tokens, hidden_size):
+            bundles[-1].append(i)
+            widths[-1] += own
+            num_shared[i] = common
+        else:
+            bundles.append([i])
+            widths.append(length)
+        common = length
+    return bundles, widths, num_shared
+
+
+def _saves_time(width: int, own: int, common: int, max_tokens: int, hidden_size: int) -> bool:
+    """Return whether a sample of `common` + `own` tokens costs less in a row of `width` tokens that
+    has the common ones already than in a row of its own.
+    """
+    if common == 0 or width + own > max_tokens:
+        return False
+    if width + own > MAX_MASKED_WIDTH:  # then attention costs the same, see attention.py
+        return common >= MIN_COMMON
+    # As in `plan_microbatches`: operations per layer, divided by 4 h.
+    more_by_mask = (width + own) ** 2 - width**2 - (common + own) ** 2
+    return common * 6 * hidden_size > more_by_mask
+
+
 def collate(
     samples: Mapping[int, Sample] | Sequence[Sample],
     rows: Rows,
     weights: Sequence[float],
     pad_token_id: int,
+    num_shared: Sequence[int] | np.ndarray | None = None,
 ) -> Microbatch:
     """Lay out samples as rows of equal width. Without rows, return one padding row without loss.
 
     Args:
         samples: by their index in the batch; those in `rows` are enough.
-        rows: indices of samples, from `plan_microbatches`.
+        rows: indices of samples, from `plan_batch`.
         weights: weight of each sample's loss tokens in the batch's loss.
         pad_token_id: fills the rest of each row.
+        num_shared: from `plan_batch`; by default, no sample shares tokens.
     """
+    shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
     # At least 2, because a row of one token predicts nothing.
-    width = max([2, *(sum(len(samples[i].token_ids) for i in row) for row in rows)])
+    width = max([2, *(sum(len(samples[i].token_ids) - shares.get(i, 0) for i in r) for r in rows)])
     shape = (max(len(rows), 1), width)
+    input_ids = np.full(shape, pad_token_id)
     positions = np.arange(width)
     position_ids = np.tile(positions, (shape[0], 1))
-    sequence_ids = np.full(shape, -1)
-    input_ids = np.full(shape, pad_token_id)
-    loss_mask = np.zeros(shape, bool)
-    inference_logprobs, advantages, loss_weights = np.zeros((3, *shape), np.float32)
-    number = 0
+    visible_until = np.full(shape, width)
+    segments: list[Segment] = []
+    fields: list[tuple[np.ndarray, ...]] = []  # of the targets
+    num_tokens = 0
     for r, row in enumerate(rows):
-        start = stop = 0
+        stop = start_of_last = 0
+        path = positions[:0]
         for i in row:
-            sample = samples[i]
-            start, stop = stop, stop + len(sample.token_ids)
-            here = (r, slice(start, stop))
-            position_ids[here] = positions[: stop - start]
-            input_ids[here] = sample.token_ids
-            sequence_ids[here] = number
-            loss_mask[here] = sample.loss_mask
-            inference_logprobs[here] = sample.inference_logprobs
-            advantages[here] = sample.advantages
-            loss_weights[here] = weights[i]
-            number += 1
+            sample, common = samples[i], shares.get(i, 0)
+            start, stop = stop, stop + len(sample.token_ids) - common
+            path = np.concatenate([path[:common], positions[start:stop]])
+            input_ids[r, start:stop] = sample.token_ids[common:]
+            position_ids[r, start:stop] = np.arange(common, len(path))
+            visible_until[r, path] = stop
+            if stop > start:
+                segments.append(Segment(r, start, stop, path))
+                start_of_last = start
+            targets = _targets_of(sample, r, path, len(fields), weights[i])
+            if len(targets[0]):
+                fields.append(targets)
+        num_tokens += stop
+        if stop < width:
+            segments.append(Segment(r, stop, width, positions[stop:], is_padding=True))
         # The positions of the last sample continue in the padding, so that a row of one sample
         # looks like one sequence.
-        position_ids[r, start:] = positions[: width - start]
+        first = position_ids[r, start_of_last]
+        position_ids[r, start_of_last:] = first + positions[: width - start_of_last]
+    has_loss = bool(fields)
+    if not has_loss:
+        # The head must take part in every backward, or DDP waits for its gradient. So one token is
+        # predicted, and its loss is not used.
+        number, value = np.zeros(1, np.int64), np.zeros(1, np.float32)
+        fields = [(number, number, input_ids[0, 1:2], number, value, value, value)]
     return Microbatch(
-        *map(
-            torch.from_numpy,
-            (
-                input_ids,
-                position_ids,
-                sequence_ids,
-                loss_mask,
-                inference_logprobs,
-                advantages,
-                loss_weights,
-            ),
-        )
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        visible_until=torch.from_numpy(visible_until),
+        targets=Targets(
+            *(torch.from_numpy(np.concatenate(parts)) for parts in zip(*fields, strict=True))
+        ),
+        has_loss=has_loss,
+        segments=segments,
+        shares_prefixes=any(shares.values()),
+        num_tokens=num_tokens,
+    )
+
+
+def _targets_of(
+    sample: Sample, row: int, path: np.ndarray, number: int, weight: float
+) -> tuple[np.ndarray, ...]:
+    """Return the fields of `Targets` for a sample whose tokens are at the columns `path`."""
+    (at,) = sample.loss_mask.nonzero()  # its first token is not in the loss
+    return (
+        np.full(len(at), row),
+        path[at - 1],
+        sample.token_ids[at].astype(np.int64),
+        np.full(len(at), number),
+        sample.inference_logprobs[at],
+        sample.advantages[at],
+        np.full(len(at), weight, np.float32),
+    )
+
+
+def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Copy all tensors in one transfer, from pinned memory. The host does not wait for it."""
+    if device.type == "cpu":
+        return microbatch
+    names = ("input_ids", "position_ids", "visible_until")
+    targets = [getattr(microbatch.targets, name) for name in Targets.__slots__]
+    # Those of 8 bytes an element come first, so each begins at a multiple of its size.
+    tensors = [*(getattr(microbatch, name) for name in names), *targets]
+    flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    flat = flat.to(device, non_blocking=True)
+    parts = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    copies = [
+        part.view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+    return replace(
+        microbatch,
+        **dict(zip(names, copies[:3], strict=True)),
+        targets=Targets(*copies[3:]),
     )

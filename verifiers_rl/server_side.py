@@ -17,6 +17,7 @@ from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.sync.agreement import check_agreement
+from verifiers_rl.sync.sources import choose_lora_sync
 from verifiers_rl.sync.weight_sync import WeightSync
 from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
 
@@ -69,8 +70,9 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
         torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))
     client.check_model(policy.config)
     if weight_sync is None:
+        lora_sync = choose_lora_sync(args.lora_sync, status)
         weight_sync = WeightSync(
-            client, args.weight_sync_backend, args.lora_sync, args.vllm_server_timeout
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout
         )
     if runner is not None:
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)

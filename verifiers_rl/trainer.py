@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -37,6 +38,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.arguments import Replaced, check_arguments
+from verifiers_rl.attention import attention_inputs
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
@@ -47,6 +49,7 @@ from verifiers_rl.distributed import (
     prepare_sharding,
     raise_if_gradient_not_finite,
     raise_if_not_finite,
+    reduces_each_microbatch,
     scatter_samples,
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
@@ -56,18 +59,25 @@ from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
-    reason_against_chunking,
-    reason_against_sharing_rows,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.losses import LossFn, LossInputs, add_terms, needs_of, weigh_samples
+from verifiers_rl.losses import (
+    LossFn,
+    LossInputs,
+    add_terms,
+    needs_of,
+    scales_with_advantage,
+    weigh_samples,
+)
+from verifiers_rl.model_trials import choose_layout
 from verifiers_rl.models import absolute_path, check_policy, load_policy
-from verifiers_rl.packing import Layout, collate, plan_microbatches
+from verifiers_rl.packing import Layout, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupts
 from verifiers_rl.report.metrics import (
     EarlyWarnings,
     RewardProgressCallback,
     RunFilesCallback,
+    StepCounts,
     StepWindow,
     TokenMeans,
     device_metrics,
@@ -77,7 +87,7 @@ from verifiers_rl.report.metrics import (
 from verifiers_rl.report.model_card import finish_run_folder, write_model_card
 from verifiers_rl.report.run_folder import BATCHES, batches_of, enter_run_folder, has_checkpoint
 from verifiers_rl.sync.gather import gathering, is_split
-from verifiers_rl.types import Batch, BatchSource, Microbatch, Targets, WeightSink
+from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -158,6 +168,9 @@ class RLTrainer(Trainer):
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
+        # Rank 0 has chosen, and the others gather what it sends.
+        lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
+        self._lora_sync = broadcast_metrics({"lora_sync": lora_sync}, args.device)["lora_sync"]
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
             atexit.register(let_gloo_threads_finish)
         self.loss_is_scaled_for_ga = True  # training_step does it once, for the whole batch
@@ -173,10 +186,13 @@ class RLTrainer(Trainer):
 
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # set in the first step
+        self._shares_prefixes = False  # also set there
+        self._counts = StepCounts()  # of the last step
         self._needs = needs_of(self.loss_fn)
         has_adapter = hasattr(self.model, "disable_adapter")
         needs_copy = "reference_logprobs" in self._needs and not has_adapter
         prepare_sharding(self.accelerator, args, needs_copy)
+        self._reduces_each = reduces_each_microbatch(self.accelerator, args, has_adapter)
         self._reference: Any = None  # with LoRA: None, the adapter is switched off instead
         if needs_copy:
             reference = copy.deepcopy(cast(nn.Module, self.model))
@@ -257,16 +273,13 @@ class RLTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run forward and backward on all microbatches of this step's batch.
-
-        The loss of each microbatch is a sum. This method divides it once, by a number that belongs
-        to the global batch (`loss_normalization`). DDP averages gradients over ranks; the factor
-        `world_size` undoes this. So the gradient is that of the whole batch, however the batch was
-        split.
+        """Run forward and backward on this step's batch. With `updates_per_batch` above 1, do so
+        for a part of its groups at a time, and let the optimizer step in between. Trainer itself
+        takes the last step.
 
         Returns:
             Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
-            batch's loss.
+            mean loss of the parts.
         """
         if self._layout is None:
             self._layout = self._choose_layout(model)
@@ -274,142 +287,134 @@ class RLTrainer(Trainer):
         self._sync_metrics, self._waited_s = {}, 0.0
         self.batch = batch = self._checkpoint_on_error(self._next_batch)
         start = time.monotonic()
-        args, tokenizer = self.args, cast(Any, self.processing_class)
-        sizes, num_loss_tokens = batch.sizes, batch.num_loss_tokens
-        lengths = sizes.lengths.tolist()
-        config = self._base_of(self.model).config.get_text_config()
-        hidden_size = getattr(config, "hidden_size", 1024)
-        plans = plan_microbatches(
-            lengths, args.token_budget, args.world_size, self._layout, hidden_size
-        )
-        samples = scatter_samples(batch, plans, args.device)
-        # Without loss tokens there is no gradient, so the optimizer changes nothing.
-        plan = plans[args.process_index] if num_loss_tokens else []
-        weights, denominator = weigh_samples(
-            sizes.num_loss_tokens.tolist(),
-            sizes.rollout_ids.tolist(),
-            args.loss_normalization,
-            constant=float(args.batch_size * args.max_seq_len),
-        )
-        means = TokenMeans()
-        batch_loss = torch.zeros((), device=args.device)
-        num_positions = 0
-        for number, rows in enumerate(plan):
-            if self.orchestrator is not None and args.world_size == 1:
-                # Stop now if the next batch has failed. With several ranks, the others would wait
-                # for this rank's gradients, so there _next_batch raises the error on all.
-                self._checkpoint_on_error(self.orchestrator.raise_if_failed)
-            microbatch = collate(samples, rows, weights, tokenizer.pad_token_id or 0)
-            num_positions += microbatch.input_ids.numel()
-            is_last = number == len(plan) - 1
-            # Gradients are reduced over ranks once, in the last backward.
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
-                with self.compute_loss_context_manager():
-                    loss = self.microbatch_loss(model, microbatch, means)
-                    loss = loss * args.world_size / denominator
-                batch_loss += loss.detach()
-                if is_last:  # before the backward in which DeepSpeed takes its step
-                    self._checkpoint_on_error(
-                        partial(raise_if_not_finite, batch_loss, args.world_size)
-                    )
-                self.accelerator.backward(loss)
-        check_gradient = partial(raise_if_gradient_not_finite, model, args.world_size)
-        # No checkpoint with DeepSpeed: its optimizer may have used the gradient already.
-        check_gradient() if self.is_deepspeed_enabled else self._checkpoint_on_error(check_gradient)
-        own_tokens = sum(lengths[i] for rows in plan for row in rows for i in row)
-        token_means = means.reduce(num_loss_tokens, args.world_size)  # waits for the device
+        means, self._counts = TokenMeans(), StepCounts()
+        parts = batch.sizes.parts(self.args.updates_per_batch)
+        batch_loss = torch.zeros((), device=self.args.device)
+        for number, part in enumerate(parts):
+            if number and not self.is_deepspeed_enabled:  # which has taken its step
+                if self.args.max_grad_norm:
+                    self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+                cast(torch.optim.Optimizer, self.optimizer).step()
+                model.zero_grad()
+            batch_loss += self._train_on(model, batch, part, means) / len(parts)
+        # This waits for the device.
+        token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
         train_s = time.monotonic() - start
         metrics = {
             **batch.metrics,
             **self._sync_metrics,
             **token_means,
-            **device_metrics(args.device, self.floating_point_ops({}), train_s),
-            "num_tokens": float(batch.num_tokens),
-            "num_loss_tokens": float(num_loss_tokens),
-            "num_masked_samples": float((sizes.num_loss_tokens == 0).sum()),
-            "num_microbatches": float(len(plan)),
-            "padding_share": 1 - own_tokens / num_positions if plan else 0.0,
-            "skipped_update_share": float(not plan),
-            "policy_version": float(batch.policy_version),
-            **batch.staleness(),
+            **device_metrics(self.args.device, self.floating_point_ops({}), train_s),
+            **self._counts.metrics(batch),
             "wait_s": self._waited_s,
             "train_s": train_s,
         }
         self._window.add(metrics)
         return batch_loss
 
+    def _train_on(
+        self, model: nn.Module, batch: Batch, part: np.ndarray, means: TokenMeans
+    ) -> Tensor:
+        """Run forward and backward on the samples of a part of the batch, (S,) bool.
+
+        The loss of each microbatch is a sum. This method divides it once, by a number that belongs
+        to the part on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
+        factor `world_size` undoes this. So the gradient does not depend on how the part was split.
+        """
+        args, tokenizer, sizes = self.args, cast(Any, self.processing_class), batch.sizes
+        weights, denominator = weigh_samples(
+            np.where(part, sizes.num_loss_tokens, 0).tolist(), sizes.rollout_ids.tolist(),
+            args.loss_normalization, args.batch_size * args.max_seq_len / args.updates_per_batch,
+        )  # fmt: skip
+        # Samples without gradient count in the denominator, but are not computed.
+        is_computed = part & (sizes.num_loss_tokens > 0)
+        if scales_with_advantage(self.loss_fn):
+            is_computed &= sizes.has_advantage > 0
+        config = self._base_of(self.model).config.get_text_config()
+        plans, num_shared = plan_batch(
+            sizes, is_computed, args.token_budget, args.world_size, cast(Layout, self._layout),
+            getattr(config, "hidden_size", 1024), self._shares_prefixes,
+        )  # fmt: skip
+        samples = scatter_samples(batch, plans, args.device)
+        # Without loss tokens there is no gradient, so the optimizer changes nothing.
+        plan = plans[args.process_index] if sizes.num_loss_tokens[part].any() else []
+        self._counts.add_part(sizes, is_computed, num_shared, part)
+        loss_of_part = torch.zeros((), device=args.device)
+        for number, rows in enumerate(plan):
+            if self.orchestrator is not None and args.world_size == 1:
+                # Stop now if the next batch has failed. With several ranks, the others would wait
+                # for this rank's gradients, so there _next_batch raises the error on all.
+                self._checkpoint_on_error(self.orchestrator.raise_if_failed)
+            microbatch = copy_to(
+                collate(samples, rows, weights, tokenizer.pad_token_id or 0, num_shared),
+                args.device,
+            )
+            self._counts.add_microbatch(microbatch)
+            is_last = number == len(plan) - 1
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            reduces = is_last or self._reduces_each  # gradients over ranks
+            with nullcontext() if reduces else self.accelerator.no_sync(model):
+                with self.compute_loss_context_manager():
+                    loss = self.microbatch_loss(model, microbatch, means)
+                    loss = loss * args.world_size / denominator
+                loss_of_part += loss.detach()
+                if is_last:  # before the backward in which DeepSpeed takes its step
+                    self._checkpoint_on_error(
+                        partial(raise_if_not_finite, loss_of_part, args.world_size)
+                    )
+                self.accelerator.backward(loss)
+        check_gradient = partial(raise_if_gradient_not_finite, model, args.world_size)
+        # No checkpoint with DeepSpeed: its optimizer may have used the gradient already.
+        check_gradient() if self.is_deepspeed_enabled else self._checkpoint_on_error(check_gradient)
+        return loss_of_part
+
     def _choose_layout(self, model: nn.Module) -> Layout:
-        """Test which layout the model supports, after it is wrapped and split as for training."""
-        base = self._base_of(model)
+        """Test what the model supports, after it is wrapped and split as for training."""
         with self.accelerator.autocast():  # as in each step
-            self._why_full_logits = reason_against_chunking(model, base)
-            why_padded = reason_against_sharing_rows(model, base)
-        if self._why_full_logits:
-            logger.warning("full logits are held in memory: %s", self._why_full_logits)
-        if why_padded:
-            logger.warning("samples are padded, one a row: %s", why_padded)
-        is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
-        return "padded" if why_padded else "flat" if is_flash else "packed"
+            layout, self._shares_prefixes, self._why_full_logits = choose_layout(
+                model, self._base_of(model), self.args
+            )
+        return layout
 
     def microbatch_loss(
         self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
     ) -> Tensor:
         """Compute logprobs of a microbatch's loss tokens only, and their loss: a scalar, a sum."""
-        device = self.args.device
-        # Position t predicts token t + 1.
-        predicts = microbatch.loss_mask[:, 1:].clone()  # (B, T - 1)
-        has_loss = bool(predicts.any())
-        if not has_loss:
-            # The head must take part in every backward, or DDP waits for its gradient. So one
-            # token is predicted, and its loss is not used.
-            predicts[0, 0] = True
-        rows, columns = predicts.nonzero(as_tuple=True)  # (N,)
-
-        def of_targets(values: Tensor) -> Tensor:
-            return values[rows, columns + 1].to(device)
-
-        targets = Targets(rows.to(device), columns.to(device), of_targets(microbatch.input_ids))
+        targets = microbatch.targets
         logprobs, entropy = self.token_logprobs(
-            model, microbatch, targets, "gradient" if "entropy_gradient" in self._needs else "value"
+            model, microbatch, "gradient" if "entropy_gradient" in self._needs else "value"
         )
-        inference_logprobs = of_targets(microbatch.inference_logprobs)
         reference_logprobs = None
         if "reference_logprobs" in self._needs:
-            reference_logprobs = self.reference_logprobs(microbatch, targets)
+            reference_logprobs = self.reference_logprobs(microbatch)
         inputs = LossInputs(
             trainer_logprobs=logprobs,
             # NaN marks tokens that no policy sampled (mask_env_responses=False). Their ratio is 1.
             inference_logprobs=torch.where(
-                inference_logprobs.isnan(), logprobs.detach(), inference_logprobs
+                targets.inference_logprobs.isnan(), logprobs.detach(), targets.inference_logprobs
             ),
-            advantages=of_targets(microbatch.advantages),
-            weights=of_targets(microbatch.loss_weights),
-            sequence_ids=of_targets(microbatch.sequence_ids).clamp(min=0),
+            advantages=targets.advantages,
+            weights=targets.weights,
+            sequence_ids=targets.sequence_ids,
             entropy=entropy,
             reference_logprobs=reference_logprobs,
         )
         outputs = self.loss_fn(inputs)
-        means.add(inputs, outputs.metrics, counts=has_loss)
-        return outputs.loss if has_loss else 0.0 * (logprobs.sum() + entropy.sum())
+        means.add(inputs, outputs.metrics, counts=microbatch.has_loss)
+        return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 
     def token_logprobs(
-        self,
-        model: nn.Module,
-        microbatch: Microbatch,
-        targets: Targets,
-        entropy: Entropy = "value",
+        self, model: nn.Module, microbatch: Microbatch, entropy: Entropy = "value"
     ) -> tuple[Tensor, Tensor]:
         """Compute the logprob of each target, and the entropy of its prediction. (N,) each."""
-        temperature = self.args.temperature
-        model_inputs = {"input_ids": microbatch.input_ids.to(self.args.device), "use_cache": False}
-        if self._layout == "padded":
-            mask = (microbatch.sequence_ids >= 0) | (microbatch.sequence_ids.amax(1, True) < 0)
-            model_inputs["attention_mask"] = mask.long().to(self.args.device)
-        else:  # without a mask, transformers makes one from positions that restart at 0
-            model_inputs["position_ids"] = microbatch.position_ids.to(self.args.device)
+        temperature, targets = self.args.temperature, microbatch.targets
         base = self._base_of(model)
-        chunk_size = chunk_size_for(base.config.get_text_config().vocab_size)
+        model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False}
+        model_inputs |= attention_inputs(
+            microbatch, base.config, cast(Layout, self._layout), self._shares_prefixes
+        )
+        vocab_size = base.config.get_text_config().vocab_size
+        chunk_size = self.args.logits_chunk_tokens or chunk_size_for(vocab_size)
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
             if self._why_full_logits:
@@ -431,17 +436,17 @@ class RLTrainer(Trainer):
             )  # fmt: skip
 
     @torch.no_grad()
-    def reference_logprobs(self, microbatch: Microbatch, targets: Targets) -> Tensor:
+    def reference_logprobs(self, microbatch: Microbatch) -> Tensor:
         """Compute the targets' logprobs (N,) under the reference: the model without its adapter, or
         the frozen copy of the model at the start.
         """
         if self._reference is not None:
-            return self.token_logprobs(self._reference, microbatch, targets, "none")[0]
+            return self.token_logprobs(self._reference, microbatch, "none")[0]
         model: Any = self.accelerator.unwrap_model(self.model)
         model.eval()
         try:
             with model.disable_adapter():
-                return self.token_logprobs(model, microbatch, targets, "none")[0]
+                return self.token_logprobs(model, microbatch, "none")[0]
         finally:
             model.train()
 
@@ -449,8 +454,8 @@ class RLTrainer(Trainer):
         """Count the operations of forward and backward for this rank's share of the batch."""
         if self.batch is None:
             return 0
-        base, batch = self._base_of(self.model), self.batch
-        return model_flops(base, batch.num_tokens, batch.num_loss_tokens) // self.args.world_size
+        computed = self._counts.num_tokens, self._counts.num_loss_tokens
+        return model_flops(self._base_of(self.model), *computed) // self.args.world_size
 
     # --- Batches and weights ----------------------------------------------------------------------
 
@@ -555,7 +560,7 @@ class RLTrainer(Trainer):
 
     def _gathering(self) -> AbstractContextManager[None]:
         """Enter this where rank 0 may send weights: other ranks help to gather a split model."""
-        return gathering(self.accelerator.unwrap_model(self.model), self.args.lora_sync)
+        return gathering(self.accelerator.unwrap_model(self.model), self._lora_sync)
 
     def _sync_weights(self) -> None:
         """Send the weights of this step to the server, unless the server has them, and begin the

@@ -41,6 +41,7 @@ class Sample:
         advantages: (T,) float32, advantage of each token; 0 where `loss_mask` is False. Zeros by
             default.
         rollout_id: position of its rollout in the batch; -1: the sample is a rollout of its own.
+        group_id: position of its group in the batch; -1: the sample is a group of its own.
     """
 
     DTYPES: ClassVar[dict[str, type]] = {
@@ -57,6 +58,7 @@ class Sample:
     policy_versions: np.ndarray
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     rollout_id: int = field(default=-1, kw_only=True)
+    group_id: int = field(default=-1, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.advantages):
@@ -275,11 +277,66 @@ class SampleSizes:
         lengths: number of tokens.
         num_loss_tokens: number of tokens in the loss.
         rollout_ids: a number that exactly the samples of one rollout share.
+        group_ids: a number that exactly the samples of one group share.
+        has_advantage: 1 if a token in the loss has an advantage other than 0, else 0.
+        order: the samples in an order in which those with a common beginning are neighbours.
+        num_shared: how many tokens at its beginning the sample at this place of `order` has in
+            common with the sample before it.
     """
 
     lengths: np.ndarray
     num_loss_tokens: np.ndarray
     rollout_ids: np.ndarray
+    group_ids: np.ndarray
+    has_advantage: np.ndarray
+    order: np.ndarray
+    num_shared: np.ndarray
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleSizes:
+        numbers = [
+            (
+                len(s.token_ids),
+                s.num_loss_tokens,
+                s.rollout_id if s.rollout_id >= 0 else -1 - i,
+                s.group_id if s.group_id >= 0 else -1 - i,
+                np.any(s.advantages[s.loss_mask]),
+            )
+            for i, s in enumerate(samples)
+        ]
+        lengths, loss_tokens, rollouts, groups, has_advantage = (
+            np.array(numbers, np.int64).reshape(-1, 5).T
+        )
+        order, num_shared = order_by_beginning([sample.token_ids for sample in samples])
+        return cls(lengths, loss_tokens, rollouts, groups, has_advantage, order, num_shared)
+
+    def parts(self, number: int) -> list[np.ndarray]:
+        """Split the groups into this many parts of about as many groups, or as many parts as there
+        are groups. Return for each (S,) bool, its samples.
+        """
+        groups, group_of = np.unique(self.group_ids, return_inverse=True)
+        number = max(min(number, len(groups)), 1)
+        part_of = group_of * number // max(len(groups), 1)
+        return [part_of == part for part in range(number)]
+
+    def columns(self) -> list[np.ndarray]:
+        """Return all fields, in the order in which the constructor takes them."""
+        return [getattr(self, name) for name in self.__slots__]
+
+
+def order_by_beginning(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return `order` and `num_shared` of these sequences of token ids, see `SampleSizes`. A
+    sequence that is the beginning of another comes before it.
+    """
+    # As big-endian numbers, their bytes are in the same order as they are.
+    keys = [ids.astype(">i4").tobytes() for ids in sequences]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    num_shared = np.zeros(len(order), np.int64)
+    for place in range(1, len(order)):
+        before, ids = sequences[order[place - 1]], sequences[order[place]]
+        differs = before[: len(ids)] != ids[: len(before)]
+        num_shared[place] = differs.argmax() if differs.any() else len(differs)
+    return np.array(order, np.int64), num_shared
 
 
 @dataclass(slots=True)
@@ -294,7 +351,7 @@ class Batch:
         samples: token sequences of all surviving rollouts; present on rank 0 only.
         rollouts: for tables and logs; present on rank 0 only.
         metrics: means over the batch, already reduced; present on rank 0 only.
-        sizes_from_rank_0: of `samples`; None on rank 0.
+        known_sizes: of `samples`, from rank 0 on the others; None: not measured yet.
     """
 
     step: int
@@ -302,23 +359,22 @@ class Batch:
     samples: list[Sample]
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    sizes_from_rank_0: SampleSizes | None = None
+    known_sizes: SampleSizes | None = None
 
     def __post_init__(self) -> None:
+        group, last = -1, None
         for number, rollout in enumerate(self.rollouts):
+            example = rollout.env, rollout.example_id
+            group, last = group + (example != last), example  # its rollouts are neighbours
             for sample in rollout.samples:
-                sample.rollout_id = number
+                sample.rollout_id, sample.group_id = number, group
 
     @property
     def sizes(self) -> SampleSizes:
-        """The sizes of all samples, on every rank."""
-        if self.sizes_from_rank_0 is not None:
-            return self.sizes_from_rank_0
-        numbers = [
-            (len(s.token_ids), s.num_loss_tokens, s.rollout_id if s.rollout_id >= 0 else -1 - i)
-            for i, s in enumerate(self.samples)
-        ]
-        return SampleSizes(*np.array(numbers, np.int64).reshape(-1, 3).T)
+        """The sizes of all samples, on every rank. Rank 0 measures the samples once."""
+        if self.known_sizes is None:
+            self.known_sizes = SampleSizes.of(self.samples)
+        return self.known_sizes
 
     @property
     def num_tokens(self) -> int:
@@ -342,41 +398,74 @@ class Batch:
         }
 
 
-@dataclass(slots=True)
-class Microbatch:
-    """One forward pass: samples laid out as B rows of T columns, see `packing.py`.
-
-    Attributes:
-        input_ids: (B, T) int64.
-        position_ids: (B, T) int64, from 0 in each sample.
-        sequence_ids: (B, T) int64, from 0 in the order of the samples; -1 on padding.
-        loss_mask: (B, T) bool.
-        inference_logprobs: (B, T) float32.
-        advantages: (B, T) float32.
-        loss_weights: (B, T) float32, weight of each token in the batch's loss.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    sequence_ids: Tensor
-    loss_mask: Tensor
-    inference_logprobs: Tensor
-    advantages: Tensor
-    loss_weights: Tensor
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Targets:
-    """The tokens of a microbatch that carry loss, and where the model predicts each of them.
+    """The N tokens of a microbatch that carry loss, and where the model predicts each of them.
 
     Attributes:
-        rows, columns: (N,) position of the logits that predict the token.
-        token_ids: (N,) the token itself, which lies at column + 1.
+        rows, columns: (N,) int64, position of the logits that predict the token.
+        token_ids: (N,) int64, the token itself.
+        sequence_ids: (N,) int64, number of its sample, from 0 over the samples that carry loss.
+        inference_logprobs, advantages: (N,) float32, see `Sample`.
+        weights: (N,) float32, weight of the token in the batch's loss.
     """
 
     rows: Tensor
     columns: Tensor
     token_ids: Tensor
+    sequence_ids: Tensor
+    inference_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of a sample that the samples before it in its row do not have.
+
+    Attributes:
+        row: of the microbatch.
+        start, stop: its columns.
+        path: (tokens of the sample,) int64, the columns of all tokens of the sample.
+        is_padding: these are no tokens of a sample; they see each other.
+    """
+
+    row: int
+    start: int
+    stop: int
+    path: np.ndarray
+    is_padding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One forward pass: samples laid out as B rows of T columns, see `packing.py`.
+
+    A token sees the tokens before it in its sample, and itself. Samples that begin with the same
+    tokens may have these tokens in common; the rest of each follows, one sample after the other.
+
+    Attributes:
+        input_ids: (B, T) int64.
+        position_ids: (B, T) int64, position of the token in its sample, from 0.
+        visible_until: (B, T) int64. The token at column k is seen from the columns
+            k <= q < visible_until[k].
+        targets: the tokens that carry loss. Without one, a token that the loss must not count, so
+            that forward and backward have something to compute.
+        has_loss: whether `targets` carry loss.
+        segments: of each sample that has tokens of its own, and of the padding, from left to right
+            in each row.
+        shares_prefixes: whether samples have tokens in common.
+        num_tokens: tokens without padding.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    visible_until: Tensor
+    targets: Targets
+    has_loss: bool
+    segments: list[Segment]
+    shares_prefixes: bool
+    num_tokens: int
 
 
 class EnvRunner(Protocol):

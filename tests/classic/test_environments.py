@@ -2,16 +2,20 @@ import asyncio
 import math
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import verifiers as vf
+from aiohttp import web
 from datasets import Dataset
 
-from tests.helpers import EXAMPLE, load_example
+from tests.helpers import EXAMPLE, load_example, serving
 from verifiers_rl.config import RLConfig
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
 from verifiers_rl.envs.classic import ClassicEnvironment, load_environment, samples_from_trajectory
 from verifiers_rl.envs.classic_clients import TokenClient, make_client
 from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.rendering import Renderer
+from verifiers_rl.inference.packed_tokens import unpack_ids
 
 
 def turn(prompt, completion, logprobs=None):
@@ -332,7 +336,7 @@ def test_a_mix_that_cannot_work_is_one_clear_error(tmp_path, mixed, error, messa
 
 def test_the_token_client_tokenises_new_messages_itself():
     tokenizer = load_example("warm_start").make_tokenizer(["<tool_call>", "</tool_call>"])
-    client = TokenClient(object(), tokenizer)
+    client = TokenClient(object(), Renderer(tokenizer))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     ids = asyncio.run(
@@ -343,6 +347,45 @@ def test_the_token_client_tokenises_new_messages_itself():
     parts = {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}
     longer = asyncio.run(client.tokenize([*messages, parts], None, "m"))
     assert tokenizer.decode(longer) == text + "<|user|>a\nb<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("changed", "sends_tokens"),
+    [
+        ({}, True),
+        ({"chat_template": "{{ messages }}"}, False),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
+    ],
+)
+def test_messages_are_sent_as_tokens_where_they_can_be_rendered_here(changed, sends_tokens):
+    tokenizer = load_example("warm_start").make_tokenizer()
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "m", "messages": messages, "max_completion_tokens": 5, **changed}
+    seen = []
+
+    async def handler(request):
+        seen.append((request.path, await request.json()))
+        return web.json_response({})
+
+    async def run():
+        async with serving(handler, "/{path:.*}") as url:
+            client = make_client("openai_chat_completions_token", url, tokenizer, 10.0)
+            try:
+                await client.client.post("/chat/completions", cast_to=httpx.Response, body=body)
+            finally:
+                await client.close()
+
+    asyncio.run(run())
+    [(path, sent)] = seen
+    if not sends_tokens:
+        assert (path, sent) == ("/v1/chat/completions", body)
+        return
+    assert path == "/v1/chat/completions/tokens"
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert unpack_ids(sent["tokens"]).tolist() == prompt
+    assert sent["packed_tokens"] is True and sent["max_completion_tokens"] == 5
+    assert sent["messages"] != messages  # the server need not render these
 
 
 def test_the_renderer_client_passes_all_sampling_options_on(monkeypatch):

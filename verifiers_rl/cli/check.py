@@ -427,11 +427,13 @@ class Preflight:
         return f"{result['sync_bytes'] / 1e6:.3g} MB in {result['sync_s']:.2f} s"
 
     def _make_sync(self) -> Any:
+        from verifiers_rl.sync.sources import choose_lora_sync
         from verifiers_rl.sync.weight_sync import WeightSync
 
         args = self.args
+        lora_sync = choose_lora_sync(args.lora_sync, self.client.status())
         return WeightSync(
-            self.client, args.weight_sync_backend, args.lora_sync, args.vllm_server_timeout
+            self.client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout
         )
 
     def check_logprobs(self) -> str:

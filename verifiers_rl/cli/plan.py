@@ -188,7 +188,10 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     """
     args = dict(config.inference_args)
     args.setdefault("max_model_len", config.option("max_seq_len"))
-    merged = config.option("lora_sync") == "merged" or config.option("lora_modules_to_save")
+    lora_sync = config.option("lora_sync")
+    if lora_sync == "auto" and args.get("dtype") == "float32":
+        lora_sync = "merged"  # as the trainer will choose
+    merged = lora_sync == "merged" or config.option("lora_modules_to_save")
     if config.option("use_lora") and not merged:
         args.setdefault("enable_lora", True)
         args.setdefault("max_lora_rank", smallest_lora_rank(config.option("lora_rank")))

@@ -4,8 +4,9 @@ HTTP transport. They keep what the server says about the policies that sampled i
     openai_chat_completions        sends messages. The server renders the whole conversation again
                                    at each turn. The sequence of tokens breaks if the text does not
                                    tokenize to what was sampled, or a template rewrites past turns
-    openai_chat_completions_token  from the second turn on, sends the tokens so far and those of the
-                                   new messages, so that the sequence continues exactly
+    openai_chat_completions_token  sends tokens, rendered by the trainer's own tokenizer. From the
+                                   second turn on, these are the tokens so far and those of the new
+                                   messages, so that the sequence continues exactly
     renderer                       sends tokens at each turn, made by the `renderers` package: exact
                                    for the model families that it knows, without tools for others
 """
@@ -16,6 +17,8 @@ import logging
 from contextvars import ContextVar
 from typing import Any
 
+import httpx
+from jinja2 import TemplateError
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.clients.openai_chat_completions_token_client import (
     OpenAIChatCompletionsTokenClient,
@@ -23,7 +26,7 @@ from verifiers.legacy.clients.openai_chat_completions_token_client import (
 from verifiers.legacy.errors import EmptyModelResponseError
 from verifiers.legacy.types import ResponseTokens
 
-from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.rendering import Renderer
 from verifiers_rl.inference import ServerClient, pack_ids, policy_versions, unpack_sampled
 
 
@@ -59,33 +62,65 @@ class ChatClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsClient):
     """Sends messages."""
 
 
-_TOKENS_PATH = "/chat/completions/tokens"
+_CHAT_PATH, _TOKENS_PATH = "/chat/completions", "/chat/completions/tokens"
+# A request with one of these has its messages rendered by the server.
+_OF_THE_SERVERS_RENDERING = (
+    *("add_generation_prompt", "add_special_tokens", "chat_template"),
+    *("continue_final_message", "documents"),
+)
 _prompt_ids: ContextVar[list[int]] = ContextVar("prompt_ids")  # of the request of this task
 
 
 class _PackingClient(ServerClient):
-    """Packs the tokens of a request to the token route, and requests a packed reply."""
+    """Sends requests to the token route: their messages become tokens here, packed, and so are the
+    tokens of the reply. A conversation that cannot be rendered here goes on as messages.
+    """
+
+    def __init__(self, base_url: str, timeout_s: float, renderer: Renderer) -> None:
+        super().__init__(base_url, timeout_s)
+        self._renderer = renderer
 
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
+        tokens: list[int] = []
         if path == _TOKENS_PATH:
-            body = kwargs["body"]
-            _prompt_ids.set(body["tokens"])
-            packed = {"tokens": pack_ids(body["tokens"]), "packed_tokens": True}
-            kwargs["body"] = {**body, **packed}
+            tokens = kwargs["body"]["tokens"]
+        elif path == _CHAT_PATH and cast_to is httpx.Response:
+            tokens = self._render(kwargs["body"])
+        if tokens:
+            _prompt_ids.set(tokens)
+            kwargs["body"] = {
+                **kwargs["body"],
+                "tokens": pack_ids(tokens),
+                "packed_tokens": True,
+                # The tokens are the prompt. vLLM renders messages all the same, so it gets a short
+                # one.
+                "messages": [{"role": "user", "content": "."}],
+            }
+            path = _TOKENS_PATH
         return await super().post(path, cast_to=cast_to, **kwargs)
+
+    def _render(self, body: dict[str, Any]) -> list[int]:
+        """Return the tokens of the messages; none if only the server can render them."""
+        if any(name in body for name in _OF_THE_SERVERS_RENDERING):
+            return []
+        template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
+        try:
+            return self._renderer.render(body["messages"], **template)
+        except (TemplateError, ValueError):  # the server says what is wrong, or renders an image
+            return []
 
 
 class TokenClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsTokenClient):
-    """Sends messages at the first turn, and then tokens, through `/v1/chat/completions/tokens`.
+    """Sends tokens, through `/v1/chat/completions/tokens`.
 
-    The tokens of new messages come from the trainer's own tokenizer, because asking the server for
-    them takes two more requests per turn. A turn that cannot continue the tokens exactly (for
-    example after a truncated reply) falls back to messages, and starts a new sample.
+    They come from the trainer's own tokenizer, because asking the server for them takes two more
+    requests per turn. A turn that cannot continue the tokens exactly (for example after a truncated
+    reply) is rendered from messages, and starts a new sample.
     """
 
-    def __init__(self, client: Any, tokenizer: Any) -> None:
+    def __init__(self, client: Any, renderer: Renderer) -> None:
         super().__init__(client)
-        self.tokenizer = tokenizer
+        self._renderer = renderer
         self.logger.setLevel(logging.ERROR)  # hides a warning per fallback; see broken_turn_share
 
     async def from_native_response(self, response: Any) -> Any:
@@ -110,14 +145,10 @@ class TokenClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsTokenClien
         extra_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        options = {"add_generation_prompt": True, **(extra_kwargs or {})}
+        options = {**(extra_kwargs or {})}
         options |= options.pop("chat_template_kwargs", {})
-        return self.tokenizer.apply_chat_template(
-            [as_vllm_renders(message) for message in messages],
-            tools=tools,
-            return_dict=False,
-            **options,
-        )
+        is_prompt = options.pop("add_generation_prompt", True)
+        return self._renderer.render(messages, is_prompt, tools=tools, **options)
 
 
 def _make_renderer_client(client: Any, tokenizer: Any) -> Any:
@@ -156,7 +187,8 @@ def make_client(client_type: str, base_url: str, tokenizer: Any, timeout_s: floa
         case "openai_chat_completions":
             return ChatClient(ServerClient(url, timeout_s))
         case "openai_chat_completions_token":
-            return TokenClient(_PackingClient(url, timeout_s), tokenizer)
+            renderer = Renderer(tokenizer)
+            return TokenClient(_PackingClient(url, timeout_s, renderer), renderer)
         case "renderer":
             return _make_renderer_client(ServerClient(url, timeout_s), tokenizer)
     raise ValueError(f"client_type={client_type!r}")

@@ -592,7 +592,34 @@ async def paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
         if not engine.errored:
             # Engines in lockstep that are still pausing refuse to resume.
             await asyncio.wait([pausing], timeout=RESUME_DEADLINE_S)
-            await asyncio.wait_for(engine.resume_generation(), RESUME_DEADLINE_S)
+            await _resume(engine)
+
+
+async def _resume(engine: Any) -> None:
+    """Let the engines go on. One that is dying does not answer, and vLLM reports its death only
+    some time after the call that failed by it.
+
+    Raises:
+        TimeoutError: living engines did not answer within RESUME_DEADLINE_S.
+    """
+    resuming = asyncio.ensure_future(engine.resume_generation())
+    end = asyncio.get_running_loop().time() + RESUME_DEADLINE_S
+    while not resuming.done() and not engine.errored:
+        if asyncio.get_running_loop().time() > end:
+            break
+        await asyncio.wait([resuming], timeout=0.1)  # vLLM has no event for a death
+    if not resuming.done():
+        resuming.cancel()
+    try:
+        await resuming
+    except asyncio.CancelledError as error:
+        if not engine.errored:
+            raise TimeoutError(
+                f"the engines did not go on within {RESUME_DEADLINE_S:g} s"
+            ) from error
+    except Exception:
+        if not engine.errored:
+            raise
 
 
 async def is_dying(engine: Any) -> bool:

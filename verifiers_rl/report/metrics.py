@@ -10,9 +10,11 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -28,7 +30,7 @@ from verifiers_rl.report.run_folder import (
     read_metrics,
     write_metrics,
 )
-from verifiers_rl.types import Rollout
+from verifiers_rl.types import Batch, Microbatch, Rollout, SampleSizes
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,10 @@ class TokenMeans:
         )
 
     def reduce(self, num_loss_tokens: int, world_size: int) -> dict[str, float]:
-        """Return the means over all ranks; {} without microbatches. Every rank must call this, with
-        the same metrics.
+        """Return the means over all ranks; {} where no rank has computed a loss token. Every rank
+        must call this, with the same metrics.
         """
-        if not self._sums:
+        if not num_loss_tokens:
             return {}
         names, maxima = sorted(self._sums), sorted(self._max)
         sums = torch.stack([self._sums[name] for name in names])
@@ -84,8 +86,68 @@ class TokenMeans:
         if world_size > 1:
             torch.distributed.all_reduce(sums)
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        means = sums / max(num_loss_tokens, 1)
+        means = sums / num_loss_tokens
         return dict(zip(names + maxima, [*means.tolist(), *largest.tolist()], strict=True))
+
+
+@dataclass
+class StepCounts:
+    """What a step has computed.
+
+    Attributes:
+        num_microbatches: of this rank, like the next two.
+        num_own_tokens: without padding.
+        num_positions: with padding.
+        num_tokens: computed by all ranks, like the rest; what samples have in common counts once.
+        num_tokens_of_samples: of the samples that were computed.
+        num_loss_tokens: of these.
+        num_idle: samples that were not computed.
+    """
+
+    num_microbatches: int = 0
+    num_own_tokens: int = 0
+    num_positions: int = 0
+    num_tokens: int = 0
+    num_tokens_of_samples: int = 0
+    num_loss_tokens: int = 0
+    num_idle: int = 0
+
+    def add_part(
+        self, sizes: SampleSizes, is_computed: np.ndarray, num_shared: np.ndarray, part: np.ndarray
+    ) -> None:
+        """Count a part of a batch.
+
+        Args:
+            sizes: of all samples of the batch.
+            is_computed, num_shared: see `packing.plan_batch`.
+            part: (S,) bool, samples of the part.
+        """
+        self.num_tokens_of_samples += int(sizes.lengths[is_computed].sum())
+        self.num_tokens += int((sizes.lengths - num_shared)[is_computed].sum())
+        self.num_loss_tokens += int(sizes.num_loss_tokens[is_computed].sum())
+        self.num_idle += int((part & ~is_computed).sum())
+
+    def add_microbatch(self, microbatch: Microbatch) -> None:
+        self.num_microbatches += 1
+        self.num_own_tokens += microbatch.num_tokens
+        self.num_positions += microbatch.input_ids.numel()
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Return what a step logs of its batch; docs/metrics.md defines each."""
+        sizes = batch.sizes
+        return {
+            "num_tokens": float(batch.num_tokens),
+            "num_loss_tokens": float(batch.num_loss_tokens),
+            "num_masked_samples": float((sizes.num_loss_tokens == 0).sum()),
+            "num_microbatches": float(self.num_microbatches),
+            "padding_share": (self.num_positions - self.num_own_tokens)
+            / max(self.num_positions, 1),
+            "idle_sample_share": self.num_idle / max(len(sizes.lengths), 1),
+            "prefix_sharing": self.num_tokens_of_samples / max(self.num_tokens, 1),
+            "skipped_update_share": float(not self.num_microbatches),
+            "policy_version": float(batch.policy_version),
+            **batch.staleness(),
+        }
 
 
 class StepWindow(TrainerCallback):
@@ -332,7 +394,7 @@ class EarlyWarnings(TrainerCallback):
         self._is_first_step = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs or "mismatch_kl" not in logs:
+        if not state.is_world_process_zero or not logs or "step_s" not in logs:
             return
         if self._last_step is None:
             self._last_step = self._first_step

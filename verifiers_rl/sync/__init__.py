@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from verifiers_rl.sync.agreement import check_agreement as check_agreement
     from verifiers_rl.sync.gather import gathering as gathering
     from verifiers_rl.sync.gather import is_split as is_split
+    from verifiers_rl.sync.sources import choose_lora_sync as choose_lora_sync
     from verifiers_rl.sync.sources import full_sources as full_sources
     from verifiers_rl.sync.sources import in_checkpoint_form as in_checkpoint_form
     from verifiers_rl.sync.weight_sync import WeightSync as WeightSync
 
 HOME = {
+    "choose_lora_sync": "sources",
     "full_sources": "sources",
     "in_checkpoint_form": "sources",
     "WeightSync": "weight_sync",

@@ -185,6 +185,18 @@ class _Parts:
         return self._made.pop(part)
 
 
+def choose_lora_sync(
+    wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any]
+) -> Literal["adapter", "merged"]:
+    """Return what is sent with LoRA, to a server of this status. One that was started with
+    --enable-lora takes adapters only.
+    """
+    if wanted != "auto":
+        return wanted
+    is_exact = status["dtype"] == "float32"
+    return "merged" if is_exact and status["lora_dtype"] is None else "adapter"
+
+
 def what_to_send(
     model: Any, lora_sync: Literal["adapter", "merged"]
 ) -> tuple[dict[str, Source], dict[str, Any]]:

@@ -1,0 +1,179 @@
+"""What is tried on the model before the first step: which rows and which logits it supports."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from verifiers_rl.attention import (
+    inputs_of_shared_rows,
+    inputs_of_whole_rows,
+    wrap_attention,
+)
+from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.logprobs import hidden_states_in_place_of_logits
+from verifiers_rl.packing import Layout, collate, copy_to
+from verifiers_rl.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+def choose_layout(model: nn.Module, base: Any, args: RLConfig) -> tuple[Layout, bool, str | None]:
+    """Return the layout of this model's rows, whether its samples share their beginnings, and why
+    its full logits are held in memory (None if they are not). Warn of what it does not support.
+
+    Args:
+        model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
+        base: the causal LM itself.
+        args: `share_prefixes` and `max_seq_len`.
+
+    Raises:
+        ConfigError: `share_prefixes` is True, and this model cannot.
+    """
+    if why_full_logits := reason_against_chunking(model, base):
+        logger.warning("full logits are held in memory: %s", why_full_logits)
+    if why_padded := reason_against_sharing_rows(model, base):
+        logger.warning("samples are padded, one a row: %s", why_padded)
+    why_unshared: str | None = "share_prefixes=False"
+    if args.share_prefixes:
+        why_unshared = why_padded or reason_against_sharing_prefixes(model, base, args.max_seq_len)
+        if why_unshared and args.share_prefixes is True:
+            raise ConfigError(f"share_prefixes=True: {why_unshared}; set it to 'auto'")
+        if why_unshared:
+            logger.warning("what samples begin with is computed for each: %s", why_unshared)
+    is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
+    layout: Layout = "padded" if why_padded else "flat" if is_flash else "packed"
+    return layout, why_unshared is None, why_full_logits
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+def _difference(given: Tensor, expected: Tensor) -> float:
+    """Return the root mean square of the difference, relative to that of `expected`."""
+    return ((given - expected).float().norm() / expected.float().norm().clamp(min=1e-12)).item()
+
+
+def _probe(model: nn.Module) -> tuple[Tensor, float]:
+    """Return token ids (1, 16), and the relative error that rounding explains in this dtype."""
+    weight = next(model.parameters())
+    vocabulary = _text_config(model).vocab_size
+    ids = (torch.arange(16, device=weight.device) * 7919 + 11) % vocabulary
+    is_exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(
+        weight.device.type
+    )
+    return ids[None], 1e-3 if is_exact else 5e-2
+
+
+@torch.no_grad()
+def reason_against_chunking(model: nn.Module, base: nn.Module | None = None) -> str | None:
+    """Return why the model's logits cannot be taken chunk by chunk from its head; None if they can.
+
+    The test uses 16 tokens: both ways must give the same logits.
+
+    Args:
+        model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
+        base: the causal LM itself, if `model` is not.
+    """
+    base = base or model
+    if getattr(base, "get_output_embeddings", lambda: None)() is None:
+        return "it has no output embeddings"
+    ids, tolerance = _probe(base)
+    was_training = model.training
+    model.eval()
+    try:
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+        with hidden_states_in_place_of_logits(base) as to_logits:
+            given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
+    finally:
+        model.train(was_training)
+    if given.shape != expected.shape or not _difference(given, expected) < tolerance:
+        return "its logits are not those of its head on its last hidden states"
+    return None
+
+
+@torch.no_grad()
+def reason_against_sharing_rows(model: nn.Module, base: nn.Module | None = None) -> str | None:
+    """Return why samples in one row would see each other in this model; None if they do not.
+
+    The test uses a row of two sequences of 8 tokens. The second must get the same logits as alone.
+    The arguments are those of `reason_against_chunking`.
+    """
+    base = base or model
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        return "it takes no position_ids"
+    ids, tolerance = _probe(base)
+    positions = torch.arange(8, device=ids.device).repeat(1, 2)
+    was_training = model.training
+    model.eval()
+    try:
+        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:]
+        alone = model(input_ids=ids[:, 8:], use_cache=False).logits[0]
+    finally:
+        model.train(was_training)
+    if not _difference(together, alone) < tolerance:
+        implementation = getattr(base.config, "_attn_implementation", None)
+        return f"a sequence sees the one before it (attention {implementation!r})"
+    return None
+
+
+@torch.no_grad()
+def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: int) -> str | None:
+    """Return why samples with tokens in common would be computed otherwise than alone in this
+    model; None if they would not.
+
+    The test uses three samples of 16 tokens, one that branches from another's branch. Their last
+    tokens must get the same logits as alone.
+
+    Args:
+        model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
+        base: the causal LM itself.
+        max_seq_len: of the samples to come.
+    """
+    config = _text_config(base)
+    for name in ("sliding_window", "attention_chunk_size"):
+        if (window := getattr(config, name, None)) is not None and window < max_seq_len:
+            return f"its {name} of {window} tokens is shorter than max_seq_len={max_seq_len}"
+    implementation = str(getattr(base.config, "_attn_implementation", ""))
+    known = implementation in ("eager", "sdpa", "flex_attention")
+    if not (known or "flash" in implementation):
+        return f"masks for attention {implementation!r} are not known here"
+    if implementation in ALL_ATTENTION_FUNCTIONS and implementation != "flex_attention":
+        wrap_attention(implementation)
+    ids, tolerance = _probe(base)
+    token_ids = ids[0].tolist()
+    sequences = [
+        token_ids[:12],
+        [*token_ids[:10], *token_ids[12:14]],
+        [*token_ids[:8], *token_ids[14:]],
+    ]
+    zeros = np.zeros(16)
+    samples = [Sample(np.array(s), *[zeros[: len(s)]] * 3) for s in sequences]
+    shared = copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 10, 8]), ids.device)
+    inputs_of_row = inputs_of_whole_rows(implementation, ids.device)
+    was_training = model.training
+    model.eval()
+    try:
+        for in_calls in (False, True) if implementation == "sdpa" else (None,):
+            inputs = inputs_of_shared_rows(shared, implementation, in_calls)
+            try:
+                logits = model(input_ids=shared.input_ids, use_cache=False, **inputs).logits[0]
+            except (TypeError, ValueError, NotImplementedError) as error:
+                return f"it takes no such rows: {error}"
+            for segment, sequence in zip(shared.segments, sequences, strict=True):
+                alone = torch.tensor([sequence], device=ids.device)
+                expected = model(input_ids=alone, use_cache=False).logits[0, -2:]
+                whole = model(input_ids=alone, use_cache=False, **inputs_of_row).logits[0, -2:]
+                given = logits[segment.stop - 2 : segment.stop]
+                if not max(_difference(given, expected), _difference(whole, expected)) < tolerance:
+                    return f"a sample sees others (attention {implementation!r})"
+    finally:
+        model.train(was_training)
+    return None
