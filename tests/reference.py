@@ -35,9 +35,37 @@ def token_loss(name, logprob, sampled, advantage, options, sequence_ratio):
     return -advantage * (ratio if ratio.item() > low else torch.tensor(low))
 
 
+def is_masked(masks, probability, sampled, advantage, of_sample):
+    """Whether a token gets no gradient under these masks.
+
+    Args:
+        masks: as `RLConfig.gradient_masks`.
+        probability, sampled: of the token, under the trainer's policy and the server's.
+        of_sample: the ratios of all loss tokens of its sample.
+    """
+    ratio, moved = probability / sampled, abs(probability - sampled)
+    product = math.prod(of_sample)
+    found = False
+    for name, bounds in masks.items():
+        if name in ("ratio", "sequence_mean", "sequence_product"):
+            mean = product ** (1 / len(of_sample))
+            value = {"ratio": ratio, "sequence_mean": mean, "sequence_product": product}[name]
+            found |= not bounds["min_ratio"] <= value <= bounds["max_ratio"]
+        elif name == "ipo":
+            found |= moved > bounds["max_divergence"]
+        elif name == "dppo":
+            away = ratio > 1 if advantage > 0 else ratio < 1
+            found |= advantage != 0 and away and moved > bounds["max_divergence"]
+        else:
+            assert name == "ppo"
+            found |= advantage > 0 and ratio > 1 + bounds["eps_high"]
+            found |= advantage < 0 and ratio < 1 - bounds["eps_low"]
+    return found
+
+
 def reference_loss(
     model, samples, temperature, name, options, normalization="token", constant=None,
-    kl_beta=0.0, start=None, entropy_beta=0.0,
+    kl_beta=0.0, start=None, entropy_beta=0.0, masks=None,
 ):  # fmt: skip
     """The loss of a batch. `start` is the model that training started from."""
     total, num_tokens = 0.0, 0
@@ -59,8 +87,11 @@ def reference_loss(
             [p - q for p, q in zip(logprobs, sampled, strict=True)]
         ).mean().exp()  # fmt: skip
         weight = 1 / loss_tokens[key] if normalization == "sequence" else 1.0
+        ratios = [math.exp(p.item() - q) for p, q in zip(logprobs, sampled, strict=True)]
         for t, p, q in zip(places, logprobs, sampled, strict=True):
             loss = token_loss(name, p, q, advantages[t], options, sequence_ratio)
+            if is_masked(masks or {}, math.exp(p.item()), math.exp(q), advantages[t], ratios):
+                loss = 0.0 * loss
             if kl_beta:
                 with torch.no_grad():
                     at_start = reference_policy(start, sample.token_ids, temperature)

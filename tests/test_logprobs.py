@@ -216,6 +216,73 @@ def test_the_logits_of_many_architectures_come_from_hidden_states(name):
     assert reason_against_chunking(model) is None
 
 
+def head_results(model, hidden, targets, chunk_size, head_dtype=None, autocast=False):
+    """Logprobs, and the gradients of the hidden states and of the head's weights."""
+    head = model.get_output_embeddings()
+    head.zero_grad()
+    rows = hidden.clone().requires_grad_()
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        hidden_states_in_place_of_logits(model, head_dtype) as to_logits,
+    ):
+        is_trained = head.weight.requires_grad
+        logprobs, _ = chunked_logprobs_and_entropy(
+            rows, to_logits, targets, 0.7, chunk_size, head_is_trained=is_trained
+        )
+    (logprobs * (1 + torch.arange(len(targets)) % 3)).sum().backward()
+    return logprobs.detach(), rows.grad, head.weight.grad
+
+
+def relative_error(given, expected):
+    return ((given.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("name", ["tied", "bias in the head", "soft cap"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_a_head_in_float32_is_exact_where_the_model_is_bfloat16(name, is_trained, weights):
+    model = ARCHITECTURES[name]().to(weights)
+    model.get_output_embeddings().requires_grad_(is_trained)
+    hidden, targets = torch.randn(40, 16).bfloat16(), torch.randint(64, (40,))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)  # logits of usual size
+    results = {
+        dtype: head_results(model, hidden, targets, 7, dtype, autocast=weights == torch.float32)
+        for dtype in (None, torch.float32)
+    }
+    expected = head_results(model.double(), hidden.double(), targets, 40)
+    errors = [relative_error(results[dtype][0], expected[0]) for dtype in results]
+    assert errors[0] > 1e-4 and errors[1] < 1e-6
+    # Gradients are rounded once at the end, to the dtype of what they belong to.
+    assert relative_error(results[torch.float32][1], expected[1]) < 4e-3
+    if is_trained:
+        tolerance = 1e-6 if weights == torch.float32 else 4e-3
+        assert relative_error(results[torch.float32][2], expected[2]) < tolerance
+
+
+@pytest.mark.parametrize("head_dtype", [None, torch.float32])
+def test_a_rounded_heads_gradient_is_summed_over_chunks_in_float32(head_dtype):
+    """Where weights themselves are bfloat16, as inside FSDP2 and DeepSpeed."""
+    model = ARCHITECTURES["plain"]().bfloat16()
+    hidden, targets = torch.randn(512, 16).bfloat16(), torch.randint(64, (512,))
+    *_, in_one = head_results(model, hidden, targets, 512, head_dtype)
+    *_, in_512 = head_results(model, hidden, targets, 1, head_dtype)
+    assert in_512.dtype == torch.bfloat16
+    *_, exact = head_results(model.double(), hidden.double(), targets, 512)
+    of_one, of_512 = relative_error(in_one, exact), relative_error(in_512, exact)
+    assert of_one < 4e-3 and of_512 < 4e-3
+    # Summed in bfloat16, it would be off by several times as much.
+    parts = [
+        head_results(model.bfloat16(), h, t, 1, head_dtype)[2]
+        for h, t in zip(hidden.split(1), targets.split(1), strict=True)
+    ]
+    factors = 1 + torch.arange(512) % 3
+    rounded = torch.zeros_like(parts[0])
+    for part, factor in zip(parts, factors.tolist(), strict=True):
+        rounded += part * factor
+    assert relative_error(rounded, exact) > 2 * of_512
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 def test_a_frozen_head_gives_what_a_trained_one_gives(name, chunk_size):

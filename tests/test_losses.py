@@ -1,3 +1,4 @@
+import json
 import math
 import re
 from functools import partial
@@ -9,6 +10,7 @@ from tests.helpers import ROOT
 from verifiers_rl.config import RLConfig
 from verifiers_rl.losses import (
     LOSSES,
+    MASKS,
     LossInputs,
     LossOutputs,
     add_terms,
@@ -18,12 +20,16 @@ from verifiers_rl.losses import (
     entropy_bonus,
     gspo,
     icepop,
+    is_of_advantages,
     needs,
     needs_of,
     ppo,
     reference_kl,
     reinforce,
+    sequence_mean_mask,
+    sequence_product_mask,
     weigh_samples,
+    with_masks,
 )
 from verifiers_rl.types import Rollout
 
@@ -160,6 +166,125 @@ def test_gspo_clips_whole_sequences():
     assert metrics["clipped_share"].tolist() == [0, 0, 1]
 
 
+# Ratios 2, 2, 12, 0.25, 0.98; moved by 0.4, 0.4, 0.11, 0.3, 0.01.
+PROBABILITIES = [0.8, 0.8, 0.12, 0.1, 0.49], [0.4, 0.4, 0.01, 0.4, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "marked"),
+    [
+        ("ratio", {"min_ratio": 0.5, "max_ratio": 5.0}, [0, 0, 1, 1, 0]),
+        ("ratio", {"min_ratio": 0.99, "max_ratio": 1.5}, [1, 1, 1, 1, 1]),
+        ("ppo", {"eps_low": 0.2, "eps_high": 0.28}, [1, 0, 1, 1, 0]),
+        ("ppo", {"eps_low": 0.8, "eps_high": 1.5}, [0, 0, 1, 0, 0]),
+        ("ipo", {"max_divergence": 0.2}, [1, 1, 0, 1, 0]),
+        ("dppo", {"max_divergence": 0.2}, [1, 0, 0, 1, 0]),
+        ("dppo", {"max_divergence": 0.06}, [1, 0, 1, 1, 0]),
+    ],
+)
+def test_masks_mark_the_tokens_worked_out_by_hand(name, options, marked):
+    logs = [[math.log(p) for p in values] for values in PROBABILITIES]
+    inputs = make_inputs(*logs, [1.0, -1.0, 1.0, -1.0, 1.0])
+    mask = bind_options(MASKS[name], name, options)(inputs)
+    assert mask.tolist() == [bool(value) for value in marked]
+
+
+def test_sequence_masks_mark_whole_samples():
+    # Ratios 2 and 0.5 (mean 1, product 1); 1.2 three times (mean 1.2, product 1.73).
+    logs = [[math.log(r) - 5 for r in (2.0, 0.5, 1.2, 1.2, 1.2)], [-5.0] * 5]
+    inputs = make_inputs(*logs, [1.0] * 5, sequence_ids=[0, 0, 1, 1, 1])
+    for low, high, of_mean, of_product in (
+        (0.9, 1.1, 1, 1),
+        (0.9, 1.3, 0, 1),
+        (0.9, 1.8, 0, 0),
+        (1.1, 1.8, 2, 2),
+    ):
+        bounds = {"min_ratio": low, "max_ratio": high}
+        for mask, of_which in ((sequence_mean_mask, of_mean), (sequence_product_mask, of_product)):
+            expected = {0: [], 1: [2, 3, 4], 2: [0, 1]}[of_which]
+            assert mask(inputs, **bounds).nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_masked_token_has_no_gradient_under_any_loss(name):
+    mask = MASKS[name]
+    logs = [[math.log(p) for p in values] for values in PROBABILITIES]
+    advantages, ids = [1.0, -1.0, 1.0, -1.0, 1.0], [0, 0, 1, 2, 3]
+    for loss_name, loss in LOSSES.items():
+        inputs, plain = (make_inputs(*logs, advantages, sequence_ids=ids) for _ in range(2))
+        outputs = with_masks(loss, {name: mask})(inputs)
+        outputs.loss.backward()
+        marked = mask(plain)
+        assert torch.equal(outputs.metrics[f"masked_share/{name}"], marked.float())
+        assert 0 < marked.sum() < 5, "or the test shows nothing"
+        if loss_name == "gspo":  # the terms of a sample's tokens have one ratio
+            continue
+        loss(plain).loss.backward()
+        expected = plain.trainer_logprobs.grad.masked_fill(marked, 0.0)
+        assert torch.equal(inputs.trainer_logprobs.grad, expected), loss_name
+
+
+def test_cispo_under_the_mask_of_ppo_has_the_gradient_of_ppo():
+    logs = [[math.log(p) for p in values] for values in PROBABILITIES]
+    ours, theirs = (make_inputs(*logs, [1.0, -1.0, 1.0, -1.0, 1.0]) for _ in range(2))
+    masked = with_masks(cispo, {"ppo": partial(MASKS["ppo"], eps_low=0.3, eps_high=0.3)})
+    masked(ours).loss.backward()
+    ppo(theirs, eps_low=0.3, eps_high=0.3).loss.backward()
+    assert torch.allclose(ours.trainer_logprobs.grad, theirs.trainer_logprobs.grad)
+
+
+def test_several_masks_add_up_and_terms_are_not_masked(tmp_path):
+    masks = {"ratio": {"max_ratio": 5.0}, "dppo": {"max_divergence": 0.2}}
+    args = RLConfig(
+        output_dir=str(tmp_path), use_cpu=True, gradient_masks=json.dumps(masks), kl_beta=0.1
+    )
+    logs = [[math.log(p) for p in values] for values in PROBABILITIES]
+    reference = torch.full((5,), math.log(0.3), dtype=torch.float64)
+    inputs = make_inputs(*logs, [1.0, -1.0, 1.0, -1.0, 1.0], reference_logprobs=reference)
+    loss_fn = args.add_terms(args.make_loss())
+    assert needs_of(loss_fn) == {"reference_logprobs"}
+    loss_fn(inputs).loss.backward()
+    # Tokens 0, 2 and 3 are masked; cispo's gradient is - r A. That of the KL is beta (1 - d).
+    of_cispo = [0.0, 2.0, 0.0, 0.0, -0.98]
+    of_kl = [0.1 * (1 - 0.3 / p) for p in PROBABILITIES[0]]
+    expected = [a + b for a, b in zip(of_cispo, of_kl, strict=True)]
+    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(expected)
+    plain = RLConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert is_of_advantages(plain.add_terms(cispo)) and not is_of_advantages(loss_fn)
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, gradient_masks=masks)
+    assert is_of_advantages(args.add_terms(cispo))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (lambda inputs: inputs.weights, "the mask 'own' returned torch.float64; expected a tensor"),
+        (lambda inputs: [True], "the mask 'own' returned list; expected a tensor of bool"),
+        (lambda inputs: torch.tensor(True), r"'own' returned shape \(\); .* a token, \(1,\)"),
+    ],
+)
+def test_a_mask_of_another_shape_or_type_is_refused(mask, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        with_masks(cispo, {"own": mask})(make_inputs([0.0], [0.0], [1.0]))
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ({"tv": {}}, "gradient_masks='tv': must be one of ratio, ppo, ipo, .* or module:function"),
+        ({"ipo": {"eps": 1}}, "gradient_masks='ipo': there is no 'eps'; there is max_divergence"),
+        ({"ipo": {"max_divergence": -1}}, "max_divergence=-1 must be a number >= 0"),
+        ({"ratio": {"min_ratio": 5}}, "min_ratio=5 must be below max_ratio=5.0"),
+        ({"ppo": {"eps_low": 1}}, "eps_low=1 must be below 1"),
+        ({"ipo": 0.1}, "gradient_masks='ipo': 0.1 must be a table"),
+        (["ipo"], "gradient_masks"),
+    ],
+)
+def test_a_mask_that_cannot_be_is_one_clear_error(masks, message):
+    with pytest.raises(ValueError, match=message):
+        RLConfig(gradient_masks=masks, use_cpu=True)
+
+
 def test_reference_kl_is_zero_at_the_reference_and_pulls_towards_it():
     reference = torch.tensor([math.log(0.5), math.log(0.25)], dtype=torch.float64)
     logprobs = [math.log(0.5)] * 2
@@ -214,9 +339,9 @@ def test_needs_add_up_and_a_misspelt_one_is_refused():
 def test_an_argument_that_a_loss_needs_is_missed_before_it_is_called():
     def own(inputs, beta): ...
 
-    with pytest.raises(ValueError, match=r"loss_args lacks what loss='m:own' needs: .*'beta'"):
-        bind_options(own, "m:own", {})
-    bind_options(own, "m:own", {"beta": 1})
+    with pytest.raises(ValueError, match=r"loss_args of m:own: a value is missing: .*'beta'"):
+        bind_options(own, "loss_args of m:own", {})
+    bind_options(own, "loss_args of m:own", {"beta": 1})
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -243,8 +368,8 @@ def test_weights_of_samples():
     ("name", "options", "message"),
     [
         ("grpo", {}, "loss='grpo': must be one of cispo, ppo,.* or module:function"),
-        ("cispo", {"eps": 1}, "'eps', which loss='cispo' does not take; it takes eps_high"),
-        ("reinforce", {"eps_high": 1}, "it takes none"),
+        ("cispo", {"eps": 1}, "loss_args of loss='cispo': there is no 'eps'; there is eps_high"),
+        ("reinforce", {"eps_high": 1}, "no 'eps_high'; there is none"),
         ("ppo", {"eps_low": -0.1}, "eps_low=-0.1 must be a number >= 0"),
         ("ppo", {"eps_low": "0.1"}, "eps_low='0.1' must be a number"),
         ("ppo", {"eps_low": 1.5}, "eps_low=1.5 must be below 1"),

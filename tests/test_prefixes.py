@@ -14,9 +14,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from tests.helpers import make_tiny_llama, make_tiny_model
 from tests.test_trainer import (  # noqa: F401
     LOSS_OPTIONS,
+    away_from_the_start,
     batch_gradients,
     check_against_reference,
     make_trainer,
+    switch_checkpointing_on,
     tokenizer,
     with_logprobs_near,
 )
@@ -24,7 +26,7 @@ from tests.tree_samples import make_sample, make_tree
 from verifiers_rl import attention as attention_module
 from verifiers_rl import model_trials, packing
 from verifiers_rl.config import ConfigError
-from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, scales_with_advantage
+from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, is_of_advantages
 from verifiers_rl.packing import collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
 from verifiers_rl.types import SampleSizes, Targets, order_by_beginning
@@ -189,18 +191,9 @@ def test_the_shared_step_equals_the_reference_under_every_option(
         kl_beta=0.1 if use_lora else 0.0, entropy_beta=0.2, temperature=1.0,
         max_tokens_per_microbatch=60, share_prefixes=True,
     )  # fmt: skip
-    adapter = None
-    if gradient_checkpointing:  # as train() switches it on
-        base = trainer._base_of(trainer.model)
-        on = getattr(base, "activation_checkpointing_enable", None)
-        (on or base.gradient_checkpointing_enable)()
-        base.enable_input_require_grads()
-    if use_lora:
-        with torch.no_grad():
-            for name, parameter in trainer.model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
-        adapter = trainer.model.state_dict()
+    if gradient_checkpointing:
+        switch_checkpointing_on(trainer)
+    adapter = away_from_the_start(trainer) if use_lora else None
     check_against_reference(trainer, make_tiny_llama, samples, adapter)
     assert trainer._window.steps[0]["prefix_sharing"] > 1.3
 
@@ -342,10 +335,10 @@ def test_losses_without_gradient_at_an_advantage_of_zero_are_marked():
         inputs.trainer_logprobs.requires_grad_()
         loss(inputs).loss.backward()
         assert not inputs.trainer_logprobs.grad.any(), name
-        assert scales_with_advantage(loss), name
-    assert scales_with_advantage(add_terms(cispo))
-    assert not scales_with_advantage(add_terms(cispo, entropy_bonus))
-    assert not scales_with_advantage(lambda inputs: cispo(inputs))
+        assert is_of_advantages(loss), name
+    assert is_of_advantages(add_terms(cispo))
+    assert not is_of_advantages(add_terms(cispo, entropy_bonus))
+    assert not is_of_advantages(lambda inputs: cispo(inputs))
 
 
 def test_samples_without_gradient_are_not_computed_but_count(make_trainer):

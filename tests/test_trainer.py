@@ -35,13 +35,14 @@ from tests.helpers import (
     make_samples,
     make_tiny_llama,
     make_tiny_model,
+    make_tiny_moe,
 )
 from tests.reference import reference_loss, reference_means, reference_policy
-from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo
+from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo, logprobs
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
-from verifiers_rl.losses import LossInputs, needs
+from verifiers_rl.losses import MASKS, LossInputs, needs
 from verifiers_rl.packing import collate
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, TokenMeans, model_flops
@@ -134,6 +135,7 @@ def check_against_reference(trainer, make_model, samples, adapter=None, **option
         kl_beta=args.kl_beta,
         start=start,
         entropy_beta=args.entropy_beta,
+        masks=args.gradient_masks,
     )
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
@@ -147,6 +149,24 @@ def check_against_reference(trainer, make_model, samples, adapter=None, **option
         torch.testing.assert_close(
             grads[name].double(), grad, rtol=1e-5, atol=1e-5 * largest, msg=name
         )
+
+
+def switch_checkpointing_on(trainer):
+    """Do as train() does."""
+    base = trainer._base_of(trainer.model)
+    # Its name from transformers 5.18 on, and before.
+    on = getattr(base, "activation_checkpointing_enable", None)
+    (on or base.gradient_checkpointing_enable)()
+    base.enable_input_require_grads()
+
+
+def away_from_the_start(trainer):
+    """Change the adapter; a fresh one is the model that training started from. Its weights."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return trainer.model.state_dict()
 
 
 def with_logprobs_near(model, samples, temperature, seed=0):
@@ -174,6 +194,60 @@ def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, l
         "clipped_share", trainer._window.steps[0].get("masked_share")
     )
     assert loss == "reinforce" or 0 < share < 1  # both sides of the bound were seen
+
+
+# Bounds that some of the samples' tokens cross and others do not.
+MASK_OPTIONS = {
+    "ratio": {"min_ratio": 0.8, "max_ratio": 1.3},
+    "ppo": {"eps_low": 0.3, "eps_high": 0.1},
+    "ipo": {"max_divergence": 0.0015},
+    "dppo": {"max_divergence": 0.0015},
+    "sequence_mean": {"min_ratio": 0.95, "max_ratio": 1.1},
+    "sequence_product": {"min_ratio": 0.8, "max_ratio": 1.5},
+}
+
+
+@pytest.mark.parametrize("mask", MASK_OPTIONS)
+def test_every_mask_equals_a_float64_reference(make_trainer, mask):
+    assert MASK_OPTIONS.keys() == MASKS.keys()
+    samples = with_logprobs_near(make_tiny_model(), make_samples(6, seed=1, longest=14), 0.7)
+    masks = {mask: MASK_OPTIONS[mask]}
+    options = {"loss_args": LOSS_OPTIONS["cispo"], "gradient_masks": masks, "kl_beta": 0.1}
+    trainer = make_trainer(temperature=0.7, max_tokens_per_microbatch=40, **options)
+    check_against_reference(trainer, make_tiny_model, samples)
+    assert 0 < trainer._window.steps[0][f"masked_share/{mask}"] < 1
+
+
+def test_masks_add_up_under_another_loss(make_trainer):
+    samples = with_logprobs_near(make_tiny_model(), make_samples(6, seed=1, longest=14), 0.7)
+    masks = {name: MASK_OPTIONS[name] for name in ("ipo", "sequence_mean")}
+    options = {"loss": "gspo", "loss_args": LOSS_OPTIONS["gspo"], "gradient_masks": masks}
+    trainer = make_trainer(temperature=0.7, loss_normalization="sequence", **options)
+    check_against_reference(trainer, make_tiny_model, samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_warnings"),
+    [
+        ({}, 1),
+        ({"loss": "truncated_is"}, 1),
+        ({"loss": "icepop"}, 0),
+        ({"gradient_masks": {"ratio": {}}}, 0),
+    ],
+)
+def test_experts_under_a_loss_that_lets_no_token_go_draw_a_warning(
+    make_trainer, caplog, options, num_warnings
+):
+    make_trainer(make_tiny_moe(), **options)
+    warnings = [message for message in caplog.messages if "experts a layer" in message]
+    assert len(warnings) == num_warnings
+    assert all("gradient_masks" in message for message in warnings)
+
+
+def test_a_loss_of_ones_own_draws_no_warning_about_experts(make_trainer, caplog):
+    make_trainer(make_tiny_moe(), loss_fn=cispo)
+    make_trainer(make_tiny_model())
+    assert "experts a layer" not in caplog.text
 
 
 @pytest.mark.parametrize("use_lora", [False, True])
@@ -219,19 +293,11 @@ def test_the_step_equals_the_reference_under_every_option(
         temperature=1.0,
         max_tokens_per_microbatch=40,
     )
+    if gradient_checkpointing:
+        switch_checkpointing_on(trainer)
     adapter = None
-    if gradient_checkpointing:  # as train() switches it on
-        base = trainer._base_of(trainer.model)
-        # Its name from transformers 5.18 on, and before.
-        on = getattr(base, "activation_checkpointing_enable", None)
-        (on or base.gradient_checkpointing_enable)()
-        base.enable_input_require_grads()
     if use_lora:
-        with torch.no_grad():  # a fresh adapter is the model that training started from
-            for name, parameter in trainer.model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
-        adapter = trainer.model.state_dict()
+        adapter = away_from_the_start(trainer)
     else:  # away from the frozen copy
         with torch.no_grad():
             trainer.model.lm_head.weight.mul_(1.2)
@@ -1715,6 +1781,31 @@ def test_the_options_of_attention_and_chunks_reach_the_step(make_trainer, tmp_pa
     assert set(sizes) == {5}
     with pytest.raises(ConfigError, match=r"attn_implementation='flash': "):
         make_trainer(attn_implementation="flash")
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_head_multiplies_in_the_dtype_that_is_set(make_trainer, monkeypatch, use_lora):
+    seen, real = [], logprobs.token_logprobs_and_entropy
+
+    def recorded(logits, *args, **kwargs):
+        seen.append(logits.dtype)
+        return real(logits, *args, **kwargs)
+
+    monkeypatch.setattr(logprobs, "token_logprobs_and_entropy", recorded)
+    for head_dtype, expected in (("model", torch.bfloat16), ("float32", torch.float32)):
+        trainer = make_trainer(bf16=True, use_lora=use_lora, head_dtype=head_dtype)
+        batch_gradients(trainer, make_samples(4))
+        assert set(seen) == {expected}
+        seen.clear()
+
+
+def test_a_head_that_cannot_be_called_alone_has_no_dtype_of_its_own(make_trainer, monkeypatch):
+    from verifiers_rl import model_trials
+
+    monkeypatch.setattr(model_trials, "reason_against_chunking", lambda *models: "it has no head")
+    trainer = make_trainer(head_dtype="float32")
+    with pytest.raises(ConfigError, match=r"head_dtype='float32': this model's .*: it has no head"):
+        batch_gradients(trainer, make_samples(4))
 
 
 def test_the_entropy_bonus_moves_the_policy_towards_indecision(make_trainer):

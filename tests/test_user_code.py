@@ -24,6 +24,9 @@ def folder(tmp_path, monkeypatch):
         def loss(inputs, scale=1.0):
             return LossOutputs(scale * inputs)
 
+        def mask(inputs, least=1.0):
+            return inputs > least
+
         def advantage(group):
             return [rollout.reward * 2 for rollout in group]
 
@@ -50,7 +53,10 @@ def test_a_loss_and_an_advantage_are_found_by_their_names(folder):
         loss="code_of_user:loss",
         loss_args={"scale": 2.5},
         advantage="code_of_user:advantage",
+        gradient_masks={"code_of_user:mask": {"least": 3}},
     )
+    (mask,) = args.make_masks().values()
+    assert mask(4.0) and not mask(2.0)
     assert args.make_loss()(4.0) == LossOutputs(10.0)
     assert args.make_advantage()([Rollout(0, "", reward=1.5)]) == [3.0]
 
@@ -63,7 +69,11 @@ def test_a_loss_and_an_advantage_are_found_by_their_names(folder):
         ({"loss": "code_of_user:number"}, "code_of_user.py, it is not callable"),
         (
             {"loss": "code_of_user:loss", "loss_args": {"size": 1}},
-            "'size', which loss='code_of_user:loss' does not take; it takes scale",
+            "loss_args of loss='code_of_user:loss': there is no 'size'; there is scale",
+        ),
+        (
+            {"gradient_masks": {"code_of_user:lost": {}}},
+            r"gradient_masks='code_of_user:lost': in .*py, it has no 'lost'",
         ),
         ({"advantage": "no.such:name"}, "advantage='no.such:name': no module 'no'"),
     ],
@@ -72,6 +82,7 @@ def test_a_name_that_leads_nowhere_is_one_clear_error(folder, options, message):
     args = config(folder, **options)
     with pytest.raises(ConfigError, match=message):
         args.make_loss()
+        args.make_masks()
         args.make_advantage()
 
 
@@ -110,6 +121,7 @@ def test_a_toml_names_the_class_of_its_trainer(folder):
         ('class = "code_of_user:loss"', "code_of_user:loss': must be a class that extends tra"),
         ('class = "code_of_user:Lost"', r"\[trainer\] class='code_of_user:Lost': in .* has no"),
         ('[trainer.args]\nloss = "code_of_user:lost"', "loss='code_of_user:lost': in .* has no"),
+        ('[trainer.args]\ngradient_masks = { "no:f" = {} }', "gradient_masks='no:f': no module"),
         ('[trainer.args]\nadvantage = "nowhere:f"', "advantage='nowhere:f': no module 'nowhere'"),
     ],
 )

@@ -20,7 +20,17 @@ from transformers.trainer_utils import SchedulerType
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.foreign_names import HINTS
-from verifiers_rl.losses import LOSSES, LossFn, bind_options, entropy_bonus, reference_kl
+from verifiers_rl.losses import (
+    LOSSES,
+    MASKS,
+    LossFn,
+    MaskFn,
+    add_terms,
+    bind_options,
+    entropy_bonus,
+    reference_kl,
+    with_masks,
+)
 from verifiers_rl.option_rules import (
     ConfigError,
     NotNegativeInt,
@@ -313,6 +323,12 @@ class RLConfig(TrainingArguments):
         "Tokens whose logits are held in memory at once; the result does not depend on it. "
         "Default: as many as take 256 MB in float32.",
     )
+    head_dtype: Literal["model", "float32"] = _option(
+        "model",
+        "In which the LM head multiplies. model: as the rest of the model, bfloat16 with bf16. "
+        "float32: more exact logits, and more time; to gain by it, the server has to do the same: "
+        """vf-vllm --hf-overrides '{"head_dtype": "float32"}'.""",
+    )
     attn_implementation: str | None = _option(
         None,
         "Attention of the policy, as transformers names it: sdpa, eager, flex_attention, "
@@ -437,6 +453,12 @@ class RLConfig(TrainingArguments):
         "Arguments of the loss, such as {eps_high = 4.0} for cispo; on a command line, write them "
         "as JSON. See losses.py.",
     )
+    gradient_masks: dict[str, Any] | str | None = _option(
+        {},
+        "Tokens that get no gradient, under any loss: a table of masks, each with its arguments, "
+        "such as {dppo = {max_divergence = 0.2}}. Known: ratio, ppo, ipo, dppo, sequence_mean, "
+        'sequence_product, see losses.py; or "module:function". On a command line, write JSON.',
+    )
     loss_normalization: Literal["token", "sequence", "constant"] = _option(
         "token",
         "token: the mean over the batch's loss tokens. sequence: the mean over rollouts of each "
@@ -514,9 +536,9 @@ class RLConfig(TrainingArguments):
         import torch
 
         self._check_unused_base_options()
-        if isinstance(self.loss_args, str):
-            self.loss_args = from_json("loss_args", self.loss_args)
-        self.loss_args = {} if self.loss_args is None else self.loss_args
+        for name in ("loss_args", "gradient_masks"):
+            value = getattr(self, name)
+            setattr(self, name, from_json(name, value) if isinstance(value, str) else value or {})
         if isinstance(self.env_workers, str) and self.env_workers.isdigit():
             self.env_workers = int(self.env_workers)  # type: ignore[assignment]
         if isinstance(self.share_prefixes, str):
@@ -605,21 +627,42 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: the loss cannot be loaded, or does not take these arguments.
         """
+        return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
+
+    def make_masks(self) -> dict[str, MaskFn]:
+        """Return the masks that `gradient_masks` names, by name.
+
+        Raises:
+            ConfigError: a mask cannot be loaded, or does not take its arguments.
+        """
+        field = "gradient_masks"
+        masks = cast(dict[str, Any], self.gradient_masks).items()
+        return {name: self._load(MASKS, name, field, field, options) for name, options in masks}
+
+    def add_terms(self, loss_fn: LossFn) -> LossFn:
+        """Return the loss under `gradient_masks`, plus the terms of `kl_beta` and `entropy_beta`,
+        to which the masks do not apply.
+
+        Raises:
+            ConfigError: see `make_masks`.
+        """
+        terms = ((reference_kl, self.kl_beta), (entropy_bonus, self.entropy_beta))
+        return add_terms(
+            with_masks(loss_fn, self.make_masks()),
+            *(partial(term, beta=beta) for term, beta in terms if beta),
+        )
+
+    @staticmethod
+    def _load(known: dict[str, Any], name: str, field: str, of: str, options: Any) -> Any:
+        """Return the function that a field names, one of `known` or a user's own, with options."""
         try:
-            loss_fn = LOSSES.get(self.loss) or load_user_code(self.loss, "loss")
+            function = known.get(name) or load_user_code(name, field)
         except UserCodeError as error:
             raise ConfigError(str(error)) from error
         try:
-            return bind_options(loss_fn, self.loss, self.loss_args)
+            return bind_options(function, f"{of}={name!r}", options)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-
-    def make_loss_terms(self) -> list[LossFn]:
-        """Return the terms to add to the loss: `reference_kl` and `entropy_bonus`, each if its
-        weight is not 0.
-        """
-        terms = ((reference_kl, self.kl_beta), (entropy_bonus, self.entropy_beta))
-        return [partial(term, beta=beta) for term, beta in terms if beta]
 
     def make_advantage(self) -> AdvantageFn:
         """Return the function that `advantage` names.
@@ -679,6 +722,11 @@ class RLConfig(TrainingArguments):
         )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
+        for name, options in cast(dict[str, Any], self.gradient_masks).items():
+            if (problem := one_of(MASKS)(name)) is not None:
+                raise ConfigError(f"gradient_masks={name!r}: {problem}")
+            if name in MASKS:
+                self._load(MASKS, name, "gradient_masks", "gradient_masks", options)
         if self.batch_size % self.rollouts_per_example:
             groups = math.ceil(self.batch_size / self.rollouts_per_example)
             raise ConfigError(

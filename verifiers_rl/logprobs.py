@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 # How to return the entropy: not at all (zeros), its value, or its value with gradient.
@@ -220,15 +221,61 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
+class _HeadIn(TorchFunctionMode):
+    """While open, the LM head multiplies in another dtype, or sums its gradient in float32.
+
+    Weights that are not float32 are cast once to float32, and all calls of the head share that
+    copy. So autograd sums the gradients of the calls in float32, and rounds their sum once.
+
+    Args:
+        head: its weights, as they are at each call: FSDP2 replaces them.
+        dtype: of the multiplication; None for that of weights or autocast.
+        shares: whether weights with gradient get a shared copy. ZeRO-3 frees them after each call,
+            so there the calls cannot share one.
+    """
+
+    def __init__(self, head: nn.Module, dtype: torch.dtype | None, shares: bool) -> None:
+        super().__init__()
+        self._head, self._dtype, self._shares = head, dtype, shares
+        self._copies: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear or kwargs or not self._is_of_head(args[1]):
+            return func(*args, **(kwargs or {}))
+        hidden, *weights = (a for a in args if a is not None)
+        weights = [self._copy_of(weight) for weight in weights]
+        if self._dtype is not None:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return func(*(a.to(self._dtype) for a in (hidden, *weights)))
+        if torch.is_autocast_enabled(hidden.device.type):
+            return func(hidden, *weights)
+        return func(hidden, *(weight.to(hidden.dtype) for weight in weights))
+
+    def _is_of_head(self, weight: Tensor) -> bool:
+        return any(weight is parameter for parameter in self._head.parameters())
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        is_rounded = weight.dtype in (torch.bfloat16, torch.float16)
+        if not (is_rounded and self._shares and weight.requires_grad and torch.is_grad_enabled()):
+            return weight
+        if id(weight) not in self._copies:
+            self._copies[id(weight)] = weight.float()
+        return self._copies[id(weight)]
+
+
 @contextmanager
 def hidden_states_in_place_of_logits(
-    model: nn.Module,
+    model: nn.Module, head_dtype: torch.dtype | None = None
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """While open, the causal LM returns hidden states as its `logits`: its head passes them on.
 
     If the model scales its logits (Granite, Cohere), it then scales the hidden states, with the
     same result. Gemma's soft cap of the logits would give another result, so it is removed from the
     model and applied here. `model_trials.py` tests both for a given model.
+
+    Args:
+        model: the causal LM.
+        head_dtype: in which the head multiplies; None for the dtype of its weights or of autocast.
 
     Yields:
         Hidden states (n, hidden_size) -> logits (n, vocabulary).
@@ -239,9 +286,10 @@ def hidden_states_in_place_of_logits(
     # ZeRO-3 gathers weights in hooks around the call of a module, in forward and backward. FSDP2
     # keeps the head's weights gathered until the backward, and its hooks expect a single call.
     has_to_gather = any(hasattr(p, "ds_id") for p in head.parameters())
+    in_dtype = _HeadIn(head, head_dtype, shares=not has_to_gather)
 
     def to_logits(hidden: Tensor) -> Tensor:
-        with _with_forward(head, real_forward):
+        with _with_forward(head, real_forward), in_dtype:
             logits = head(hidden) if has_to_gather else real_forward(hidden)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

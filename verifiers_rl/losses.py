@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -68,8 +68,10 @@ class LossOutputs:
 
 
 LossFn = Callable[[LossInputs], LossOutputs]
+MaskFn = Callable[[LossInputs], Tensor]
 Need = Literal["entropy_gradient", "reference_logprobs"]
 _T = TypeVar("_T", bound=Callable[..., Any])
+_R = TypeVar("_R")
 
 
 def needs(*what: Need) -> Callable[[_T], _T]:
@@ -104,10 +106,10 @@ def of_advantages(loss_fn: _T) -> _T:
     return loss_fn
 
 
-def scales_with_advantage(loss_fn: Any) -> bool:
+def is_of_advantages(loss_fn: Any) -> bool:
     """Return whether this loss is marked by `of_advantages`, also through `functools.partial`."""
-    loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
-    return getattr(loss_fn, "is_of_advantages", False)
+    own: bool = getattr(loss_fn, "is_of_advantages", False)
+    return own or (isinstance(loss_fn, partial) and is_of_advantages(loss_fn.func))
 
 
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
@@ -125,7 +127,7 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         metrics = {name: values for part in parts for name, values in part.metrics.items()}
         return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
 
-    return of_advantages(total) if all(map(scales_with_advantage, (loss_fn, *terms))) else total
+    return of_advantages(total) if all(map(is_of_advantages, (loss_fn, *terms))) else total
 
 
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:
@@ -165,6 +167,17 @@ def log_importance_ratio(inputs: LossInputs) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def sequence_log_ratios(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return, for each token, the mean and the sum of log r over its sample's loss tokens. (N,)
+    each.
+    """
+    log_ratio = log_importance_ratio(inputs)
+    zeros = torch.zeros_like(log_ratio)  # no fewer than samples; their number is on the device
+    totals = zeros.index_add(0, inputs.sequence_ids, log_ratio)
+    counts = zeros.index_add(0, inputs.sequence_ids, torch.ones_like(log_ratio)).clamp(min=1)
+    return (totals / counts)[inputs.sequence_ids], totals[inputs.sequence_ids]
+
+
 def policy_gradient(inputs: LossInputs, ratio: Tensor) -> Tensor:
     """- sum_t w_t * stop_gradient(ratio_t) * A_t * logprob_t. Scalar.
 
@@ -174,6 +187,147 @@ def policy_gradient(inputs: LossInputs, ratio: Tensor) -> Tensor:
     """
     per_token = ratio.detach() * inputs.advantages * inputs.trainer_logprobs
     return -(inputs.weights * per_token).sum()
+
+
+# --- Masks, for any loss --------------------------------------------------------------------------
+# Each returns (N,) bool: True where a token gets no gradient. Such a token still counts in the
+# denominator of the batch's loss.
+
+
+@torch.no_grad()
+def ratio_mask(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -> Tensor:
+    """Tokens whose ratio r_t leaves [min_ratio, max_ratio] (IcePop, Ring-1T, arXiv:2510.18855).
+
+    Args:
+        inputs: one microbatch.
+        min_ratio, max_ratio: the interval, 0 <= min_ratio < max_ratio.
+    """
+    ratio = log_importance_ratio(inputs).exp()
+    return (ratio < min_ratio) | (ratio > max_ratio)
+
+
+@torch.no_grad()
+def ppo_mask(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
+    """Tokens that have left PPO's bounds in the direction of their advantage: A_t > 0 and
+    r_t > 1 + eps_high, or A_t < 0 and r_t < 1 - eps_low (MiniMax-M1, arXiv:2506.13585, eq. 7).
+    These are the tokens that the loss `ppo` clips.
+
+    Args:
+        inputs: one microbatch.
+        eps_low, eps_high: bounds of the ratio, 1 - eps_low and 1 + eps_high; 0 <= eps_low < 1.
+    """
+    ratio, advantages = log_importance_ratio(inputs).exp(), inputs.advantages
+    is_high = (advantages > 0) & (ratio > 1 + eps_high)
+    return is_high | ((advantages < 0) & (ratio < 1 - eps_low))
+
+
+@torch.no_grad()
+def ipo_mask(inputs: LossInputs, max_divergence: float = 0.3) -> Tensor:
+    """Tokens whose probability has moved too far, abs(p_trainer - p_inference) > max_divergence, in
+    either direction (IPO, https://docs.primeintellect.ai/prime-rl/ipo). This is the binary total
+    variation of the two policies.
+
+    Args:
+        inputs: one microbatch.
+        max_divergence: a difference of probabilities, 0 to 1.
+    """
+    moved = inputs.trainer_logprobs.exp() - inputs.inference_logprobs.exp()
+    return moved.abs() > max_divergence
+
+
+@torch.no_grad()
+def dppo_mask(inputs: LossInputs, max_divergence: float = 0.2) -> Tensor:
+    """Tokens of `ipo_mask` that the update would move further: A_t > 0 and r_t > 1, or A_t < 0 and
+    r_t < 1 (DPPO, arXiv:2602.04879, eq. 12).
+
+    Args:
+        inputs: one microbatch.
+        max_divergence: a difference of probabilities, 0 to 1.
+    """
+    leads_away = log_importance_ratio(inputs) * inputs.advantages > 0
+    return leads_away & ipo_mask(inputs, max_divergence)
+
+
+@torch.no_grad()
+def sequence_mean_mask(
+    inputs: LossInputs, min_ratio: float = 0.9, max_ratio: float = 1.1
+) -> Tensor:
+    """All tokens of samples whose geometric mean of ratios, exp(mean_t log r_t), leaves
+    [min_ratio, max_ratio] (Liu et al., 2025, "When Speed Kills Stability"). Unlike the product, the
+    mean does not depend on the sample's length.
+
+    Args:
+        inputs: one microbatch.
+        min_ratio, max_ratio: the interval, 0 <= min_ratio < max_ratio.
+    """
+    ratio = sequence_log_ratios(inputs)[0].exp()
+    return (ratio < min_ratio) | (ratio > max_ratio)
+
+
+@torch.no_grad()
+def sequence_product_mask(
+    inputs: LossInputs, min_ratio: float = 0.1, max_ratio: float = 10.0
+) -> Tensor:
+    """All tokens of samples whose product of ratios, the ratio of the whole sample, leaves
+    [min_ratio, max_ratio] (Liu et al., 2025, "When Speed Kills Stability").
+
+    Args:
+        inputs: one microbatch.
+        min_ratio, max_ratio: the interval, 0 <= min_ratio < max_ratio.
+    """
+    ratio = sequence_log_ratios(inputs)[1].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return (ratio < min_ratio) | (ratio > max_ratio)
+
+
+# By the name that `RLConfig(gradient_masks=...)` takes.
+MASKS: dict[str, Callable[..., Tensor]] = {
+    "ratio": ratio_mask,
+    "ppo": ppo_mask,
+    "ipo": ipo_mask,
+    "dppo": dppo_mask,
+    "sequence_mean": sequence_mean_mask,
+    "sequence_product": sequence_product_mask,
+}
+
+
+def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
+    """Return the loss without the gradient of the tokens that at least one of the masks marks.
+
+    A masked token gets the weight 0, so the loss must multiply each of its terms by `weights`.
+
+    Args:
+        masks: by name. For each, the loss gets a metric `masked_share/NAME`.
+
+    Raises (when called):
+        TypeError, ValueError: a mask returns something else than (N,) bool.
+    """
+    if not masks:
+        return loss_fn
+
+    @needs(*needs_of(loss_fn))
+    def masked(inputs: LossInputs) -> LossOutputs:
+        is_masked = torch.zeros_like(inputs.weights, dtype=torch.bool)
+        metrics = {}
+        for name, mask in masks.items():
+            marked = mask(inputs)
+            if not isinstance(marked, Tensor) or marked.dtype != torch.bool:
+                kind = getattr(marked, "dtype", type(marked).__name__)
+                raise TypeError(f"the mask {name!r} returned {kind}; expected a tensor of bool")
+            if marked.shape != is_masked.shape:
+                raise ValueError(
+                    f"the mask {name!r} returned shape {tuple(marked.shape)}; expected one value a "
+                    f"token, {tuple(is_masked.shape)}"
+                )
+            metrics[f"masked_share/{name}"] = marked.float()
+            is_masked = is_masked | marked
+        outputs = loss_fn(replace(inputs, weights=inputs.weights.masked_fill(is_masked, 0.0)))
+        check_outputs(outputs, inputs)
+        return LossOutputs(outputs.loss, outputs.metrics | metrics)
+
+    return of_advantages(masked) if is_of_advantages(loss_fn) else masked
+
+
+# --- Losses ---------------------------------------------------------------------------------------
 
 
 @of_advantages
@@ -220,7 +374,7 @@ def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -
         The summed loss, and `masked_share`, 1 where a token was dropped.
     """
     ratio = log_importance_ratio(inputs).exp().detach()
-    is_masked = (ratio < min_ratio) | (ratio > max_ratio)
+    is_masked = ratio_mask(inputs, min_ratio, max_ratio)
     loss = policy_gradient(inputs, torch.where(is_masked, 0.0, ratio))
     return LossOutputs(loss, {"masked_share": is_masked.float()})
 
@@ -260,12 +414,8 @@ def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> L
     Returns:
         The summed loss, and `clipped_share`, 1 on the tokens of clipped sequences.
     """
-    log_ratio = log_importance_ratio(inputs)
-    zeros = torch.zeros_like(log_ratio)  # no fewer than sequences; their number is on the device
-    totals = zeros.index_add(0, inputs.sequence_ids, log_ratio)
-    counts = zeros.index_add(0, inputs.sequence_ids, torch.ones_like(log_ratio))
-    ratio = (totals / counts.clamp(min=1)).exp()[inputs.sequence_ids]  # (N,)
-    return _clipped_surrogate(inputs, ratio, eps_low, eps_high)
+    mean_log_ratio, _ = sequence_log_ratios(inputs)
+    return _clipped_surrogate(inputs, mean_log_ratio.exp(), eps_low, eps_high)
 
 
 def _clipped_surrogate(
@@ -281,9 +431,7 @@ def _clipped_surrogate(
 def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
     """DPPO with the binary total-variation mask (arXiv:2602.04879, eq. 11 and 12).
 
-    L = - sum_t M_t * r_t * A_t. M_t is 0 if two things hold: the update leads away from the
-    sampling policy (A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1), and the token's probability has
-    moved too far already, abs(p_trainer - p_inference) > max_divergence. Else M_t is 1.
+    L = - sum_t M_t * r_t * A_t. M_t is 0 where `dppo_mask` holds, else 1.
 
     Args:
         inputs: one microbatch.
@@ -293,9 +441,7 @@ def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
         The summed loss, and `masked_share`, 1 where M_t is 0.
     """
     ratio = log_importance_ratio(inputs).exp()
-    moved = (inputs.trainer_logprobs.exp() - inputs.inference_logprobs.exp()).abs()
-    leads_away = (ratio - 1) * inputs.advantages > 0
-    is_masked = (leads_away & (moved > max_divergence)).detach()
+    is_masked = dppo_mask(inputs, max_divergence)
     per_token = torch.where(is_masked, 0.0, ratio * inputs.advantages)
     loss = -(inputs.weights * per_token).sum()
     return LossOutputs(loss, {"masked_share": is_masked.float()})
@@ -315,47 +461,47 @@ LOSSES: dict[str, Callable[..., LossOutputs]] = {
 }
 
 
-def bind_options(loss_fn: Callable[..., LossOutputs], name: str, options: Any) -> LossFn:
-    """Return the loss with these options in place of its defaults.
+def bind_options(function: Callable[..., _R], what: str, options: Any) -> Callable[..., _R]:
+    """Return the loss or the mask with these options in place of its defaults.
 
     Args:
-        loss_fn: one of `LOSSES`, or a user's own.
-        name: of the loss, for errors.
+        function: one of `LOSSES` or `MASKS`, or a user's own.
+        what: the field of the options and its owner, for errors, as "loss_args of loss='cispo'".
         options: values by name.
 
     Raises:
-        ValueError: the loss does not have an option, or (for one of `LOSSES`) a value is out of
-            range. The message says which options or values are possible.
+        ValueError: the function does not have an option, or (for one of `LOSSES` and `MASKS`) a
+            value is out of range. The message says which options or values are possible.
     """
     if not isinstance(options, dict):
-        raise ValueError(f"loss_args={options!r}: must be a table such as {{eps_high = 4.0}}")
-    parameters = list(inspect.signature(loss_fn).parameters.values())[1:]
+        raise ValueError(f"{what}: {options!r} must be a table such as {{eps_high = 4.0}}")
+    parameters = list(inspect.signature(function).parameters.values())[1:]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     known = [parameter.name for parameter in parameters]
+    is_ours = function in (*LOSSES.values(), *MASKS.values())
     for option, value in options.items():
         if option not in known and not takes_any:
             raise ValueError(
-                f"loss_args has {option!r}, which loss={name!r} does not take; "
-                f"it takes {', '.join(known) or 'none'}"
+                f"{what}: there is no {option!r}; there is {', '.join(known) or 'none'}"
             )
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in LOSSES and not (is_number and value >= 0):
-            raise ValueError(f"loss_args: {option}={value!r} must be a number >= 0")
-    loss = partial(loss_fn, **options)
+        if is_ours and not (is_number and value >= 0):
+            raise ValueError(f"{what}: {option}={value!r} must be a number >= 0")
+    bound = partial(function, **options)
     try:
-        inspect.signature(loss).bind(None)  # the inputs
+        inspect.signature(bound).bind(None)  # the inputs
     except TypeError as error:
-        raise ValueError(f"loss_args lacks what loss={name!r} needs: {error}") from error
-    if name in LOSSES:
-        bounds = {p.name: p.default for p in inspect.signature(loss).parameters.values()}
-        if bounds.get("eps_low", 0) >= 1:
-            raise ValueError(f"loss_args: eps_low={bounds['eps_low']!r} must be below 1")
-        if name == "icepop" and bounds["min_ratio"] >= bounds["max_ratio"]:
+        raise ValueError(f"{what}: a value is missing: {error}") from error
+    if is_ours:
+        values = {p.name: p.default for p in inspect.signature(bound).parameters.values()}
+        if values.get("eps_low", 0) >= 1:
+            raise ValueError(f"{what}: eps_low={values['eps_low']!r} must be below 1")
+        if "min_ratio" in values and values["min_ratio"] >= values["max_ratio"]:
             raise ValueError(
-                f"loss_args: min_ratio={bounds['min_ratio']!r} must be below "
-                f"max_ratio={bounds['max_ratio']!r}"
+                f"{what}: min_ratio={values['min_ratio']!r} must be below "
+                f"max_ratio={values['max_ratio']!r}"
             )
-    return loss
+    return bound
 
 
 # --- Terms beside the loss ------------------------------------------------------------------------

@@ -31,12 +31,17 @@ def choose_layout(model: nn.Module, base: Any, args: RLConfig) -> tuple[Layout, 
     Args:
         model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
         base: the causal LM itself.
-        args: `share_prefixes` and `max_seq_len`.
+        args: `share_prefixes`, `max_seq_len` and `head_dtype`.
 
     Raises:
-        ConfigError: `share_prefixes` is True, and this model cannot.
+        ConfigError: `share_prefixes` is True or `head_dtype` is set, and this model cannot.
     """
     if why_full_logits := reason_against_chunking(model, base):
+        if args.head_dtype != "model":
+            raise ConfigError(
+                f"head_dtype={args.head_dtype!r}: this model's head cannot be called alone: "
+                f"{why_full_logits}; leave head_dtype out"
+            )
         logger.warning("full logits are held in memory: %s", why_full_logits)
     if why_padded := reason_against_sharing_rows(model, base):
         logger.warning("samples are padded, one a row: %s", why_padded)
@@ -129,8 +134,9 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
     """Return why samples with tokens in common would be computed otherwise than alone in this
     model; None if they would not.
 
-    The test uses three samples of 16 tokens, one that branches from another's branch. Their last
-    tokens must get the same logits as alone.
+    The test uses three samples of 12, 12 and 10 tokens, which take 16 in one row; the second
+    branches from the first, the third from both. Their last two tokens must get the same logits as
+    alone.
 
     Args:
         model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,29 @@ def _set_attention(model: Any, implementation: str | None) -> None:
     if (chosen := base.config._attn_implementation) != implementation:
         raise ConfigError(
             f"attn_implementation={implementation!r}: {type(base).__name__} keeps {chosen!r}"
+        )
+
+
+def num_experts(config: Any) -> int:
+    """Return how many experts a layer of the model has by its text config; 0 if it has none."""
+    counts = (getattr(config, name, None) for name in NUM_EXPERTS)
+    return next((n for n in counts if isinstance(n, int) and n > 0), 0)
+
+
+def warn_of_experts(model: Any, args: RLConfig) -> None:
+    """Warn if the model has experts, and the loss that `args` name lets no token go, however far
+    its ratio is from 1.
+    """
+    if args.loss not in ("cispo", "truncated_is") or args.gradient_masks:
+        return
+    if number := num_experts(model.config.get_text_config()):
+        logger.warning(
+            "the model has %d experts a layer. Trainer and server each choose the experts of a "
+            "token for themselves; where they choose differently, the token's importance ratio is "
+            "far from 1, and loss=%r keeps its gradient. Set gradient_masks to leave such tokens "
+            "out, for example {ratio = {}}, or take another loss",
+            number,
+            args.loss,
         )
 
 

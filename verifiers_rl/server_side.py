@@ -15,6 +15,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
 from verifiers_rl.inference.client import InferenceClient
+from verifiers_rl.models import warn_of_experts
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.sync.agreement import check_agreement
 from verifiers_rl.sync.sources import choose_lora_sync
@@ -50,6 +51,8 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
         InvalidEnvironmentError: the environment cannot be trained on.
         InferenceServerError: there is no server, or it serves another model.
     """
+    if replaced.loss_fn is None:
+        warn_of_experts(policy, args)
     orchestrator, weight_sync = replaced.orchestrator, replaced.weight_sync
     if orchestrator is not None and weight_sync is not None:
         return ServerSide(orchestrator, weight_sync, None)

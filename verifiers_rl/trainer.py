@@ -64,9 +64,8 @@ from verifiers_rl.logprobs import (
 from verifiers_rl.losses import (
     LossFn,
     LossInputs,
-    add_terms,
+    is_of_advantages,
     needs_of,
-    scales_with_advantage,
     weigh_samples,
 )
 from verifiers_rl.model_trials import choose_layout
@@ -146,7 +145,7 @@ class RLTrainer(Trainer):
             processing_class = AutoTokenizer.from_pretrained(
                 model if isinstance(model, str) else model.name_or_path
             )
-        self.loss_fn = add_terms(loss_fn or args.make_loss(), *args.make_loss_terms())
+        self.loss_fn = args.add_terms(loss_fn or args.make_loss())
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
@@ -328,7 +327,7 @@ class RLTrainer(Trainer):
         )  # fmt: skip
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = part & (sizes.num_loss_tokens > 0)
-        if scales_with_advantage(self.loss_fn):
+        if is_of_advantages(self.loss_fn):
             is_computed &= sizes.has_advantage > 0
         config = self._base_of(self.model).config.get_text_config()
         plans, num_shared = plan_batch(
@@ -423,7 +422,8 @@ class RLTrainer(Trainer):
                     logits[targets.rows, targets.columns], targets.token_ids, temperature,
                     entropy, overwrite=True,
                 )  # fmt: skip
-            with hidden_states_in_place_of_logits(base) as to_logits:
+            head_dtype = getattr(torch, self.args.head_dtype, None)  # "model" is none
+            with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
                 hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
             head = list(base.get_output_embeddings().parameters())
             min_chunks = 1

@@ -141,14 +141,16 @@ class RunConfig:
             ConfigError, TomlError: it cannot.
         """
         args = self.trainer_args
-        if self.trainer_class_name or any(
-            names_user_code(str(args.get(name, ""))) for name in ("loss", "advantage")
-        ):
+        masks = args.get("gradient_masks")
+        names = [args.get("loss"), args.get("advantage")]
+        names += masks if isinstance(masks, dict) else []
+        if self.trainer_class_name or any(names_user_code(str(name)) for name in names):
             import transformers  # noqa: F401  # before a module beside the TOML hides a library
 
             make_importable(self.folder)
             checked = self.config_class()(**{**args, "use_cpu": True, "bf16": False})
             checked.make_loss()
+            checked.make_masks()
             checked.make_advantage()
 
     def load_envs(self) -> Any:

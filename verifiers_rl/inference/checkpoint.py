@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # Names under which transformers' configs give their number of experts.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | None:
@@ -30,7 +30,7 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
         args.language_model_only = True
     if torch.cuda.is_available():
         return None
-    if args.enable_lora and any(text.get(name) for name in _NUM_EXPERTS):
+    if args.enable_lora and any(text.get(name) for name in NUM_EXPERTS):
         return (
             "--enable-lora: on a CPU, vLLM's engine dies of an adapter beside experts; "
             "leave it out and set the trainer's lora_sync='merged'"

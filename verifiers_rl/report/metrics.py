@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
+from verifiers_rl.models import num_experts
 from verifiers_rl.report.model_card import write_model_card
 from verifiers_rl.report.run_folder import (
     CURVES,
@@ -222,11 +223,9 @@ def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
     of_head = {id(p) for n, p in head.named_parameters() if "original_module." not in n}
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     looked_up = {id(p) for module in embeddings for p in module.parameters()} - of_head
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    counts = (getattr(config, name, None) for name in names)
-    num_experts = next((n for n in counts if isinstance(n, int) and n > 0), 1)
+    num_all = num_experts(config) or 1
     num_used = getattr(config, "num_experts_per_tok", None)
-    num_used = num_used if isinstance(num_used, int) else num_experts
+    num_used = num_used if isinstance(num_used, int) else num_all
     flops = 0
     for name, parameter in model.named_parameters():
         # PEFT's modules_to_save leaves the original module, unused, beside the trained copy.
@@ -234,7 +233,7 @@ def model_flops(model: nn.Module, num_tokens: int, num_loss_tokens: int) -> int:
             continue
         size = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: full size in ZeRO-3
         if ".experts." in name:
-            size = size * num_used // num_experts
+            size = size * num_used // num_all
         tokens = num_loss_tokens if id(parameter) in of_head else num_tokens
         flops += size * (6 if parameter.requires_grad else 4) * tokens
     return flops
