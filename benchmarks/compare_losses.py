@@ -3,13 +3,17 @@
     python benchmarks/compare_losses.py [--tasks small sort demo] [--settings cispo ppo ...]
         [--seeds 0 1 2 3 4] [--folder outputs/compare_losses]
 
-small: the reversal of a string, as in examples/reverse_text_v1; all weights, lr 3e-4, 60 steps of
-64 rollouts, 8 of each prompt.
-sort: the letters of a string in alphabetical order; the reward is 1 or 0; otherwise as small.
-demo: `make demo`, LoRA, lr 1e-3, 150 steps of 128 rollouts, 16 of each prompt.
+small: the task of examples/reverse_text_v1, from a warm start that stops early, so that the policy
+is uncertain of everything and learns slowly; all weights, lr 3e-4, 60 steps of 64 rollouts, 8 of
+each prompt.
+sort: the letters of a string in alphabetical order; the reward is 1 or 0; the warm start is that of
+`make demo`; otherwise as small.
+demo: `make demo`, LoRA, lr 1e-3, 150 steps of 128 rollouts, 16 of each prompt; merged weights are
+sent, as `lora_sync = "auto"` chooses. demo-adapter sends the adapter, demo-full trains all
+weights at lr 3e-4.
 
-Each task starts from one warm start; the seed determines the prompts' order. The settings of one
-seed take turns. Each run prints a row: exact match on 256 held-out prompts (three samplings at
+Each task has one warm start; the seed determines the prompts' order. The settings of one seed take
+turns. Each run prints a row: exact match on 256 held-out prompts (three samplings at
 temperature 1), and the means over its steps of mismatch_kl, entropy and the masked or clipped share
 of tokens. At the end there is a table of means over seeds, with their standard deviation. Rows are
 kept in FOLDER/rows.jsonl, and a run that is there already is not repeated.
@@ -39,33 +43,53 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 __all__ = ["SortTaskset"]  # verifiers.v1 loads this module as a plugin
 
-ONE_SIDED = {"eps_low": 0.2, "eps_high": 0.2}
-# Options of `RLConfig`, by the name that --settings takes.
+
+def ppo_mask(eps_low: float, eps_high: float) -> dict[str, Any]:
+    return {"gradient_masks": {"ppo": {"eps_low": eps_low, "eps_high": eps_high}}}
+
+
+def divergence_mask(name: str, max_divergence: float) -> dict[str, Any]:
+    return {"gradient_masks": {name: {"max_divergence": max_divergence}}}
+
+
+# Options of `RLConfig`, by the name that --settings takes. What follows a "+" is a mask and its
+# bounds.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "cispo": {"loss": "cispo"},
-    "ppo": {"loss": "ppo", "loss_args": ONE_SIDED},
-    "cispo+ppo": {"gradient_masks": {"ppo": ONE_SIDED}},
-    "cispo+ppo-low": {"gradient_masks": {"ppo": {"eps_low": 0.2, "eps_high": 100.0}}},
-    "cispo+ppo-high": {"gradient_masks": {"ppo": {"eps_low": 0.999, "eps_high": 0.2}}},
-    "cispo+dppo-0.2": {"gradient_masks": {"dppo": {"max_divergence": 0.2}}},
-    "cispo+dppo-0.1": {"gradient_masks": {"dppo": {"max_divergence": 0.1}}},
-    "cispo+dppo-0.05": {"gradient_masks": {"dppo": {"max_divergence": 0.05}}},
-    "cispo+ipo-0.3": {"gradient_masks": {"ipo": {"max_divergence": 0.3}}},
-    "cispo+ipo-0.1": {"gradient_masks": {"ipo": {"max_divergence": 0.1}}},
+    "default": {},
+    "cispo": {"gradient_masks": {}},
+    "ppo": {"loss": "ppo", "loss_args": {"eps_low": 0.2, "eps_high": 0.2}},
+    "cispo+ppo-0.1": ppo_mask(0.1, 0.1),
+    "cispo+ppo-0.2": ppo_mask(0.2, 0.2),
+    "cispo+ppo-0.2-0.28": ppo_mask(0.2, 0.28),
+    "cispo+ppo-low": ppo_mask(0.2, 100.0),
+    "cispo+ppo-high": ppo_mask(0.999, 0.2),
+    "cispo+dppo-0.02": divergence_mask("dppo", 0.02),
+    "cispo+dppo-0.05": divergence_mask("dppo", 0.05),
+    "cispo+dppo-0.1": divergence_mask("dppo", 0.1),
+    "cispo+dppo-0.2": divergence_mask("dppo", 0.2),
+    "cispo+ipo-0.1": divergence_mask("ipo", 0.1),
+    "cispo+ipo-0.3": divergence_mask("ipo", 0.3),
     "cispo+ratio": {"gradient_masks": {"ratio": {"min_ratio": 0.5, "max_ratio": 2.0}}},
     "cispo+sequence_mean": {"gradient_masks": {"sequence_mean": {}}},
-    "truncated_is": {"loss": "truncated_is"},
-    "on policy": {"max_off_policy_steps": 0},
+    "truncated_is": {"loss": "truncated_is", "gradient_masks": {}},
+    "on policy": {"max_off_policy_steps": 0, "gradient_masks": {}},
 }
+DEMO: dict[str, Any] = {
+    "learning_rate": 1e-3, "max_steps": 150, "batch_size": 128, "rollouts_per_example": 16,
+    "warmup_steps": 10, "lr_scheduler_type": "constant_with_warmup",
+}  # fmt: skip
 TASKS: dict[str, dict[str, Any]] = {
     "small": {"use_lora": False, "learning_rate": 3e-4, "max_steps": 60, "batch_size": 64,
               "rollouts_per_example": 8},
     "sort": {"use_lora": False, "learning_rate": 3e-4, "max_steps": 60, "batch_size": 64,
              "rollouts_per_example": 8},
-    "demo": {"learning_rate": 1e-3, "max_steps": 150, "batch_size": 128,
-             "rollouts_per_example": 16, "warmup_steps": 10,
-             "lr_scheduler_type": "constant_with_warmup"},
+    "demo": DEMO,
+    "demo-adapter": {**DEMO, "lora_sync": "adapter"},
+    "demo-full": {**DEMO, "use_lora": False, "learning_rate": 3e-4},
 }  # fmt: skip
+WARM_STARTED = ("small", "sort", "demo")  # the others begin as "demo"
+# Arguments of examples/warm_start.py
+WARM_START = {"small": ["--clean-steps", "120", "--noisy-steps", "0"]}
 
 
 class SortConfig(vf.TasksetConfig):
@@ -131,6 +155,7 @@ def train(
         "save_strategy": "no", "num_rollouts_to_print": 0, "disable_tqdm": True, "use_cpu": True,
         "micro_batch_size": 128, "eval_rollouts_per_example": 3, "overwrite_output_dir": True,
         "output_dir": str(folder / "run"), "vllm_server_port": port, "seed": seed,
+        "env_workers": 0,
     }  # fmt: skip
     args = RLConfig(**{**options, **TASKS[task], **SETTINGS[setting]})
     start = time.monotonic()
@@ -153,6 +178,7 @@ def train(
         "entropy": mean("entropy"),
         "masked_share": mean(*shares) if shares else mean("clipped_share"),
         "step_s": statistics.median(row["step_s"] for row in steps),
+        "sync_s": mean("sync_s"),
         "seconds": time.monotonic() - start,
     }
 
@@ -163,7 +189,7 @@ def exact_match_at_start(task: str, model: Path, port: int, folder: Path) -> dic
     args = RLConfig(
         output_dir=str(folder / "start"), overwrite_output_dir=True, use_cpu=True, use_lora=False,
         vllm_server_port=port, max_seq_len=64, max_tokens=16, temperature=1.0, disable_tqdm=True,
-        eval_rollouts_per_example=3, num_rollouts_to_print=0,
+        eval_rollouts_per_example=3, num_rollouts_to_print=0, env_workers=0,
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
         evaluated = RLTrainer(str(model), make_env(task), args).evaluate()
@@ -176,7 +202,7 @@ def exact_match_at_start(task: str, model: Path, port: int, folder: Path) -> dic
 
 
 def print_means(rows: list[dict[str, Any]]) -> None:
-    names = ("mismatch_kl", "entropy", "masked_share", "step_s")
+    names = ("mismatch_kl", "entropy", "masked_share", "step_s", "sync_s")
     print("| task | setting | seeds | exact match | sd |", " | ".join(names), "|")
     print("|", " | ".join(["---"] * (len(names) + 5)), "|")
     settings = dict.fromkeys((row["task"], row["setting"]) for row in rows)
@@ -196,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(WARM_STARTED))
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["cispo", "ppo"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "compare_losses")
@@ -223,17 +249,21 @@ def main() -> None:
 
     for task in options.tasks:
         module = Path(__file__) if task == "sort" else REVERSE_TEXT / "reverse_text_v1.py"
-        model = folder / f"warm_start_{module.stem}"
+        model = folder / f"warm_start_{task.partition('-')[0]}"
         if not model.exists():
             command = [sys.executable, str(ROOT / "examples" / "warm_start.py"), str(module)]
-            subprocess.run([*command, str(model)], check=True, capture_output=True)
+            command += [str(model), *WARM_START.get(task, [])]
+            subprocess.run(command, check=True, capture_output=True)
         done = {(row["task"], row["setting"], row["seed"]) for row in rows}
         todo = [(s, seed) for seed in options.seeds for s in options.settings]
         todo = [(s, seed) for s, seed in todo if (task, s, seed) not in done]
         if not todo:
             continue
-        with running_server(model, folder / "server.log", "--max-num-seqs", "256") as server:
-            if (task, "start", 0) not in done:
+        flags = ["--max-num-seqs", "256"]
+        if TASKS[task].get("lora_sync") == "adapter":
+            flags += ["--enable-lora", "--max-lora-rank", "16"]
+        with running_server(model, folder / "server.log", *flags) as server:
+            if task in WARM_STARTED and (task, "start", 0) not in done:
                 keep(exact_match_at_start(task, model, server.port, folder))
             for setting, seed in todo:
                 keep(train(task, setting, seed, model, server.port, folder))

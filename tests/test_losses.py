@@ -241,7 +241,7 @@ def test_several_masks_add_up_and_terms_are_not_masked(tmp_path):
     logs = [[math.log(p) for p in values] for values in PROBABILITIES]
     reference = torch.full((5,), math.log(0.3), dtype=torch.float64)
     inputs = make_inputs(*logs, [1.0, -1.0, 1.0, -1.0, 1.0], reference_logprobs=reference)
-    loss_fn = args.add_terms(args.make_loss())
+    loss_fn = args.complete_loss(None)
     assert needs_of(loss_fn) == {"reference_logprobs"}
     loss_fn(inputs).loss.backward()
     # Tokens 0, 2 and 3 are masked; cispo's gradient is - r A. That of the KL is beta (1 - d).
@@ -249,10 +249,30 @@ def test_several_masks_add_up_and_terms_are_not_masked(tmp_path):
     of_kl = [0.1 * (1 - 0.3 / p) for p in PROBABILITIES[0]]
     expected = [a + b for a, b in zip(of_cispo, of_kl, strict=True)]
     assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(expected)
-    plain = RLConfig(output_dir=str(tmp_path), use_cpu=True)
-    assert is_of_advantages(plain.add_terms(cispo)) and not is_of_advantages(loss_fn)
+    assert not is_of_advantages(loss_fn)
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, gradient_masks=masks)
-    assert is_of_advantages(args.add_terms(cispo))
+    assert is_of_advantages(args.complete_loss(None))
+
+
+def masked_by(tmp_path, loss_fn=None, **options):
+    """Which of five tokens get no gradient under these options of RLConfig."""
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+    logs = [[math.log(p) for p in values] for values in PROBABILITIES]
+    inputs = make_inputs(*logs, [1.0, -1.0, 1.0, -1.0, 1.0])
+    args.complete_loss(loss_fn)(inputs).loss.backward()
+    return [grad == 0 for grad in inputs.trainer_logprobs.grad.tolist()]
+
+
+def test_cispo_has_a_mask_by_default_and_other_losses_have_none(tmp_path):
+    by_default = [True, False, True, True, False]
+    assert masked_by(tmp_path) == by_default
+    assert masked_by(tmp_path, gradient_masks={"dppo": {"max_divergence": 0.05}}) == by_default
+    assert not any(masked_by(tmp_path, gradient_masks={}))
+    assert not any(masked_by(tmp_path, loss="truncated_is"))
+    # A function of one's own gets masks that are set, and no others.
+    assert not any(masked_by(tmp_path, cispo))
+    of_ipo = [True, True, False, True, False]
+    assert masked_by(tmp_path, cispo, gradient_masks={"ipo": {"max_divergence": 0.2}}) == of_ipo
 
 
 @pytest.mark.parametrize(

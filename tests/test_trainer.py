@@ -135,7 +135,7 @@ def check_against_reference(trainer, make_model, samples, adapter=None, **option
         kl_beta=args.kl_beta,
         start=start,
         entropy_beta=args.entropy_beta,
-        masks=args.gradient_masks,
+        masks=args.masks(),
     )
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
@@ -232,6 +232,7 @@ def test_masks_add_up_under_another_loss(make_trainer):
         ({}, 1),
         ({"loss": "truncated_is"}, 1),
         ({"loss": "icepop"}, 0),
+        ({"gradient_masks": {}}, 1),
         ({"gradient_masks": {"ratio": {}}}, 0),
     ],
 )
@@ -1823,19 +1824,21 @@ def test_the_entropy_bonus_moves_the_policy_towards_indecision(make_trainer):
 
 def test_every_logged_metric_is_documented(make_trainer):
     table = (ROOT / "docs" / "metrics.md").read_text()
-    documented = set(re.findall(r"^\| `([\w@]+)`", table, re.MULTILINE))
+    documented = set(re.findall(r"^\| `([\w@/]+)`", table, re.MULTILINE))
     logged = set(batch_metrics([[Rollout(0, "", reward=1.0)]]))
     for loss in ("cispo", "icepop"):
         options = {"kl_beta": 0.1, "entropy_beta": 0.1, "overwrite_output_dir": True}
         trainer = make_trainer(loss=loss, max_steps=1, **options)
         trainer.train()
         logged |= {name for row in trainer.state.log_history for name in row}
+    logged = {re.sub(r"^masked_share/.*", "masked_share/NAME", name) for name in logged}
     own = {name for name in logged if not name.startswith("train_")} - {
         "step",
         "epoch",
         "total_flos",
     }
     assert {"loss", "grad_norm", "reference_kl", "masked_share", "clipped_share", "sync_s"} < own
+    assert "masked_share/NAME" in own
     # From the real server and its orchestrator, and of a GPU.
     own |= {"sync_bytes", "generation_s", "num_samples", "filtered_share", "mfu"}
     assert own <= documented, own - documented

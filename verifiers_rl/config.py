@@ -21,6 +21,7 @@ from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import (
+    DEFAULT_MASKS,
     LOSSES,
     MASKS,
     LossFn,
@@ -454,10 +455,11 @@ class RLConfig(TrainingArguments):
         "as JSON. See losses.py.",
     )
     gradient_masks: dict[str, Any] | str | None = _option(
-        {},
+        None,
         "Tokens that get no gradient, under any loss: a table of masks, each with its arguments, "
-        "such as {dppo = {max_divergence = 0.2}}. Known: ratio, ppo, ipo, dppo, sequence_mean, "
-        'sequence_product, see losses.py; or "module:function". On a command line, write JSON.',
+        "such as {dppo = {max_divergence = 0.2}}; {} for none. Known: ratio, ppo, ipo, dppo, "
+        'sequence_mean, sequence_product, see losses.py; or "module:function". On a command line, '
+        "write JSON. Default: {dppo = {max_divergence = 0.05}} if loss is cispo, else {}.",
     )
     loss_normalization: Literal["token", "sequence", "constant"] = _option(
         "token",
@@ -537,8 +539,9 @@ class RLConfig(TrainingArguments):
 
         self._check_unused_base_options()
         for name in ("loss_args", "gradient_masks"):
-            value = getattr(self, name)
-            setattr(self, name, from_json(name, value) if isinstance(value, str) else value or {})
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, from_json(name, value))
+        self.loss_args = {} if self.loss_args is None else self.loss_args
         if isinstance(self.env_workers, str) and self.env_workers.isdigit():
             self.env_workers = int(self.env_workers)  # type: ignore[assignment]
         if isinstance(self.share_prefixes, str):
@@ -629,26 +632,36 @@ class RLConfig(TrainingArguments):
         """
         return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
 
+    def masks(self) -> dict[str, dict[str, Any]]:
+        """Return `gradient_masks`, or if it is not set, what stands for it under this loss."""
+        if self.gradient_masks is None:
+            return dict(DEFAULT_MASKS.get(self.loss, {}))
+        return cast(dict[str, dict[str, Any]], self.gradient_masks)
+
     def make_masks(self) -> dict[str, MaskFn]:
-        """Return the masks that `gradient_masks` names, by name.
+        """Return the functions of `masks()`, by name.
 
         Raises:
             ConfigError: a mask cannot be loaded, or does not take its arguments.
         """
         field = "gradient_masks"
-        masks = cast(dict[str, Any], self.gradient_masks).items()
+        masks = self.masks().items()
         return {name: self._load(MASKS, name, field, field, options) for name, options in masks}
 
-    def add_terms(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss under `gradient_masks`, plus the terms of `kl_beta` and `entropy_beta`,
-        to which the masks do not apply.
+    def complete_loss(self, loss_fn: LossFn | None) -> LossFn:
+        """Return a loss under its masks, plus the terms of `kl_beta` and `entropy_beta`, to which
+        the masks do not apply.
+
+        Args:
+            loss_fn: replaces the loss that `loss` names. It gets only masks that are set.
 
         Raises:
-            ConfigError: see `make_masks`.
+            ConfigError: see `make_loss` and `make_masks`.
         """
+        has_masks = loss_fn is None or self.gradient_masks is not None
         terms = ((reference_kl, self.kl_beta), (entropy_bonus, self.entropy_beta))
         return add_terms(
-            with_masks(loss_fn, self.make_masks()),
+            with_masks(loss_fn or self.make_loss(), self.make_masks() if has_masks else {}),
             *(partial(term, beta=beta) for term, beta in terms if beta),
         )
 
@@ -722,7 +735,7 @@ class RLConfig(TrainingArguments):
         )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
-        for name, options in cast(dict[str, Any], self.gradient_masks).items():
+        for name, options in self.masks().items():
             if (problem := one_of(MASKS)(name)) is not None:
                 raise ConfigError(f"gradient_masks={name!r}: {problem}")
             if name in MASKS:

@@ -290,6 +290,12 @@ MASKS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+# Where `gradient_masks` is not set; by the name of the loss. Why: docs/losses.md.
+DEFAULT_MASKS: dict[str, dict[str, dict[str, float]]] = {
+    "cispo": {"dppo": {"max_divergence": 0.05}},
+}
+
+
 def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
     """Return the loss without the gradient of the tokens that at least one of the masks marks.
 

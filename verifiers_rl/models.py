@@ -98,10 +98,11 @@ def num_experts(config: Any) -> int:
 
 
 def warn_of_experts(model: Any, args: RLConfig) -> None:
-    """Warn if the model has experts, and the loss that `args` name lets no token go, however far
-    its ratio is from 1.
+    """Warn if the model has experts, and the loss that `args` name keeps tokens whose ratio is far
+    from 1 on either side.
     """
-    if args.loss not in ("cispo", "truncated_is") or args.gradient_masks:
+    one_sided = {"ppo", "dppo"}
+    if args.loss not in ("cispo", "truncated_is") or not one_sided.issuperset(args.masks()):
         return
     if number := num_experts(model.config.get_text_config()):
         logger.warning(

@@ -145,7 +145,7 @@ class RLTrainer(Trainer):
             processing_class = AutoTokenizer.from_pretrained(
                 model if isinstance(model, str) else model.name_or_path
             )
-        self.loss_fn = args.add_terms(loss_fn or args.make_loss())
+        self.loss_fn = args.complete_loss(loss_fn)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
