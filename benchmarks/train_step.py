@@ -9,6 +9,7 @@ All have the same model, samples and token budget. Each runs in its own process,
 
     ours      RLTrainer.training_step
     unshared  with --groups: the same with share_prefixes=False
+    compiled  with --compiled: the same with torch_compile=True, after a step that compiles
     textbook  (a) right-padded microbatches in the order given, full logits, log_softmax, entropy
     trl       (b) the same microbatches, logits of the completions only, TRL's
               selective_log_softmax and entropy_from_logits; left out where TRL is not installed
@@ -35,7 +36,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-VARIANTS = ["ours", "unshared", "textbook", "trl"]
+VARIANTS = ["ours", "unshared", "compiled", "textbook", "trl"]
 MICRO_BATCH_SIZE = 4
 LONGEST = 1024
 
@@ -156,7 +157,8 @@ def step_of_ours(samples: list[Any], options: argparse.Namespace, folder: str) -
         micro_batch_size=MICRO_BATCH_SIZE,
         max_seq_len=max(LONGEST, *(len(sample.token_ids) for sample in samples)),
         max_tokens_per_microbatch=MICRO_BATCH_SIZE * LONGEST,
-        share_prefixes=options.variant == "ours",
+        share_prefixes=options.variant != "unshared",
+        torch_compile=options.variant == "compiled",
         temperature=1.0,
         max_steps=1,
         disable_tqdm=True,
@@ -280,7 +282,7 @@ class PeakMemory:
 def run_one(options: argparse.Namespace) -> None:
     samples = make_samples(options)
     with tempfile.TemporaryDirectory() as folder:
-        if options.variant in ("ours", "unshared"):
+        if options.variant in ("ours", "unshared", "compiled"):
             step = step_of_ours(samples, options, folder)
         else:
             step = step_of_others(samples, options)
@@ -288,6 +290,8 @@ def run_one(options: argparse.Namespace) -> None:
         everything, samples[:] = samples[:], [samples[shortest]]
         step()  # a small one starts threads and fills caches
         samples[:] = everything
+        if options.variant == "compiled":
+            step()
         memory = PeakMemory()
         start = time.monotonic()
         loss, mfu = step()
@@ -320,12 +324,15 @@ def main() -> None:
     parser.add_argument("--reply", type=int, default=64)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.vocab = options.vocab or (261 if options.shape == "demo" else 151_936)
     if options.variant:
         return run_one(options)
-    left_out = set() if options.groups else {"unshared"}
+    left_out = {"unshared"} if not options.groups else set()
+    if not options.compiled:
+        left_out.add("compiled")
     if find_spec("trl") is None:
         left_out.add("trl")
     variants = [variant for variant in VARIANTS if variant not in left_out]

@@ -3,11 +3,13 @@
 
 import itertools
 import random
+import shutil
 import traceback
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -141,21 +143,22 @@ def test_sharing_stops_where_a_mask_costs_more():
     assert bundles(512, 600, 16, hidden_size=1024) == [16]  # too wide for a mask, so without one
 
 
+@pytest.fixture(params=["sdpa", "sdpa in calls", "eager"])
+def attention(request, monkeypatch):
+    """The name of an attention implementation; of SDPA with a mask and with a call per sample."""
+    in_calls = request.param == "sdpa in calls"
+    monkeypatch.setattr(attention_module, "_is_cheaper_in_calls", lambda *_: in_calls)
+    return request.param.split()[0]
+
+
 @pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
 @pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
-@pytest.mark.parametrize("attention", ["sdpa", "sdpa in calls", "eager"])
 def test_every_loss_with_shared_beginnings_equals_a_float64_reference(
-    make_trainer,
-    monkeypatch,
-    make_model,
-    loss,
-    attention,
+    make_trainer, make_model, loss, attention
 ):
-    if attention == "sdpa in calls":
-        monkeypatch.setattr(attention_module, "_is_cheaper_in_calls", lambda *_: True)
     samples = with_logprobs_near(make_model(), make_tree(1), 0.7)
     model = make_model()
-    model.set_attn_implementation(attention.split()[0])
+    model.set_attn_implementation(attention)
     trainer = make_trainer(
         model, loss=loss, loss_args=LOSS_OPTIONS[loss], temperature=0.7, share_prefixes=True,
         max_tokens_per_microbatch=60,
@@ -165,7 +168,6 @@ def test_every_loss_with_shared_beginnings_equals_a_float64_reference(
     assert row["num_microbatches"] > 1 and row["prefix_sharing"] > 1.3
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "sdpa in calls", "eager"])
 @pytest.mark.parametrize("use_lora", [False, True])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 7, 10_000])
@@ -180,11 +182,9 @@ def test_the_shared_step_equals_the_reference_under_every_option(
     from verifiers_rl import trainer as module
 
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
-    if attention == "sdpa in calls":
-        monkeypatch.setattr(attention_module, "_is_cheaper_in_calls", lambda *_: True)
     samples = with_logprobs_near(make_tiny_llama(), make_tree(2), 1.0)
     model = make_tiny_llama()
-    model.set_attn_implementation(attention.split()[0])
+    model.set_attn_implementation(attention)
     trainer = make_trainer(
         model, loss="ppo", loss_args=LOSS_OPTIONS["ppo"], use_lora=use_lora, lora_rank=4,
         gradient_checkpointing=gradient_checkpointing, loss_normalization="sequence",
@@ -196,6 +196,39 @@ def test_the_shared_step_equals_the_reference_under_every_option(
     adapter = away_from_the_start(trainer) if use_lora else None
     check_against_reference(trainer, make_tiny_llama, samples, adapter)
     assert trainer._window.steps[0]["prefix_sharing"] > 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize(
+    ("attention", "use_lora"), [("sdpa", False), ("sdpa in calls", True)], indirect=["attention"]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which it hides by itself
+def test_compiled_layers_keep_samples_apart_and_serve_rows_of_any_length(
+    make_trainer, attention, use_lora
+):
+    torch._dynamo.reset()
+    counters.clear()
+    samples = with_logprobs_near(make_tiny_llama(), make_tree(2), 1.0)
+    model = make_tiny_llama()
+    model.set_attn_implementation(attention)
+    trainer = make_trainer(
+        model, loss="ppo", loss_args=LOSS_OPTIONS["ppo"], use_lora=use_lora, lora_rank=4,
+        gradient_checkpointing=use_lora, temperature=1.0, max_tokens_per_microbatch=60,
+        share_prefixes=True, torch_compile=True,
+    )  # fmt: skip
+    if use_lora:
+        switch_checkpointing_on(trainer)
+    adapter = away_from_the_start(trainer) if use_lora else None
+    check_against_reference(trainer, make_tiny_llama, samples, adapter)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 0
+    trainer._window.steps.clear()
+    trainer.model.zero_grad()
+    samples = with_logprobs_near(make_tiny_llama(), make_tree(5), 1.0)
+    check_against_reference(trainer, make_tiny_llama, samples, adapter)
+    assert counters["stats"]["unique_graphs"] <= num_graphs + 2
 
 
 def logits_of_samples(model, microbatch, inputs):

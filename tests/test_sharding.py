@@ -363,11 +363,17 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
         ),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, {}, "kl_beta without LoRA"),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {}, "kl_beta without LoRA"),
+        (
+            {"deepspeed_plugin": SimpleNamespace(zero_stage=2)},
+            {"torch_compile": True},
+            "torch_compile=True: it has not been tried",
+        ),
     ],
 )
 def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):
     accelerator = SimpleNamespace(state=SimpleNamespace(**plugin), mixed_precision="no")
-    args = SimpleNamespace(**{"n_gpu": 0, "fsdp": None, "deepspeed": None, **options})
+    none = {"n_gpu": 0, "fsdp": None, "deepspeed": None, "torch_compile": False}
+    args = SimpleNamespace(**{**none, **options})
     with pytest.raises(ConfigError, match=message):
         prepare_sharding(accelerator, args, needs_copy=True)
 
@@ -388,7 +394,7 @@ def test_a_push_that_was_given_up_gathers_nothing_more(monkeypatch):
 def test_fsdp2_sums_gradients_in_float32():
     plugin = SimpleNamespace(fsdp_version=2, cpu_offload=None)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16")
-    args = SimpleNamespace(n_gpu=0, fsdp=True, deepspeed=None)
+    args = SimpleNamespace(n_gpu=0, fsdp=True, deepspeed=None, torch_compile=False)
     prepare_sharding(accelerator, args, needs_copy=False)
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)

@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verifiers_rl.packing import Layout
 from verifiers_rl.types import Microbatch
 
-KEYWORD = "sample_segments"  # by which a forward gets its `SampleSegments`
+KEYWORD = "sample_segments"  # the parameter of `attention` below that takes `SampleSegments`
 # What a call of SDPA costs beside its work, in pairs of a query and a key, forward and backward.
 # Estimates: 0.1 ms on a CPU at 1 TFLOP/s and less, 0.05 ms on a GPU at 100.
 CALL_COST = {"cpu": 2**13, "cuda": 2**18}
@@ -154,7 +154,8 @@ def wrap_attention(implementation: str) -> None:
     attend: Any = ALL_ATTENTION_FUNCTIONS[implementation]
     if not hasattr(attend, "takes_segments"):
         by_segment = _in_sequences if "flash" in implementation else _in_calls
-        wrapped: Any = _with_segments(attend, by_segment)
+        # Compiled for its lists of lengths, it would be compiled anew for each microbatch.
+        wrapped: Any = _with_segments(attend, torch.compiler.disable(by_segment))
         wrapped.takes_segments = True
         AttentionInterface.register(implementation, wrapped)
 

@@ -76,6 +76,7 @@ _BATCHES = "set batch_size and micro_batch_size"
 _DATA = "data comes from the environment; see batch_size, shuffle and seed"
 _EVALUATION = "evaluation runs the environment; see eval_strategy and eval_examples"
 _UNSUPPORTED = "it is not supported yet"
+_COMPILED = "set torch_compile; rows of any length need the default backend and mode"
 _UNUSED_BASE_OPTIONS = {
     "per_device_train_batch_size": _BATCHES,
     "gradient_accumulation_steps": _BATCHES,
@@ -87,9 +88,8 @@ _UNUSED_BASE_OPTIONS = {
     "neftune_noise_alpha": "noise in the trainer alone would make importance ratios wrong",
     "use_liger_kernel": _UNSUPPORTED,
     "liger_kernel_config": _UNSUPPORTED,
-    "torch_compile": _UNSUPPORTED,
-    "torch_compile_backend": _UNSUPPORTED,
-    "torch_compile_mode": _UNSUPPORTED,
+    "torch_compile_backend": _COMPILED,
+    "torch_compile_mode": _COMPILED,
     "parallelism_config": _UNSUPPORTED,
     "torch_empty_cache_steps": _UNSUPPORTED,
     "include_num_input_tokens_seen": "tokens are counted in num_tokens",
@@ -334,6 +334,12 @@ class RLConfig(TrainingArguments):
         None,
         "Attention of the policy, as transformers names it: sdpa, eager, flex_attention, "
         "flash_attention_2. Default: what transformers chooses for the model.",
+    )
+    torch_compile: bool = _option(
+        False,
+        "Compile the decoder's layers for rows of any length, each without its attention to shared "
+        "rows. The first steps take longer, the others less: see benchmarks/README.md. Not with "
+        "fsdp or deepspeed.",
     )
     max_seq_len: Annotated[int, must("be an integer >= 2", lambda value: value >= 2)] = _option(
         2048,
@@ -581,10 +587,13 @@ class RLConfig(TrainingArguments):
         wants_best = self.load_best_model_at_end or self.save_strategy == "best"
         if wants_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # TrainingArguments would take the loss
+        # `load_policy` compiles the layers. TrainingArguments would have the whole model compiled.
+        compiles, self.torch_compile = self.torch_compile, False
         try:
             super().__post_init__()
         except (ValueError, FileNotFoundError) as error:
             raise ConfigError(str(error)) from error
+        self.torch_compile = compiles
 
     def _check_unused_base_options(self) -> None:
         defaults = {

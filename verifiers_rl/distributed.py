@@ -185,6 +185,10 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     if fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
         raise ConfigError("FSDP's cpu_offload: not supported; remove it, or use ZeRO-2's")
     zero = getattr(accelerator.state, "deepspeed_plugin", None)
+    if args.torch_compile and (fsdp is not None or zero is not None):
+        raise ConfigError(
+            "torch_compile=True: it has not been tried with FSDP and DeepSpeed; leave it out"
+        )
     if needs_copy and (fsdp is not None or zero is not None):
         raise ConfigError(
             "kl_beta without LoRA, as any loss that needs reference_logprobs, keeps a copy of the "

@@ -27,6 +27,16 @@ def absolute_path(model: Any) -> Any:
 
 
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
+    """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers."""
+    policy = _load(model, args, peft_config)
+    if args.torch_compile:
+        base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+        for block in decoder_blocks(base):
+            block.compile(dynamic=True)  # in place: names and types of modules stay
+    return policy
+
+
+def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     """Load the policy to train.
 
     Full finetuning keeps float32 master weights, because bfloat16 rounds small updates away. Under
@@ -120,18 +130,23 @@ def warn_of_experts(model: Any, args: RLConfig) -> None:
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
+def decoder_blocks(model: Any) -> list[torch.nn.Module]:
+    """Return the decoder's blocks, which transformers calls layers, in their order."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    num_blocks = model.config.get_text_config().num_hidden_layers
+    return [
+        block
+        for blocks in decoder.modules()
+        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == num_blocks
+        for block in blocks
+    ]
+
+
 def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
     """Return the linear layers of the decoder's blocks by name, without head, vision tower, routers
     and experts. In a PEFT model these are the layers inside its adapters.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    num_blocks = model.config.get_text_config().num_hidden_layers
-    inside = {
-        id(layer)
-        for blocks in decoder.modules()
-        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == num_blocks
-        for layer in blocks.modules()
-    }
+    inside = {id(layer) for block in decoder_blocks(model) for layer in block.modules()}
     found = {}
     for name, layer in model.named_modules():
         name = name.removesuffix(".base_layer")

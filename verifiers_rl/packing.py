@@ -167,9 +167,8 @@ def plan_batch(
         The plan, and `num_shared`: (S,) int64, how many tokens at its beginning each sample has in
         common with the sample before it in its row.
     """
-    bundles, widths, num_shared = _bundle(
-        sizes, is_computed, max_tokens if share_prefixes else 0, hidden_size
-    )
+    widest = max_tokens if share_prefixes else 0  # no row is narrow enough for a second sample
+    bundles, widths, num_shared = _bundle(sizes, is_computed, widest, hidden_size)
     plan = plan_microbatches(widths, max_tokens, num_ranks, layout, hidden_size)
     return [
         [[[i for bundle in row for i in bundles[bundle]] for row in rows] for rows in of_rank]

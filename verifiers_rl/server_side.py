@@ -17,9 +17,7 @@ from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.models import warn_of_experts
 from verifiers_rl.orchestrator import Orchestrator
-from verifiers_rl.sync.agreement import check_agreement
-from verifiers_rl.sync.sources import choose_lora_sync
-from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.sync import WeightSync, check_agreement, choose_lora_sync
 from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
 
 

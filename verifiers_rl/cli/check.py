@@ -427,7 +427,7 @@ class Preflight:
         return f"{result['sync_bytes'] / 1e6:.3g} MB in {result['sync_s']:.2f} s"
 
     def _make_sync(self) -> Any:
-        from verifiers_rl.sync.sources import choose_lora_sync
+        from verifiers_rl.sync import choose_lora_sync
         from verifiers_rl.sync.weight_sync import WeightSync
 
         args = self.args
