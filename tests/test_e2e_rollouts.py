@@ -12,16 +12,18 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from transformers import set_seed
 
 from tests.conftest import running_server
-from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic, values_of
+from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic, serving, values_of
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.make import make_runner
@@ -643,6 +645,50 @@ def test_the_first_example_of_the_readme_runs_as_it_stands(server, model_folder,
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert [row["error_share"] for row in steps] == [0, 0]
+
+
+@pytest.mark.skipif(HAS_CLASSIC, reason="the page is about the vf-gepa of verifiers 0.4")
+def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):
+    """As docs/prompt_optimisation.md says. The teacher that proposes prompts is a stand-in, because
+    its prompt is too long for the tiny model.
+    """
+    asked = []
+
+    async def teach(request):
+        asked.append((await request.json())["messages"][-1]["content"])
+        message = {"role": "assistant", "content": "```\nSay much.\n```"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "teacher"}
+        return web.json_response(reply | {"choices": [choice]})
+
+    async def run():
+        async with serving(teach) as teacher:
+            command = [str(Path(sys.executable).parent / "vf-gepa"), "small_tasks"]
+            command += ["--env.taskset.num-tasks", "3", "--env.agent.harness.id", "verifiers_rl"]
+            command += ["--env.agent.runtime.type", "subprocess", "--model", model_name(server)]
+            command += ["--client.base-url", f"{server.url}/v1"]
+            command += ["--client.api-key-var", "VERIFIERS_RL_TOKEN"]
+            command += ["--reflection-client.base-url", f"{teacher}/v1"]
+            command += ["--reflection-client.api-key-var", "NO_KEY", "--run.dir", "gepa"]
+            command += ["--initial-prompt", "Be brief.", "--sampling.max-tokens", "20"]
+            command += ["--num-train", "1", "--num-val", "2", "--max-total-rollouts", "4"]
+            process = await asyncio.create_subprocess_exec(
+                *command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            output, _ = await asyncio.wait_for(process.communicate(), 120)
+            return process.returncode, output.decode()
+
+    status, output = asyncio.run(run())
+    assert status == 0, output
+    folder = tmp_path / "outputs" / "gepa"
+    episodes = [json.loads(line) for line in (folder / "traces.jsonl").read_text().splitlines()]
+    traces = [trace for episode in episodes for trace in episode["traces"]]
+    assert len(traces) >= 4 and not any(trace["errors"] for trace in traces), output
+    assert {"Be brief.", "Say much."} == {t["task"]["data"]["system_prompt"] for t in traces}
+    assert any(t["rewards"]["length"]["score"] > 0 for t in traces)
+    assert "question 0" in asked[0]
+    best = (folder / "best_system_prompt.txt").read_text()
+    assert best in ("Be brief.", "Say much.")
 
 
 def test_a_long_system_prompt_of_the_template_takes_no_room(server, tokenizer):

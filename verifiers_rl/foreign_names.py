@@ -11,6 +11,7 @@ _SAME = {
     "batch_size": "train_batch_size generation_batch_size rollout_batch_size global_batch_size "
     "gen_batch_size ppo_mini_batch_size",
     "micro_batch_size": "micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+    "updates_per_batch": "steps_per_generation",
     "max_tokens_per_microbatch": "ppo_max_token_len_per_gpu max_tokens_per_gpu",
     "max_tokens": "max_completion_length max_response_length generate_max_len max_new_tokens "
     "response_length max_completion_tokens",
@@ -50,7 +51,7 @@ _SERVER = "it is an option of the server: give it to vf-vllm, or in [inference.a
 _MODEL = "the model is RLTrainer's first argument, or `model` at the top level of vf-rl's TOML"
 _ENV = "rewards and data belong to the environment"
 _OTHER = {
-    _STEPS: "num_iterations steps_per_generation ppo_epochs epochs total_epochs num_episodes "
+    _STEPS: "num_iterations ppo_epochs epochs total_epochs num_episodes "
     "max_epochs num_updates",
     _CLIP: "epsilon epsilon_high clip_ratio clip_ratio_low clip_ratio_high eps_clip "
     "eps_clip_low_high clip_range cliprange eps_low eps_high delta",

@@ -1,0 +1,210 @@
+"""Write reference.md from the fields of `RLConfig` and from the description of vf-rl's TOML.
+
+    python docs/make_reference.py       # or: make reference
+
+`tests/test_docs.py` fails if the page is stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import typing
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import transformers
+from transformers import TrainingArguments
+
+from verifiers_rl import RLConfig, config
+from verifiers_rl.cli import config as cli_config
+from verifiers_rl.option_rules import rules_of, type_rule
+
+PAGE = Path(__file__).parent / "reference.md"
+HEAD = """# Reference
+
+All options of a run. `docs/make_reference.py` writes this page from the code; do not edit it.
+
+- In a script, an option is an argument: `RLConfig(batch_size=128)`.
+- In a TOML, it is a key under `[trainer.args]`: `batch_size = 128`.
+
+An unknown name, a value of the wrong type or out of range, and two options that contradict each other are one error
+line each, with the value and the fix. "left out" stands for the default `None`: TOML has no such value.
+"""
+INHERITED = """
+## Inherited from transformers.TrainingArguments
+
+These keep their meaning and their defaults. The documentation of transformers describes them. The list is that of
+transformers {version}; other versions have a few options more or less.
+"""
+REFUSED = """
+## Refused
+
+`RLTrainer` cannot honour these options of `TrainingArguments`. Setting one is an error that says what to use.
+"""
+TOML = """
+## The TOML of vf-rl and vf-train
+
+"""
+# Values of which each rule refuses at least one, so that it says what it wants.
+PROBES = (-1, 0, 1, 3, 70000, 2**33, "", "?", "a/b:c:")
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the names of `RLConfig`'s own fields, by the section comments of config.py."""
+    lines = inspect.getsource(RLConfig).splitlines()
+    (tree,) = ast.parse("\n".join(lines)).body
+    starts = {
+        number: found.group(1)
+        for number, line in enumerate(lines, 1)
+        if (found := re.match(r"    # --- (.+?) -+$", line))
+    }
+    found: dict[str, list[str]] = {title: [] for title in starts.values()}
+    for node in tree.body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            title = starts[max(number for number in starts if number < node.lineno)]
+            found[title].append(node.target.id)
+    return found
+
+
+def type_of(kind: Any) -> str:
+    """Describe the values that a field takes: what its rules say, else its type."""
+    said = []
+    for rule in rules_of(kind):
+        for probe in PROBES:
+            try:
+                problem = rule(probe)
+            except (TypeError, AttributeError):
+                continue  # a rule for values of another type
+            if problem is not None and problem.startswith("must "):
+                said.append(problem.removeprefix("must ").removeprefix("be "))
+                break
+    plain = _without_rules(kind)
+    if not said:
+        text = type_rule(object(), plain).removeprefix("must be ")
+        return "the name of a schedule" if len(text) > 120 else text
+    is_optional = NoneType in typing.get_args(kind) or NoneType in typing.get_args(plain)
+    text = ", ".join(dict.fromkeys(said)).removeprefix("name ")
+    number = "a number " if text.startswith((">", "from ")) else ""
+    return number + text + (", or left out" if is_optional else "")
+
+
+def _without_rules(kind: Any) -> Any:
+    if typing.get_origin(kind) is typing.Annotated:
+        return _without_rules(typing.get_args(kind)[0])
+    return kind
+
+
+def default_of(option: Field[Any]) -> str:
+    value = option.default_factory() if option.default_factory is not MISSING else option.default
+    if value is None:
+        return "left out"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if hasattr(value, "value"):  # of an enum
+        value = value.value
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines) + "\n"
+
+
+def own_options() -> str:
+    declared = typing.get_type_hints(RLConfig, include_extras=True)
+    options = {option.name: option for option in fields(RLConfig)}
+    text = ""
+    for title, names in sections().items():
+        rows = [
+            (
+                f"`{name}`",
+                type_of(declared[name]),
+                default_of(options[name]),
+                options[name].metadata["help"],
+            )
+            for name in names
+        ]
+        text += f"\n## {title}\n\n" + table(("option", "values", "default", "what it does"), rows)
+    return text
+
+
+def inherited_options() -> str:
+    own = {name for names in sections().values() for name in names}
+    rows = [
+        (f"`{option.name}`", default_of(option))
+        for option in fields(TrainingArguments)
+        if option.init and option.name not in own | config._UNUSED_BASE_OPTIONS.keys()
+    ]
+    head = INHERITED.format(version=transformers.__version__)
+    return head + "\n" + table(("option", "default"), sorted(rows))
+
+
+def refused_options() -> str:
+    known = {option.name for option in fields(TrainingArguments)}
+    rows = [(f"`{k}`", v) for k, v in config._UNUSED_BASE_OPTIONS.items() if k in known]
+    return REFUSED + "\n" + table(("option", "instead"), rows)
+
+
+def toml_keys() -> str:
+    """Return the TOML as cli/config.py describes it, and a table of its keys."""
+    first, _, description = inspect.cleandoc(cli_config.__doc__ or "").partition("\n\n")
+    defaults = _toml_defaults()
+    rows = []
+    for (where, name), help in _described_keys(description).items():
+        key = " ".join([f"`[{where}]`"] * bool(where) + [f"`{name}`"] * bool(name))
+        rows.append((key, defaults.get((where, name), ""), help))
+    block = f"{first}\n\n```toml\n{description.strip()}\n```\n\n"
+    return TOML + block + table(("key", "default", "what it is"), rows)
+
+
+def _toml_defaults() -> dict[tuple[str, str], str]:
+    env = {option.name: option for option in fields(cli_config.EnvTable)}
+    run = {option.name: option for option in fields(cli_config.RunConfig)}
+    return {
+        ("", "model"): "required",
+        ("env.taskset", "id"): "required",
+        ("env", "id"): "required",
+        ("[env]", "name"): "its `id`",
+        ("[env]", "weight"): default_of(env["weight"]),
+        ("[env]", "sampling"): default_of(env["sampling"]),
+        ("inference", "gpus"): default_of(run["inference_gpus"]),
+        ("trainer", "gpus"): default_of(run["trainer_gpus"]),
+        ("trainer", "class"): '`"verifiers_rl:RLTrainer"`',
+    }
+
+
+def _described_keys(description: str) -> dict[tuple[str, str], str]:
+    """Return the comment of each (table, key), and of each table under an empty key."""
+    where, last = "", ("", "")
+    found: dict[tuple[str, str], str] = {}
+    for line in description.splitlines():
+        code, _, comment = (part.strip() for part in line.partition("#"))
+        inside = re.match(r"(\w+) = .+?  +(.+)", comment)  # a key that is a comment itself
+        if header := re.match(r"\[+([\w.]+)\]+", code):
+            where = header.group(1)
+            last = (where, "")
+        elif key := re.match(r"(\w+) *=", code):
+            last = (where, key.group(1))
+        elif "[[env]]" in comment:
+            where, last = "[env]", ("[env]", "")
+        elif inside:
+            last, comment = (where, inside.group(1)), inside.group(2)
+        found[last] = f"{found.get(last, '')} {comment}".strip()
+    return {key: comment for key, comment in found.items() if comment or key[1]}
+
+
+def page() -> str:
+    return HEAD + own_options() + toml_keys() + refused_options() + inherited_options()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")

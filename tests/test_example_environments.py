@@ -1,0 +1,166 @@
+"""The environments of docs/environments.md, in a real rollout worker, against a stand-in for
+vf-vllm that answers over HTTP.
+"""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from tests.helpers import ROOT, load_example
+from tests.test_environments_v1 import Server, check_tokens
+from tests.test_environments_v1 import tokenizer as tokenizer
+from verifiers_rl import RLConfig, WeightedEnv
+from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.v1 import load_v1_environment
+from verifiers_rl.types import Slots
+
+FOLDER = ROOT / "examples" / "environments"
+NAMES = ("number_guess", "price_lookup", "judged_answer", "code_words")
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER))
+
+
+class Judge:
+    """A judge's endpoint that answers with `verdict`, and keeps what it was asked."""
+
+    def __init__(self):
+        self.verdict, self.questions = "yes", []
+
+    async def answer(self, request):
+        body = await request.json()
+        self.questions.append(body["messages"][0]["content"])
+        message = {"role": "assistant", "content": self.verdict}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        return web.json_response(reply | {"choices": [choice], "usage": usage})
+
+
+@pytest.fixture(scope="module")
+def play(tokenizer, tmp_path_factory):
+    """Plays a group of an environment; all of them are in one rollout worker."""
+    server, judge = Server(tokenizer, None), Judge()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions/tokens", server.answer)
+    app.router.add_post("/v1/chat/completions", judge.answer)
+    options = {"max_seq_len": 900, "max_tokens": 90, "use_cpu": True, "env_workers": 1}
+    args = RLConfig(output_dir=str(tmp_path_factory.mktemp("run")), **options)
+    with asyncio.Runner() as loop, pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        patch.setenv("PYTHONPATH", str(FOLDER))
+        site = web.AppRunner(app, shutdown_timeout=1)
+        loop.run(site.setup())
+        loop.run(web.TCPSite(site, "127.0.0.1", 0).start())
+        url = f"http://127.0.0.1:{site.addresses[0][1]}"
+        of_judge = {"task": {"judge": {"base_url": f"{url}/v1"}}}
+        envs = [
+            WeightedEnv(
+                load_v1_environment(
+                    {"taskset": {"id": name} | (of_judge if name == "judged_answer" else {})}
+                ),
+                name,
+            )
+            for name in NAMES
+        ]
+        runner = make_runner(envs, url, tokenizer, args)
+        firsts = dict(zip(NAMES, (sum(runner.sizes("train")[:i]) for i in range(4)), strict=True))
+        loop.run(runner.open())
+
+        def play(name, say, verdict="yes", num_rollouts=1):
+            server.say, server.requests = say, []
+            judge.verdict, judge.questions = verdict, []
+            group = runner.run_group(
+                "train", firsts[name], num_rollouts, "m", args.sampling_args(), 9, Slots(1)
+            )
+            return loop.run(group), server.requests, judge.questions
+
+        yield play
+        loop.run(runner.close())
+        loop.run(site.cleanup())
+
+
+@pytest.mark.slow
+def test_the_game_answers_each_guess_and_rewards_few_of_them(play):
+    module = load_example("number_guess")
+    first = next(iter(module.GuessTaskset(module.GuessConfig(id="number_guess"))))
+
+    def search(prompt):
+        """Halves the range, as the replies of the environment say."""
+        low, high = 1, 20
+        for turn in prompt.split("<|assistant|>")[1:]:
+            guess, _, reply = turn.partition("<|user|>")
+            guess = int("".join(filter(str.isdigit, guess)) or 0)
+            low = guess + 1 if "higher" in reply else low
+            high = guess - 1 if "lower" in reply else high
+        return str((low + high) // 2)
+
+    (rollout,), requests, _ = play("number_guess", search)
+    assert rollout.error is None, rollout.error
+    assert 1 < rollout.num_turns <= 5 and rollout.reward == pytest.approx(1 / rollout.num_turns)
+    assert len(rollout.samples) == 1  # all turns are one sequence
+    check_tokens([rollout], requests)
+    assert rollout.completion.endswith(str(first.data.secret))
+    (rollout,), requests, _ = play("number_guess", lambda _: "what?")
+    assert rollout.reward == 0 and rollout.num_turns == 5
+    assert "Answer with a number." in rollout.completion
+
+
+@pytest.mark.slow
+def test_the_tool_tells_prices_and_the_sum_is_rewarded(play):
+    prices = load_example("price_lookup").PRICES
+
+    def shop(prompt):
+        things = [thing for thing in prices if f"one {thing}" in prompt]
+        told = prompt.count("<|tool|>")
+        if told < 2:
+            return {"name": "price", "arguments": f'{{"thing": "{things[told]}"}}'}
+        return str(sum(prices[thing] for thing in things))
+
+    (rollout,), requests, _ = play("price_lookup", shop)
+    assert rollout.error is None, rollout.error
+    assert (rollout.reward, rollout.metrics["num_calls"], rollout.num_turns) == (1.0, 2.0, 3)
+    assert requests[0][0]["tools"][0]["function"]["name"] == "price"
+    check_tokens([rollout], requests)
+    (rollout,), _, _ = play("price_lookup", lambda _: "1000")
+    assert (rollout.reward, rollout.metrics["num_calls"]) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_the_judges_verdict_is_the_reward_and_no_verdict_is_an_error(play):
+    for verdict, reward in (("yes", 1.0), ("No.", 0.0)):
+        (rollout,), requests, questions = play("judged_answer", lambda _: "It is Paris", verdict)
+        assert rollout.error is None, rollout.error
+        assert rollout.reward == reward
+        (question,) = questions
+        assert "capital of France" in question and "Reply: It is Paris" in question
+        check_tokens([rollout], requests)
+    (rollout,), _, _ = play("judged_answer", lambda _: "It is Paris", "perhaps")
+    assert "the judge answered 'perhaps'" in str(rollout.error) and not rollout.samples
+
+
+@pytest.mark.slow
+def test_both_agents_are_trained_and_share_one_reward(play):
+    animals = load_example("code_words").ANIMALS
+
+    def say(prompt):
+        if "Describe this animal" in prompt:
+            return "no. " + str(next(i for i, a in enumerate(animals) if f": {a}<" in prompt))
+        at = prompt.split("no. ")[1].split()[0]
+        return animals[int(at)]
+
+    rollouts, requests, _ = play("code_words", say, num_rollouts=2)
+    assert [rollout.error for rollout in rollouts] == [None] * 4
+    assert sorted(rollout.role for rollout in rollouts) == ["receiver"] * 2 + ["sender"] * 2
+    assert {rollout.reward for rollout in rollouts} == {1.0}
+    check_tokens(rollouts, requests)
+
+    def name_it(prompt):
+        return next(a for a in animals if f": {a}<" in prompt or f"this? {a} " in prompt)
+
+    rollouts, _, _ = play("code_words", name_it)
+    assert {rollout.reward for rollout in rollouts} == {0.0}  # the sender said the name
