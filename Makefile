@@ -30,7 +30,7 @@ JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What differs with verifiers<0.4 and its vLLM: environments, their clients, the server and what is sent to it.
 CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollouts e2e_sync server environments \
-	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering)) \
+	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering example_environments)) \
 	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it
 
 .PHONY: help install demo test test-fast test-all check format docs reference clean

@@ -31,19 +31,21 @@ All options of a run. `docs/make_reference.py` writes this page from the code; d
 - In a script, an option is an argument: `RLConfig(batch_size=128)`.
 - In a TOML, it is a key under `[trainer.args]`: `batch_size = 128`.
 
-An unknown name, a value of the wrong type or out of range, and two options that contradict each other are one error
-line each, with the value and the fix. "left out" stands for the default `None`: TOML has no such value.
+An unknown name, a value of the wrong type or out of range, and two options that contradict each
+other are one error line each, with the value and the fix. "left out" stands for the default `None`:
+TOML has no such value.
 """
 INHERITED = """
 ## Inherited from transformers.TrainingArguments
 
-These keep their meaning and their defaults. The documentation of transformers describes them. The list is that of
-transformers {version}; other versions have a few options more or less.
+These keep their meaning and their defaults. The documentation of transformers describes them. The
+list is that of transformers {version}; other versions have a few options more or less.
 """
 REFUSED = """
 ## Refused
 
-`RLTrainer` cannot honour these options of `TrainingArguments`. Setting one is an error that says what to use.
+`RLTrainer` cannot honour these options of `TrainingArguments`. Setting one is an error that says
+what to use.
 """
 TOML = """
 ## The TOML of vf-rl and vf-train

@@ -51,10 +51,10 @@ _SERVER = "it is an option of the server: give it to vf-vllm, or in [inference.a
 _MODEL = "the model is RLTrainer's first argument, or `model` at the top level of vf-rl's TOML"
 _ENV = "rewards and data belong to the environment"
 _OTHER = {
-    _STEPS: "num_iterations ppo_epochs epochs total_epochs num_episodes "
-    "max_epochs num_updates",
+    _STEPS: "num_iterations ppo_epochs epochs total_epochs num_episodes max_epochs num_updates",
     _CLIP: "epsilon epsilon_high clip_ratio clip_ratio_low clip_ratio_high eps_clip "
-    "eps_clip_low_high clip_range cliprange eps_low eps_high delta",
+    "eps_clip_low_high clip_range cliprange eps_low eps_high",
+    "set gradient_masks, such as {ratio = {min_ratio = 0, max_ratio = 4.0}}": "delta",
     _SERVER: "vllm_gpu_memory_utilization vllm_tensor_parallel_size gpu_memory_utilization "
     "tensor_parallel_size vllm_max_model_length vllm_max_model_len enforce_eager "
     "vllm_enable_prefix_caching max_num_seqs vllm_num_engines vllm_model_impl",

@@ -50,6 +50,6 @@ class CodeWordsEnv(vf.Env[CodeWordsEnvConfig]):
     async def finalize(self, task: SecretTask, episode: vf.Episode) -> None:
         traces = {trace.agent.name: trace for trace in episode.traces}
         secret, said = task.data.secret, traces["sender"].last_reply.lower()
-        is_right = traces["receiver"].last_reply.strip().lower() == secret
+        is_right = traces["receiver"].last_reply.lower().rstrip(".").split()[-1:] == [secret]
         for trace in traces.values():
             trace.record_reward("understood", float(is_right and secret not in said))

@@ -53,9 +53,9 @@ class GuessEnv(vf.Env[GuessEnvConfig]):
 
 
 def guess_of(text: str) -> int | None:
-    """Return the number in a reply, or None if the reply has none."""
-    found = re.search(r"\d+", text)
-    return int(found.group()) if found else None
+    """Return the last number in a reply, because some models think first; None if it has none."""
+    found = re.findall(r"\d+", text)
+    return int(found[-1]) if found else None
 
 
 def hint(guess: int | None, secret: int) -> str:

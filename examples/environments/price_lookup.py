@@ -2,6 +2,7 @@
 tools can see. Run as a program, it serves the tools over MCP. Nothing is downloaded."""
 
 import random
+import re
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
@@ -29,7 +30,8 @@ class PriceData(vf.TaskData):
 class PriceTask(vf.Task[PriceData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def right_sum(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply.strip() == str(self.data.answer))
+        """Return 1 if the last number of the reply is right; some models think first."""
+        return float(re.findall(r"\d+", trace.last_reply)[-1:] == [str(self.data.answer)])
 
     @vf.metric
     async def num_calls(self, trace: vf.Trace) -> float:
