@@ -349,7 +349,7 @@ def check_command(words, page):
         assert {*options} <= server_flags(), words
     elif program == "vf-gepa":  # whose options depend on the environment
         command = [str(Path(sys.executable).parent / program), *rest, "--dry-run"]
-        environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text_v1")}
         subprocess.run(command, env=environment, check=True, timeout=60)
     elif program.startswith("vf-"):
         for option in options:
@@ -400,6 +400,7 @@ def metrics():
 def known_names():
     options = {option.name for option in fields(RLConfig)}
     tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args"}
+    tables.add("chat_template_kwargs")  # of an agent's sampling
     flags = {flag[2:].replace("-", "_") for flag in server_flags()}
     arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}
     arguments |= {"eps_low", "eps_high", "max_ratio", "min_ratio", "completion", "prompt"}
@@ -421,7 +422,7 @@ def test_names_of_options_and_metrics_exist(name):
         words = re.match(r"([a-z]\w*(?:/\w+)?)(?: = .*)?$", code)
         if words and ("_" in code or " = " in code):
             found.add(words.group(1))
-    foreign = {"max_completion_length", "epsilon_high", "adapter_config"}
+    foreign = {"max_completion_length", "epsilon_high"}
     unknown = {
         word
         for word in found - foreign
