@@ -29,7 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutError(RuntimeError):
-    """No batch could be generated. The message says what failed most often, or what to change."""
+    """No batch could be generated. The message says what failed most often, or what to change.
+
+    Attributes:
+        groups: those whose rollouts all failed.
+    """
+
+    groups: Sequence[Sequence[Rollout]] = ()
 
 
 @dataclass(eq=False)
@@ -242,9 +248,15 @@ async def evaluate(
     run: Callable[[int], Coroutine[Any, Any, list[Rollout]]],
     examples: Sequence[int],
     check_server: Callable[[], None],
+    keep: Callable[[list[list[Rollout]]], None],
 ) -> dict[str, float]:
     """Run the groups of these examples at once, and return their means and the seconds that they
     took. If one raises or this is cancelled, the others are cancelled.
+
+    Args:
+        run: runs the group of an example.
+        check_server: see `Orchestrator`.
+        keep: gets the groups when all are complete.
     """
     start = asyncio.get_running_loop().time()
     tasks = [asyncio.create_task(run(example)) for example in examples]
@@ -254,6 +266,7 @@ async def evaluate(
         for task in tasks:
             task.cancel()
     await asyncio.to_thread(check_server)
+    keep(groups)
     tell_of_failures(groups)
     return {
         **evaluation_metrics(groups),
@@ -267,10 +280,12 @@ def tell_of_failures(groups: Sequence[Sequence[Rollout]]) -> None:
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     kinds = Counter(describe_error(error) for error in errors)
     if len(errors) == len(rollouts):
-        raise RolloutError(
+        failure = RolloutError(
             f"all {len(rollouts)} rollouts failed; most often: {kinds.most_common(1)[0][0]}. "
             "The first one's traceback is above"
-        ) from errors[0]
+        )
+        failure.groups = groups
+        raise failure from errors[0]
     for kind, count in kinds.most_common():
         logger.warning("%d of %d rollouts failed and are left out: %s", count, len(rollouts), kind)
 

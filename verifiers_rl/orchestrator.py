@@ -126,6 +126,8 @@ class Orchestrator:
         # Each batch, its step and how many were pending after its submission.
         self._pending: deque[tuple[Future[Batch], int, int]] = deque()
         self._evaluation: tuple[Future[dict[str, float]], Progress] | None = None
+        # The groups of the last evaluations and the policy version of each, for rollouts.jsonl.
+        self.evaluated: deque[tuple[int, list[list[Rollout]]]] = deque(maxlen=4)
 
     # --- Called by the trainer --------------------------------------------------------------------
 
@@ -230,7 +232,8 @@ class Orchestrator:
         def run(example: int) -> Coroutine[Any, Any, list[Rollout]]:
             return self._run_group("eval", example, num_rollouts, model, policy_version, progress)
 
-        running = self._thread.run(evaluate(run, examples, self.check_server))
+        keep = partial(lambda *evaluated: self.evaluated.append(evaluated), policy_version)
+        running = self._thread.run(evaluate(run, examples, self.check_server, keep))
         self._evaluation = (running, progress)
 
     def end_evaluation(self) -> dict[str, float]:
@@ -312,7 +315,7 @@ class Orchestrator:
             metrics["late_group_share"] = sum(r.step < step for r in requests) / len(requests)
         metrics["generation_s"] = asyncio.get_running_loop().time() - start
         version = min(request.policy_version or 0 for request in requests)
-        return Batch(step, version, samples, rollouts, metrics)
+        return Batch(step, version, samples, rollouts, metrics, groups=groups)
 
     async def _run_group(
         self,

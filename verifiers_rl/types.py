@@ -108,6 +108,9 @@ class Rollout:
         num_lost_tokens: tokens of its reply that the server ended at `generation_timeout`.
         advantage: set when its group is complete; the mean over its loss tokens if they differ.
         has_own_advantages: the environment has set the advantages of its samples; they are kept.
+        record: what people look at besides, for rollouts.jsonl: messages, turns, times and parts
+            of the reward, as a JSON object in UTF-8; b"" where nothing is known. See
+            `envs/records.py`.
     """
 
     example_id: int
@@ -126,6 +129,7 @@ class Rollout:
     num_lost_tokens: int | None = None
     advantage: float = 0.0
     has_own_advantages: bool = False
+    record: bytes = b""
 
     def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set the advantage of the rollout and of the loss tokens of its samples.
@@ -352,6 +356,8 @@ class Batch:
         rollouts: for tables and logs; present on rank 0 only.
         metrics: means over the batch, already reduced; present on rank 0 only.
         known_sizes: of `samples`, from rank 0 on the others; None: not measured yet.
+        groups: all that were generated for it, also rollouts that failed and groups that the filter
+            rejected; present on rank 0 only.
     """
 
     step: int
@@ -360,6 +366,7 @@ class Batch:
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     known_sizes: SampleSizes | None = None
+    groups: list[list[Rollout]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         group, last = -1, None

@@ -21,7 +21,7 @@ from verifiers_rl.data import describe_error
 from verifiers_rl.sample_bytes import flatten_samples, unflatten_samples
 from verifiers_rl.types import Rollout
 
-_NOT_JSON = ("samples", "error")
+_NOT_JSON = ("samples", "error", "record")
 
 
 class EnvWorkerError(RuntimeError):
@@ -74,22 +74,28 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.
     for rollout in group:
         packed = {name: getattr(rollout, name) for name in names}
         packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
+        packed["record_bytes"] = len(rollout.record)
         if rollout.error is not None:
             packed["error"] = describe_error(rollout.error)
             packed["traceback"] = "".join(traceback.format_exception(rollout.error))
         rollouts.append(packed)
-    return rollouts, [flatten_samples(samples)]
+    # A record is JSON already. As an array, it is not parsed before somebody reads it.
+    records = np.frombuffer(b"".join(rollout.record for rollout in group), np.uint8)
+    return rollouts, [flatten_samples(samples), records]
 
 
 def unpack_group(rollouts: list[dict[str, Any]], arrays: Sequence[np.ndarray]) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
     lengths = [packed.pop("lengths") for packed in rollouts]
     samples = iter(unflatten_samples(arrays[0], [n for own in lengths for n in own]))
+    records = arrays[1].data
     group = []
     for packed, own in zip(rollouts, lengths, strict=True):
         error = packed.pop("error", None)
         note = packed.pop("traceback", "")
-        rollout = Rollout(**packed, samples=[next(samples) for _ in own])
+        size = packed.pop("record_bytes")
+        record, records = bytes(records[:size]), records[size:]
+        rollout = Rollout(**packed, samples=[next(samples) for _ in own], record=record)
         if error is not None:
             rollout.error = EnvWorkerError(error)
             rollout.error.add_note(note)
