@@ -21,14 +21,15 @@ import numpy as np
 from verifiers_rl.report.rollouts import RolloutWriter, write_run
 from verifiers_rl.report.run_folder import METRICS, as_line
 
-WORDS = (
-    "the of and to in is that it as for with by on was are be this from at which or an has have "
-    "number sum product digits prime even odd triangle circle angle length area first second third "
-    "answer therefore because hence so then next check compute factor divide multiply add subtract "
-    "equals result value equation solve x y n m k left right side both let assume suppose given "
-    "city river mountain capital population year century king queen war treaty island ocean coast "
-    "résumé naïve Größe 数学 答案 река город"
-).split()
+TEXT = """
+the of and to in is that it as for with by on was are be this from at which or an has have number
+sum product digits prime even odd triangle circle angle length area first second third answer
+therefore because hence so then next check compute factor divide multiply add subtract equals result
+value equation solve x y n m k left right side both let assume suppose given city river mountain
+capital population year century king queen war treaty island ocean coast résumé naïve Größe 数学
+答案 река город
+"""
+WORDS = TEXT.split()
 GROUP, EVERY, NUM_EVAL = 8, 20, 32  # rollouts of a group; steps between evaluations; its examples
 BEGUN_AT = 1_760_000_000.0
 STEP_S = 24.0
@@ -66,10 +67,13 @@ class Invented:
                 reply["reasoning"] = sentence(rng, rng.randint(8, 40))
             turns.append(
                 {
-                    "begin_s": reply["begin_s"], "end_s": reply["end_s"],
-                    "num_prompt_tokens": num_prompt, "num_sampled_tokens": num_sampled,
-                    "policy_version": 0, "finish_reason": "stop" if is_last else "tool_calls",
-                }  # fmt: skip
+                    "begin_s": reply["begin_s"],
+                    "end_s": reply["end_s"],
+                    "num_prompt_tokens": num_prompt,
+                    "num_sampled_tokens": num_sampled,
+                    "policy_version": 0,
+                    "finish_reason": "stop" if is_last else "tool_calls",
+                }
             )
             at += duration
             num_prompt += num_sampled
@@ -83,9 +87,12 @@ class Invented:
             tool_s = rng.uniform(0.002, 0.4)
             messages.append(
                 {
-                    "role": "tool", "content": str(a * b), "tool_call_id": call["id"],
-                    "begin_s": round(at, 3), "end_s": round(at + tool_s, 3),
-                }  # fmt: skip
+                    "role": "tool",
+                    "content": str(a * b),
+                    "tool_call_id": call["id"],
+                    "begin_s": round(at, 3),
+                    "end_s": round(at + tool_s, 3),
+                }
             )
             at += tool_s
         return {"messages": messages, "turns": turns, "generation_s": round(at, 3)}
@@ -115,17 +122,26 @@ class Invented:
             error = {"type": "TimeoutError", "message": "a tool took longer than 30 s"}
             rows.append(
                 {
-                    "step": step, "split": split, "env": env, "role": "agent",
-                    "example": example, "group": number,
+                    "step": step,
+                    "split": split,
+                    "env": env,
+                    "role": "agent",
+                    "example": example,
+                    "group": number,
                     "reward": None if has_error else correct + 0.1 * style,
                     "rewards": {} if has_error else {"correct": correct, "style": style},
-                    "advantage": None, "is_truncated": is_cut, "in_loss": split == "train",
-                    "error": error if has_error else None, "num_turns": len(row["turns"]),
-                    "num_tokens": num_tokens, "num_sampled_tokens": num_sampled,
+                    "advantage": None,
+                    "is_truncated": is_cut,
+                    "in_loss": split == "train",
+                    "error": error if has_error else None,
+                    "num_turns": len(row["turns"]),
+                    "num_tokens": num_tokens,
+                    "num_sampled_tokens": num_sampled,
                     "policy_versions": [version, version],
                     "begun_at": BEGUN_AT + STEP_S * (step - 1) + round(rng.uniform(0, 9), 3),
-                    "has_tokens": False, **row,
-                }  # fmt: skip
+                    "has_tokens": False,
+                    **row,
+                }
             )
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         is_rejected = len(set(rewards)) < 2
@@ -254,9 +270,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens-of", type=float, default=0.05)
     options = parser.parse_args()
-    write_fake_run(
-        options.folder, options.rollouts, options.steps, options.seed, options.tokens_of
-    )
+    write_fake_run(options.folder, options.rollouts, options.steps, options.seed, options.tokens_of)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def test_means_are_taken_over_loss_tokens_of_all_microbatches():
             sequence_ids=torch.zeros(n, dtype=torch.int64),
             entropy=torch.full((n,), 3.0),
         )
-        means.add(inputs, {"mine": torch.arange(n).float()}, counts)
+        microbatch = SimpleNamespace(has_loss=counts, sample_ids=[])
+        means.add(inputs, {"mine": torch.arange(n).float()}, microbatch)
     result = means.reduce(num_loss_tokens=4, world_size=1)
     ratio = math.e
     assert math.isclose(result["importance_ratio"], (ratio + 3) / 4, rel_tol=1e-6)
@@ -65,7 +66,7 @@ def test_ratios_beyond_the_clamp_are_counted():
         sequence_ids=torch.zeros(4, dtype=torch.int64),
         entropy=torch.zeros(4),
     )
-    means.add(inputs, {})
+    means.add(inputs, {}, SimpleNamespace(has_loss=True, sample_ids=[]))
     assert means.reduce(num_loss_tokens=4, world_size=1)["clamped_share"] == 0.75
 
 

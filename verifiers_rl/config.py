@@ -539,6 +539,18 @@ class RLConfig(TrainingArguments):
     num_rollouts_to_print: NotNegativeInt = _option(
         2, "Rollouts in the table at each logging step; 0 for no table."
     )
+    log_rollouts: bool = _option(
+        True,
+        "Write all rollouts into rollouts.jsonl in output_dir, and tables of some to the trackers "
+        "of report_to: see docs/rollouts_on_disk.md. False writes none.",
+    )
+    log_tokens_of: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = (
+        _option(
+            0.05,
+            "Share of the groups whose tokens are written into rollout_tokens: logprobs of server "
+            "and trainer, entropy, masks; about 20 bytes a token. 1 writes all, 0 none.",
+        )
+    )
 
     def __post_init__(self) -> None:
         import torch

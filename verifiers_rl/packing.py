@@ -242,6 +242,7 @@ def collate(
     visible_until = np.full(shape, width)
     segments: list[Segment] = []
     fields: list[tuple[np.ndarray, ...]] = []  # of the targets
+    sample_ids: list[int] = []
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -259,6 +260,7 @@ def collate(
             targets = _targets_of(sample, r, path, len(fields), weights[i])
             if len(targets[0]):
                 fields.append(targets)
+                sample_ids.append(i)
         num_tokens += stop
         if stop < width:
             segments.append(Segment(r, stop, width, positions[stop:], is_padding=True))
@@ -283,6 +285,7 @@ def collate(
         segments=segments,
         shares_prefixes=any(shares.values()),
         num_tokens=num_tokens,
+        sample_ids=sample_ids,
     )
 
 

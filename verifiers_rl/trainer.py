@@ -81,9 +81,9 @@ from verifiers_rl.report.metrics import (
     TokenMeans,
     device_metrics,
     model_flops,
-    print_rollouts,
 )
 from verifiers_rl.report.model_card import finish_run_folder, write_model_card
+from verifiers_rl.report.recording import RolloutFiles
 from verifiers_rl.report.run_folder import BATCHES, batches_of, enter_run_folder, has_checkpoint
 from verifiers_rl.sync.gather import gathering, is_split
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
@@ -178,8 +178,9 @@ class RLTrainer(Trainer):
             self.remove_callback(PrinterCallback)
             self.add_callback(RewardProgressCallback())
         self._interrupts, self._window = Interrupts(), StepWindow()
+        self._files = RolloutFiles(self)
         own = (RunFilesCallback(env), EarlyWarnings(self._window), self._interrupts, self._window)
-        for callback in own:
+        for callback in (*own, self._files):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
 
@@ -222,7 +223,7 @@ class RLTrainer(Trainer):
         resume = enter_run_folder(self.args, wanted)
         if resume is not None and self.orchestrator is not None:
             self.orchestrator.load_state_dict(batches_of(resume))
-        with self._serving(), self._interrupts.deferred():
+        with self._serving(), self._files.open(), self._interrupts.deferred():
             try:
                 result = super().train(resume, *args, **kwargs)
             except KeyboardInterrupt:
@@ -286,7 +287,7 @@ class RLTrainer(Trainer):
         self._sync_metrics, self._waited_s = {}, 0.0
         self.batch = batch = self._checkpoint_on_error(self._next_batch)
         start = time.monotonic()
-        means, self._counts = TokenMeans(), StepCounts()
+        means, self._counts = TokenMeans(self._files.values_of(batch)), StepCounts()
         parts = batch.sizes.parts(self.args.updates_per_batch)
         batch_loss = torch.zeros((), device=self.args.device)
         for number, part in enumerate(parts):
@@ -399,7 +400,7 @@ class RLTrainer(Trainer):
             reference_logprobs=reference_logprobs,
         )
         outputs = self.loss_fn(inputs)
-        means.add(inputs, outputs.metrics, counts=microbatch.has_loss)
+        means.add(inputs, outputs.metrics, microbatch)
         return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 
     def token_logprobs(
@@ -645,11 +646,7 @@ class RLTrainer(Trainer):
         return ended
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add means over the steps since the last line to Trainer's numbers, and print rollouts."""
+        """Add means over the steps since the last line to Trainer's numbers."""
         if "loss" in logs and self._window.steps:
             logs |= self._window.take()
-            if self.batch is not None and self.is_world_process_zero():
-                print_rollouts(
-                    self.batch.rollouts, self.state.global_step, self.args.num_rollouts_to_print
-                )
         super().log(logs, start_time)

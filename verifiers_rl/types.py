@@ -459,6 +459,8 @@ class Microbatch:
         targets: the tokens that carry loss. Without one, a token that the loss must not count, so
             that forward and backward have something to compute.
         has_loss: whether `targets` carry loss.
+        sample_ids: the samples whose tokens `targets` has, one after the other, by their index in
+            the batch; empty without loss.
         segments: of each sample that has tokens of its own, and of the padding, from left to right
             in each row.
         shares_prefixes: whether samples have tokens in common.
@@ -473,6 +475,7 @@ class Microbatch:
     segments: list[Segment]
     shares_prefixes: bool
     num_tokens: int
+    sample_ids: list[int] = field(default_factory=list)
 
 
 class EnvRunner(Protocol):

@@ -57,7 +57,8 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
     return np.repeat(versions, np.diff(ends, prepend=0))
 
 
-def _field(message: Any, name: str) -> Any:
+def field_of(message: Any, name: str) -> Any:
+    """Return a field of a message, or of a part of one: a dict, or an object."""
     return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
 
 
@@ -67,11 +68,11 @@ def text_of(messages: Any) -> str:
         return messages or ""
     lines = []
     for message in messages:
-        content = _field(message, "content")
+        content = field_of(message, "content")
         text = content if isinstance(content, str) else "" if content is None else str(content)
-        for call in _field(message, "tool_calls") or []:
-            text += f" [{_field(call, 'name')}({_field(call, 'arguments')})]"
-        lines.append(text if len(messages) == 1 else f"{_field(message, 'role')}: {text}")
+        for call in field_of(message, "tool_calls") or []:
+            text += f" [{field_of(call, 'name')}({field_of(call, 'arguments')})]"
+        lines.append(text if len(messages) == 1 else f"{field_of(message, 'role')}: {text}")
     return "\n".join(lines)
 
 

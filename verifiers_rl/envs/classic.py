@@ -29,6 +29,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.envs.chat_template import as_vllm_renders, reason_against_chat_template
 from verifiers_rl.envs.classic_clients import make_client
+from verifiers_rl.envs.records import record_of_state
 from verifiers_rl.inference import RolloutDeadline
 from verifiers_rl.types import Progress, Rollout, Sample, Slots, Split
 
@@ -242,6 +243,8 @@ class ClassicExampleRunner:
     ) -> Rollout:
         prompt = _last_text(row.get("prompt"))
         rollout = Rollout(example_id=0, prompt=prompt, env=self.name)
+        if state is not None:
+            rollout.record = record_of_state(state, policy_version)
         error = error or (state.get("error") if state is not None else None)
         if error is None:
             try:

@@ -35,6 +35,7 @@ from verifiers_rl.envs.base import (
     versions_of_tokens,
 )
 from verifiers_rl.envs.local_tools import LocalTools
+from verifiers_rl.envs.records import record_of_trace
 from verifiers_rl.envs.rendering import Renderer
 from verifiers_rl.envs.v1_client import TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
@@ -312,10 +313,16 @@ class V1ExampleRunner:
                         "an episode took longer than generation_timeout "
                         f"({self.options.timeout_s:g} s)"
                     )
+                if slot.traces:
+                    failed.record = self._record(slot.traces[-1], policy_version)
             finally:
                 for trace in slot.traces:
                     self.versions.pop(trace.id, None)
         return [failed]
+
+    def _record(self, trace: vf.Trace, policy_version: int) -> bytes:
+        versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
+        return record_of_trace(trace, versions, policy_version)
 
     def _rollout(self, trace: vf.Trace, policy_version: int, temperature: float | None) -> Rollout:
         """Make the rollout of a trace. Raises ValueError if it cannot be trained on, at this
@@ -365,6 +372,7 @@ class V1ExampleRunner:
             )
         if not math.isfinite(rollout.reward):
             raise ValueError(f"the environment's reward is {rollout.reward}")
+        rollout.record = self._record(trace, policy_version)
         return rollout
 
 

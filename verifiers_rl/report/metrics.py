@@ -31,6 +31,8 @@ from verifiers_rl.report.run_folder import (
     read_metrics,
     write_metrics,
 )
+from verifiers_rl.report.token_values import TokenValues
+from verifiers_rl.report.trackers import from_low_to_high
 from verifiers_rl.types import Batch, Microbatch, Rollout, SampleSizes
 
 logger = logging.getLogger(__name__)
@@ -40,19 +42,24 @@ MAXIMA = ("importance_ratio_max", "staleness_max")
 
 
 class TokenMeans:
-    """Means over the loss tokens of a batch, summed over microbatches and then over ranks."""
+    """Means over the loss tokens of a batch, summed over microbatches and then over ranks.
 
-    def __init__(self) -> None:
+    Args:
+        values: collects the values of some tokens beside.
+    """
+
+    def __init__(self, values: TokenValues | None = None) -> None:
+        self._values = values
         self._sums: dict[str, Tensor] = {}
         self._max: dict[str, Tensor] = {}
 
-    def add(self, inputs: LossInputs, metrics: dict[str, Tensor], counts: bool = True) -> None:
-        """Add one microbatch: (N,) tensors over its loss tokens.
-
-        Args:
-            counts: False for a microbatch without loss tokens, of which only the names count: the
-                ranks add up the same ones.
+    def add(self, inputs: LossInputs, metrics: dict[str, Tensor], microbatch: Microbatch) -> None:
+        """Add one microbatch: (N,) tensors over its loss tokens. Of one without loss tokens only
+        the names count: the ranks add up the same ones.
         """
+        counts = microbatch.has_loss
+        if self._values is not None:
+            self._values.add(microbatch.sample_ids, inputs, metrics)
         log_ratio = log_importance_ratio(inputs).detach()
         ratio = log_ratio.exp()
         tokens = {
@@ -79,6 +86,8 @@ class TokenMeans:
         """Return the means over all ranks; {} where no rank has computed a loss token. Every rank
         must call this, with the same metrics.
         """
+        if self._values is not None:
+            self._values.collect(world_size)
         if not num_loss_tokens:
             return {}
         names, maxima = sorted(self._sums), sorted(self._max)
@@ -268,17 +277,12 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int) -> Non
 
     if not rollouts or num_rows == 0:
         return
-    ranked = sorted(rollouts, key=lambda rollout: rollout.reward)
-    places = [
-        round(i * (len(ranked) - 1) / max(num_rows - 1, 1))
-        for i in range(min(num_rows, len(ranked)))
-    ]
     table = Table(title=f"step {step}", show_lines=True, expand=True)
     for column in ("prompt", "completion"):
         table.add_column(column, ratio=1, overflow="fold")
     for column in ("reward", "advantage"):
         table.add_column(column, justify="right", no_wrap=True)
-    for rollout in (ranked[place] for place in places):
+    for rollout in from_low_to_high(rollouts, num_rows):
         # Text, not markup: what a model writes must not be read as formatting.
         texts = [Text(_shorten(rollout.prompt)), Text(_shorten(rollout.completion))]
         table.add_row(*texts, f"{rollout.reward:.3f}", f"{rollout.advantage:+.3f}")

@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from verifiers_rl.json_text import as_json
+
 ROLLOUTS = "rollouts.jsonl"
 INDEX = "rollouts.index"
 TOKENS = "rollout_tokens"
@@ -53,27 +55,6 @@ TOKEN_DTYPES: dict[str, type] = {
     "is_masked": np.bool_,
 }
 _LARGEST = 2**31 - 1  # of an example's number in the index
-
-
-def without_nan(value: Any) -> Any:
-    """Return a value that JSON has a form for: NaN and infinities become None, numbers of numpy
-    those of Python, and an object of another class its description.
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(part) for part in value]
-    return without_nan(value.item()) if isinstance(value, np.generic) else str(value)
-
-
-def as_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8, on one line."""
-    text = json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False)
-    return text.encode(errors="replace")  # half a surrogate pair has no form in UTF-8
 
 
 def line_of(row: Mapping[str, Any], record: bytes = b"") -> bytes:

@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from verifiers_rl.report.rollouts import remove_rollouts
 from verifiers_rl.sync import not_plain, reason_against_serving
 
 METRICS = "metrics.jsonl"
@@ -131,12 +132,13 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
 
 
 def clear_run_folder(output_dir: str | Path) -> None:
-    """Remove what a run wrote into its folder: its metrics, curves and checkpoints, its final model
-    and the README.md of that. Everything else stays, also a model that no run saved.
+    """Remove what a run wrote into its folder: its metrics, curves, rollouts and checkpoints, its
+    final model and the README.md of that. Everything else stays, also a model that no run saved.
     """
     folder = Path(output_dir).expanduser()
     if not folder.is_dir():
         return
+    remove_rollouts(folder)
     for path in _checkpoints(folder):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     patterns = [METRICS, CURVES]

@@ -1,0 +1,373 @@
+"""What a run writes beside its metrics: run.json, rollouts, tables in trackers."""
+
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import TrainerCallback
+
+from tests.helpers import ROOT, StubSource, make_samples
+from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
+from verifiers_rl import read_rollouts
+from verifiers_rl.envs.messages import EnvWorkerError
+from verifiers_rl.group_pool import RolloutError
+from verifiers_rl.report import recording
+from verifiers_rl.report.recording import WriterThread, WritingError, row_of
+from verifiers_rl.report.rollouts import IS_EVAL, read_run
+from verifiers_rl.report.trackers import COLUMNS, from_low_to_high
+from verifiers_rl.types import Batch, Rollout
+
+
+def make_group(example, step, num=4, error=None, env="sums"):
+    group = []
+    for i, sample in enumerate(make_samples(num, seed=100 * step + example, version=step)):
+        rollout = Rollout(example, f"q{example}", f"a{i}", env, reward=float(i), samples=[sample])
+        rollout.num_turns, rollout.advantage = 1, i - 1.5
+        rollout.metrics = {"exact": float(i)}
+        group.append(rollout)
+    if error is not None:
+        group[0].error, group[0].samples, group[0].reward = error, [], float("nan")
+    return group
+
+
+class GroupSource(StubSource):
+    """Batches of two groups, of which one rollout failed, and a third that the filter rejected;
+    evaluations of two examples.
+    """
+
+    def __init__(self):
+        super().__init__(12)
+        self.evaluated = []
+
+    def get(self):
+        step, version = self.pending.pop(0)
+        error = EnvWorkerError("TimeoutError: a tool took too long <- OSError: no")
+        groups = [make_group(3, step), make_group(8, step), make_group(5, step, error=error)]
+        kept = [r for group in (groups[0], groups[2]) for r in group if r.error is None]
+        samples = [sample for rollout in kept for sample in rollout.samples]
+        return Batch(step, version, samples, kept, {"reward": 1.0}, groups=groups)
+
+    def end_evaluation(self):
+        groups = [make_group(n, 90, num=1, env="words") for n in (0, 1)]
+        self.evaluated.append((self.evaluates, groups))
+        return super().end_evaluation()
+
+
+class PopLeft(list):
+    def popleft(self):
+        return self.pop(0)
+
+
+@pytest.fixture
+def make(make_trainer):  # noqa: F811
+    def make(source=None, **options):
+        source = source or GroupSource()
+        source.evaluated = PopLeft()
+        options = {"batch_size": 12, "log_tokens_of": 1.0, **options}
+        return make_trainer(source=source, **options)
+
+    return make
+
+
+def test_every_rollout_of_a_run_is_written_with_what_became_of_it(make, tmp_path):
+    trainer = make(max_steps=4, eval_strategy="steps", eval_steps=2, run_name="mine")
+    began = time.time()
+    trainer.train()
+    rollouts = read_rollouts(tmp_path / "run")
+    index = rollouts.index
+    of_training = index[(index["flags"] & IS_EVAL) == 0]
+    assert np.bincount(of_training["step"]).tolist() == [0, 12, 12, 12, 12]
+    evaluated = [row for row in rollouts if row["split"] == "eval"]
+    assert [(row["step"], row["example"], row["group"]) for row in evaluated] == [
+        (2, 0, 0), (2, 1, 1), (4, 0, 0), (4, 1, 1),
+    ]  # fmt: skip
+    assert {row["env"] for row in evaluated} == {"words"} and rollouts.envs == ["sums", "words"]
+    assert evaluated[0]["advantage"] is None and not evaluated[0]["in_loss"]
+    first = [row for row in rollouts if row["step"] == 1]
+    assert [row["group"] for row in first] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [row["in_loss"] for row in first] == [True] * 4 + [False] * 5 + [True] * 3
+    assert [row["has_tokens"] for row in first] == [row["in_loss"] for row in first]
+    failed = first[8]
+    assert failed["error"] == {
+        "type": "TimeoutError", "message": "a tool took too long <- OSError: no",
+    }  # fmt: skip
+    assert (failed["reward"], failed["advantage"], failed["policy_versions"]) == (None, None, None)
+    good, sample = first[1], make_group(3, 0)[1].samples[0]
+    assert (good["reward"], good["advantage"], good["rewards"]) == (1.0, -0.5, {"exact": 1.0})
+    assert good["messages"] == [
+        {"role": "user", "content": "q3"}, {"role": "assistant", "content": "a1"},
+    ]  # fmt: skip
+    num_sampled = int((sample.policy_versions >= 0).sum())
+    assert (good["num_tokens"], good["num_sampled_tokens"]) == (len(sample.token_ids), num_sampled)
+    tokens = rollouts.tokens(1)
+    assert tokens["token_ids"].tolist() == sample.token_ids.tolist()
+    assert np.isfinite(tokens["trainer_logprobs"]).tolist() == sample.loss_mask.tolist()
+    run = read_run(tmp_path / "run")
+    assert run["format"] == 1 and run["run_name"] == "mine" and run["status"] == "finished"
+    assert run["args"]["max_steps"] == 4 and "loss" not in run["args"]
+    assert began - 1 < run["begun_at"] <= run["ended_at"] <= time.time()
+    assert run["versions"]["torch"] and run["pid"] == os.getpid() and run["max_steps"] == 4
+
+
+@pytest.mark.parametrize("options", [{"log_rollouts": False}, {"log_tokens_of": 0.0}])
+def test_less_is_written_if_less_is_wanted(make, tmp_path, options):
+    make(max_steps=2, **options).train()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert ("rollouts.jsonl" in names) == ("log_rollouts" not in options)
+    assert "rollout_tokens" not in names and read_run(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make(**options).train()
+    make(**options).train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-2")
+    index = read_rollouts(tmp_path / "run").index
+    assert np.bincount(index["step"]).tolist() == [0, 12, 12, 12, 12]
+    make(overwrite_output_dir=True, max_steps=1).train()
+    index = read_rollouts(tmp_path / "run").index
+    assert np.bincount(index["step"]).tolist() == [0, 12]
+    assert len(list((tmp_path / "run" / "rollout_tokens").iterdir())) == 1
+
+
+def test_a_run_removes_the_rollouts_of_one_that_left_no_other_trace(make, tmp_path):
+    make(max_steps=1, save_strategy="no").train()
+    for path in (tmp_path / "run").iterdir():
+        if path.is_file() and "rollout" not in path.name:
+            path.unlink()
+    make(max_steps=2).train()
+    assert np.bincount(read_rollouts(tmp_path / "run").index["step"]).tolist() == [0, 12, 12]
+
+
+def test_rollouts_of_evaluations_outside_of_a_run_are_written(make, tmp_path):
+    trainer = make(max_steps=1)
+    trainer.evaluate()
+    assert read_rollouts(tmp_path / "run").index["step"].tolist() == [0, 0]
+    trainer.train()
+    trainer.evaluate()
+    steps = read_rollouts(tmp_path / "run").index["step"].tolist()
+    assert steps == [0, 0] + [1] * 14
+    # An evaluation alone adds nothing to the run that the folder holds.
+    make(max_steps=1).evaluate()
+    assert len(read_rollouts(tmp_path / "run")) == 16
+
+
+def test_an_evaluation_that_was_begun_again_is_written_once(make, tmp_path):
+    class Twice(GroupSource):
+        def end_evaluation(self):
+            self.evaluated.append((self.evaluates, [make_group(7, 70, num=3)]))  # discarded
+            return super().end_evaluation()
+
+    make(Twice(), max_steps=2, eval_strategy="steps", eval_steps=1).train()
+    rows = [row for row in read_rollouts(tmp_path / "run") if row["split"] == "eval"]
+    assert [row["step"] for row in rows] == [1, 1, 2, 2]
+    assert {row["example"] for row in rows} == {0, 1}
+
+
+class Failing(GroupSource):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def get(self):
+        if self.pending[0][0] == 2:
+            raise self.error
+        return super().get()
+
+
+@pytest.mark.parametrize("error, status", [
+    (RuntimeError("no"), "failed"), (KeyboardInterrupt(), "interrupted"),
+])  # fmt: skip
+def test_the_file_of_a_run_says_how_it_ended(make, tmp_path, error, status):
+    with pytest.raises(type(error)):
+        make(Failing(error), max_steps=4).train()
+    assert read_run(tmp_path / "run")["status"] == status
+    assert np.bincount(read_rollouts(tmp_path / "run").index["step"]).tolist() == [0, 12, 12]
+
+
+def test_rollouts_that_all_failed_are_written_before_the_run_ends(make, tmp_path):
+    error = RolloutError("all failed")
+    error.groups = [make_group(1, 2, num=2, error=ValueError("bad tool"))]
+    with pytest.raises(RolloutError):
+        make(Failing(error), max_steps=4).train()
+    *_, first, _ = read_rollouts(tmp_path / "run")
+    assert (first["step"], first["in_loss"]) == (3, False)
+    assert first["error"] == {"type": "ValueError", "message": "bad tool"}
+
+
+def test_an_error_of_the_writer_ends_the_run(make, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    class NoRoom(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                monkeypatch.setattr("verifiers_rl.report.rollouts._write_all", full)
+
+    trainer = make(max_steps=50, save_strategy="no")
+    trainer.add_callback(NoRoom())
+    with pytest.raises(WritingError, match=r"rollouts.jsonl cannot be written: .*No space left"):
+        trainer.train()
+    assert trainer.state.global_step < 10
+    assert read_run(tmp_path / "run")["status"] == "failed"
+    assert not trainer.orchestrator.running
+    assert "rollout writer" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_error_of_the_last_write_fails_a_run_that_had_finished(make, tmp_path, monkeypatch):
+    trainer = make(max_steps=1)
+    monkeypatch.setattr(trainer._files, "_append", lambda *args: 1 / 0)
+    with pytest.raises(WritingError, match="division by zero"):
+        trainer.train()
+    assert read_run(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_writer_that_hangs_is_told_after_its_deadline(monkeypatch):
+    monkeypatch.setattr(recording, "WRITE_S", 0.1)
+    release = threading.Event()
+    thread = WriterThread("the file")
+    thread.submit(lambda: release.wait(30) and None)
+    with pytest.raises(WritingError, match=r"the file: not written within 0.1 s"):
+        thread.wait()
+    release.set()
+    monkeypatch.setattr(recording, "WRITE_S", 30.0)
+    thread.stop()
+
+
+def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            seen.append(len(read_rollouts(args.output_dir)))
+
+    trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.add_callback(Look())  # behind our own
+    trainer.train()
+    assert seen == [24, 48]
+
+
+def test_no_secret_is_in_the_file_of_a_run(make, tmp_path):
+    make(max_steps=1, hub_token="hf_very_secret", log_rollouts=False).train()
+    assert "hf_very_secret" not in (tmp_path / "run" / "run.json").read_text()
+
+
+def test_what_a_rollout_says_of_itself_is_kept_and_numbers_without_value_are_null():
+    rollout = make_group(1, 0)[0]
+    rollout.record, rollout.reward = b'{"messages": []}', float("nan")
+    row = row_of(rollout, 1, "train", 0, is_kept=True)
+    assert "messages" not in row and "rewards" not in row and row["in_loss"]
+    rollout.leave_out_of_loss()
+    assert not row_of(rollout, 1, "train", 0, is_kept=True)["in_loss"]
+
+
+# --- Trackers -------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_table_go_from_the_lowest_reward_to_the_highest():
+    rollouts = make_group(1, 0, num=7)[::-1]
+    assert [r.reward for r in from_low_to_high(rollouts, 3)] == [0, 3, 6]
+    assert [r.reward for r in from_low_to_high(rollouts, 1)] == [0]
+    assert len(from_low_to_high(rollouts, 99)) == 7
+
+
+def test_tensorboard_has_the_curves_and_a_table(make, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make(max_steps=2, report_to="tensorboard").train()
+    (folder,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder), {"tensors": 0, "scalars": 0})
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/reward")] == [1.0, 1.0]
+    tables = events.Tensors("rollouts/text_summary")
+    assert [table.step for table in tables] == [1, 2]
+    text = tables[0].tensor_proto.string_val[0].decode()
+    assert text.startswith("| step | env | example | reward |") and "| q3 | a0 |" in text
+
+
+def records_of_wandb(source):
+    """The records of an offline run: in LevelDB's log format, behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, parts = source.read_bytes(), b""
+    at = 7
+    while at + 7 <= len(content):
+        if 2**15 - at % 2**15 < 7:  # the rest of a block
+            at += 2**15 - at % 2**15
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+@pytest.mark.slow
+def test_wandb_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    make(max_steps=2, report_to="wandb").train()
+    wandb.finish()
+    wandb.teardown()  # its service process writes the last bytes when it ends
+    (source,) = tmp_path.rglob("run-*.wandb")
+    history: dict[str, list[str]] = {}
+    for record in records_of_wandb(source):
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            history.setdefault(name, []).append(item.value_json)
+    assert {"train/reward", "rollouts/path"} <= history.keys(), sorted(history)
+    assert [float(value) for value in history["train/reward"]] == [1.0, 1.0]
+    paths = [json.loads(value) for value in history["rollouts/path"]]
+    assert len(paths) == 2
+    (file,) = tmp_path.rglob(Path(paths[0]).name)
+    table = json.loads(file.read_text())
+    assert table["columns"] == list(COLUMNS) and len(table["data"]) == 7
+    assert table["data"][0][:3] == [1, "sums", 3]
+
+
+@pytest.mark.slow
+def test_trackio_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    code = f"""
+import sys
+from pathlib import Path
+from tests.test_recording import GroupSource, PopLeft
+from tests.helpers import StubSink, load_example, make_tiny_model
+from verifiers_rl import RLConfig, RLTrainer
+
+args = RLConfig(
+    output_dir={str(tmp_path / "run")!r}, use_cpu=True, use_lora=False, batch_size=12,
+    rollouts_per_example=4, max_seq_len=32, max_steps=2, report_to="trackio", run_name="mine",
+    project="ours", trackio_static_space_id=False,
+)
+source = GroupSource()
+source.evaluated = PopLeft()
+tokenizer = load_example("warm_start").make_tokenizer()
+RLTrainer(make_tiny_model(), None, args, tokenizer, orchestrator=source,
+          weight_sync=StubSink()).train()
+"""
+    folder = tmp_path / "trackio"
+    environment = {**os.environ, "TRACKIO_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with closing(sqlite3.connect(folder / "ours.db")) as database:
+        logged = [json.loads(m) for (m,) in database.execute("SELECT metrics FROM metrics")]
+    assert [row["train/reward"] for row in logged if "train/reward" in row] == [1.0, 1.0]
+    tables = [row["rollouts"]["_value"] for row in logged if "rollouts" in row]
+    assert [table[0]["step"] for table in tables] == [1, 2]
+    assert list(tables[0][0]) == list(COLUMNS) and tables[0][-1]["reward"] == 3.0
