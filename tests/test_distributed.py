@@ -10,12 +10,14 @@ from tests.helpers import ROOT
 
 SCRIPT = """
 import sys
+from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import distributed
 from tests.helpers import make_samples, values_of
 from verifiers_rl.distributed import broadcast_batch, let_gloo_threads_finish, scatter_samples
 from verifiers_rl.packing import plan_microbatches
+from verifiers_rl.report.token_values import TokenValues
 from verifiers_rl.sample_bytes import BYTES_PER_TOKEN
 from verifiers_rl.types import Batch, Rollout, SampleSizes
 
@@ -53,6 +55,24 @@ for number in (9, 1):  # with one sample, the second rank gets none
     largest = max(sum(lengths[i] for rows in plan for row in rows for i in row) for plan in plans)
     assert sent.pop() == BYTES_PER_TOKEN * largest
     assert number == 1 or largest < sum(lengths)
+# Each rank has values of its own samples; rank 0 gets those of all that are chosen.
+sizes = Batch(7, 6, samples).sizes
+chosen = np.arange(9) % 3 > 0
+values = TokenValues(sizes, chosen, cpu)
+for i in range(rank, 8, 2):  # no rank computes the last one
+    num = samples[i].num_loss_tokens
+    numbers = torch.arange(num) + 100.0 * i
+    inputs = SimpleNamespace(trainer_logprobs=numbers, entropy=-numbers)
+    masked = {"masked_share/x": (numbers == 100 * i).float()}
+    values.add([i] * bool(num), inputs, masked)
+values.collect(2)
+if rank == 0:
+    assert sorted(values.of_samples) == [1, 2, 4, 5, 7, 8]
+    for i, found in values.of_samples.items():
+        num = samples[i].num_loss_tokens
+        expected = np.stack([np.arange(num) + 100 * i, -np.arange(num) - 100 * i,
+                             np.arange(num) == 0])
+        assert np.array_equal(found, expected) if i < 8 else np.isnan(found).all() and num
 empty = broadcast_batch(Batch(8, 7, []) if rank == 0 else None, cpu)
 assert empty.num_loss_tokens == 0
 assert scatter_samples(empty, plan_microbatches([], 24, 2), cpu) == {}

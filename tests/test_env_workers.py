@@ -1,6 +1,7 @@
 """Rollout workers with environments of verifiers.v1, against a stand-in for vf-vllm."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -110,6 +111,9 @@ def test_groups_of_workers_are_those_of_this_process(tokenizer, tmp_path):
                          "num_turns", "is_truncated", "has_own_advantages"):  # fmt: skip
                 assert getattr(rollout, name) == getattr(other, name), name
             assert other.generation_s > 0
+            record, same_record = json.loads(rollout.record), json.loads(other.record)
+            assert len(record["turns"]) == rollout.num_turns and same_record["begun_at"]
+            assert same_record["rewards"] == record["rewards"] == rollout.metrics
     check_tokens([rollout for group in there for rollout in group], requests)
 
 
@@ -398,7 +402,8 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
     well = Rollout(3, "p", "c", "env", "role", 0.5, {"m": 1.0}, samples, 2, True, 0.25)
     well.has_own_advantages = True
     well.set_advantage([0.0, 1.0, 2.0, 0.0, 3.0])
-    failed = Rollout(4, "q", error=ValueError("what"))
+    well.record = '{"messages": ["ß"]}'.encode()
+    failed = Rollout(4, "q", error=ValueError("what"), record=b'{"turns": []}')
 
     async def there_and_back():
         rollouts, arrays = pack_group([well, failed])
@@ -410,8 +415,9 @@ def test_messages_keep_every_field_of_a_rollout(tmp_path):
     first, second = asyncio.run(there_and_back())
     for name in ("example_id", "prompt", "completion", "env", "role", "reward", "metrics",
                  "num_turns", "is_truncated", "generation_s", "advantage",
-                 "has_own_advantages"):  # fmt: skip
+                 "has_own_advantages", "record"):  # fmt: skip
         assert getattr(first, name) == getattr(well, name), name
+    assert second.record == failed.record
     for sample, same in zip(first.samples, samples, strict=True):
         for name in ("token_ids", "loss_mask", "policy_versions", "advantages"):
             assert list(getattr(sample, name)) == list(getattr(same, name)), name

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,6 +214,45 @@ def test_advantages_that_a_trace_carries_are_those_of_its_tokens(tokenizer, tmp_
     assert plain.error is None and not plain.has_own_advantages
 
 
+def test_the_record_of_a_rollout_has_its_turns_tool_calls_and_times(tokenizer, tmp_path):
+    def say(prompt):
+        if "<|tool|>8<|end|>" in prompt:
+            return "it is 8"
+        return {"name": "double", "arguments": '{"x":4}'}
+
+    began = time.time()
+    env = load("tool_tasks", agent={"max_turns": 3})
+    (rollout,), requests = play(env, tokenizer, tmp_path, say, max_seq_len=400, max_tokens=90)
+    assert rollout.error is None, rollout.error
+    record = json.loads(rollout.record)
+    asked, call, result, said = record["messages"][-4:]
+    (made,) = call["tool_calls"]
+    assert (made["name"], made["arguments"]) == ("double", '{"x":4}')
+    assert (result["role"], result["content"]) == ("tool", "8")
+    assert result["tool_call_id"] == made["id"]
+    assert (asked["role"], said["content"]) == ("user", "it is 8")
+    assert (call["turn"], said["turn"]) == (0, 1) and "turn" not in result
+    assert began <= record["begun_at"] <= time.time()
+    times = [call["begin_s"], call["end_s"], result["end_s"], said["end_s"]]
+    assert times == sorted(times) and times[0] >= 0 and times[-1] < 60
+    assert result["begin_s"] == call["end_s"] and result["end_s"] == said["begin_s"]
+    for turn, (body, tokens), version in zip(record["turns"], requests, (0, 1), strict=True):
+        assert turn["num_prompt_tokens"] == len(body["tokens"])
+        assert turn["num_sampled_tokens"] == len(tokens)
+        assert turn["policy_version"] == version
+    assert [turn["finish_reason"] for turn in record["turns"]] == ["tool_calls", "stop"]
+    assert record["rewards"] == rollout.metrics and "other_branches" not in record
+    # What it costs: the text, and some hundred bytes a turn. Nothing a token.
+    assert len(rollout.record) < 1500
+
+
+def test_the_record_of_a_failed_rollout_has_what_was_said_until_then(tokenizer, tmp_path):
+    (rollout,), _ = play(load(), tokenizer, tmp_path, lambda _: "yes", index=3)
+    record = json.loads(rollout.record)
+    assert rollout.error is not None
+    assert [message["content"] for message in record["messages"]] == ["question 3", "yes"]
+
+
 def test_a_system_prompt_leads(tokenizer, tmp_path):
     (rollout,), requests = play(load(), tokenizer, tmp_path, lambda _: "yes", index=2)
     assert rollout.error is None
@@ -362,6 +402,8 @@ def test_an_agent_that_calls_on_and_on_is_ended_without_an_error(
 def test_environment_tokens_can_be_trained_too(tokenizer, tmp_path):
     env = load(id="user_env", harness=None)
     (rollout,), requests = play(env, tokenizer, tmp_path, think, mask_env_responses=False)
+    record = json.loads(rollout.record)
+    assert len(record["messages"]) > 3 and len(record["turns"]) == rollout.num_turns > 1
     (sample,) = rollout.samples
     first_prompt = len(requests[0][0]["tokens"])
     assert not any(sample.loss_mask[:first_prompt]) and all(sample.loss_mask[first_prompt:])

@@ -1,5 +1,7 @@
 import asyncio
+import json
 import math
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -161,6 +163,19 @@ def test_a_group_is_rolled_out_and_scored():
     assert rollouts[0].samples[0].token_ids.tolist() == [1, 2, *b"ok"]
     assert rollouts[0].samples[0].policy_versions.tolist() == [-1, -1, 2, 2]
     assert runner._client.requests == [("m", {"n": 1})] * 3
+
+
+def test_the_record_of_a_rollout_has_messages_turns_and_rewards():
+    (rollout, *_), _ = run_group(make_env(), say_ok)
+    record = json.loads(rollout.record)
+    assert [(m["role"], m["content"]) for m in record["messages"]] == [
+        ("user", "q1"), ("assistant", "ok"),
+    ]  # fmt: skip
+    assert record["messages"][1]["turn"] == 0 and record["rewards"] == rollout.metrics
+    (turn,) = record["turns"]
+    assert (turn["num_prompt_tokens"], turn["num_sampled_tokens"]) == (2, 2)
+    assert (turn["policy_version"], turn["finish_reason"]) == (2, "stop")
+    assert abs(record["begun_at"] - time.time()) < 60
 
 
 def test_an_exception_in_one_rollout_costs_only_that_one():

@@ -53,7 +53,7 @@ def record_of_trace(
         turns.append(
             {
                 **span,
-                "num_prompt_tokens": None if call.usage is None else call.usage.input_tokens,
+                "num_prompt_tokens": _num_tokens_up_to(trace, call.node) - len(node.logprobs),
                 "num_sampled_tokens": len(node.logprobs),
                 "policy_version": own[-1][1],
                 "finish_reason": call.finish_reason,
@@ -109,6 +109,15 @@ def _span(start: float, end: float, begin: float) -> dict[str, float | None]:
         return round(time - begin, 6) if time else None
 
     return {"begin_s": since(start), "end_s": since(end)}
+
+
+def _num_tokens_up_to(trace: Any, place: int | None) -> int:
+    """Return the tokens of a node and of those before it on its path."""
+    num_tokens = 0
+    while place is not None:
+        num_tokens += len(trace.nodes[place].token_ids)
+        place = trace.nodes[place].parent
+    return num_tokens
 
 
 def _between(spans: Sequence[dict[str, float | None]], turn: int) -> dict[str, float | None]:

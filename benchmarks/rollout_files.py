@@ -1,0 +1,114 @@
+"""What does a step lose by writing its rollouts? A batch of random rollouts, without a model.
+
+    python benchmarks/rollout_files.py [--rollouts 512] [--length 1024] [--tokens-of 0.05]
+
+The trainer's thread hands the step to the writer's thread, which makes lines and arrays and writes
+them. Both run under one interpreter lock, so the time of the writer's thread on the CPU is the most
+that the trainer's can lose. Seconds are means over the steps behind the first.
+"""
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+GROUP, PROMPT = 16, 64
+
+
+def make_batch(num_rollouts: int, length: int, step: int):
+    from verifiers_rl.json_text import as_json
+    from verifiers_rl.types import Batch, Rollout, Sample
+
+    rng = np.random.default_rng(step)
+    text = "".join(chr(97 + i) for i in rng.integers(0, 26, 4 * length))  # 4 letters a token
+    groups, samples = [], []
+    for number in range(num_rollouts):
+        token_ids = rng.integers(0, 256, PROMPT + length, dtype=np.int32)
+        mask = np.arange(PROMPT + length) >= PROMPT
+        sample = Sample(token_ids, mask, -rng.random(len(mask)), np.where(mask, step, -1))
+        rollout = Rollout(number // GROUP, "?", text, samples=[sample], reward=float(rng.random()))
+        sample.set_advantage(rollout.reward)
+        messages = [{"role": "user", "content": "?" * 4 * PROMPT}]
+        messages.append({"role": "assistant", "content": text, "turn": 0, "end_s": 9.0})
+        turn = {"begin_s": 0.0, "end_s": 9.0, "num_prompt_tokens": PROMPT, "finish_reason": "stop"}
+        rollout.record = as_json({"begun_at": 1.0, "messages": messages, "turns": [turn]})
+        if number % GROUP == 0:
+            groups.append([])
+        groups[-1].append(rollout)
+        samples.append(sample)
+    return Batch(step, step, samples, [r for g in groups for r in g], {}, groups=groups), text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rollouts", type=int, default=512)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--tokens-of", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    from examples.warm_start import make_tokenizer
+    from tests.helpers import make_tiny_model
+    from verifiers_rl.config import RLConfig
+    from verifiers_rl.report.recording import RolloutFiles
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = RLConfig(
+            output_dir=folder, use_cpu=True, batch_size=options.rollouts,
+            rollouts_per_example=GROUP, log_tokens_of=options.tokens_of,
+        )  # fmt: skip
+        trainer = SimpleNamespace(
+            args=args, processing_class=make_tokenizer(), model=make_tiny_model(), batch=None,
+            state=SimpleNamespace(global_step=0), orchestrator=None,
+        )  # fmt: skip
+        files, state = RolloutFiles(trainer), trainer.state
+        batches = [make_batch(options.rollouts, options.length, step)[0] for step in range(4)]
+        on_trainer, on_writer, waited = [], [], []
+        with files.open():
+            files.on_train_begin(args, state, None)
+            clocks: list[int] = []
+            files._submit(lambda: clocks.append(time.pthread_getcpuclockid(threading.get_ident())))
+            for step in range(options.steps):
+                trainer.batch = batches[step % 4]
+                trainer.batch.step = step
+                values = files.values_of(trainer.batch)
+                if values is not None:
+                    values.collect(1)
+                state.global_step = step + 1
+                files._thread.wait()
+                before, start = time.clock_gettime(clocks[0]), time.monotonic()
+                files.on_step_end(args, state, None)
+                on_trainer.append(time.monotonic() - start)
+                files._thread.wait()
+                waited.append(time.monotonic() - start)
+                on_writer.append(time.clock_gettime(clocks[0]) - before)
+        sizes = {path.name: path.stat().st_size for path in Path(folder).glob("rollouts.*")}
+        tokens = sum(path.stat().st_size for path in Path(folder).glob("rollout_tokens/*"))
+    rows = options.rollouts * options.steps
+    record = (
+        len(batches[0].rollouts[0].record) - len(batches[0].rollouts[0].completion) - 4 * PROMPT
+    )
+    print(f"trainer's thread: {1e3 * np.mean(on_trainer[1:]):.2f} ms a step")
+    print(
+        f"writer's thread:  {1e3 * np.mean(on_writer[1:]):.1f} ms of CPU a step, "
+        f"{1e3 * np.mean(waited[1:]):.1f} ms until it is written"
+    )
+    print(
+        f"on disk: {sizes['rollouts.jsonl'] / rows:.0f} bytes a rollout, "
+        f"{tokens / options.steps / 1e6:.2f} MB of tokens a step"
+    )
+    print(f"record: {record} bytes beside the text of prompt and reply")
+    print(f"torch threads: {torch.get_num_threads()}")
+
+
+if __name__ == "__main__":
+    main()
