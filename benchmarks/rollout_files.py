@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -44,7 +43,7 @@ def make_batch(num_rollouts: int, length: int, step: int):
             groups.append([])
         groups[-1].append(rollout)
         samples.append(sample)
-    return Batch(step, step, samples, [r for g in groups for r in g], {}, groups=groups), text
+    return Batch(step, step, samples, [r for g in groups for r in g], {}, groups=groups)
 
 
 def main() -> None:
@@ -71,7 +70,7 @@ def main() -> None:
             state=SimpleNamespace(global_step=0), orchestrator=None,
         )  # fmt: skip
         files, state = RolloutFiles(trainer), trainer.state
-        batches = [make_batch(options.rollouts, options.length, step)[0] for step in range(4)]
+        batches = [make_batch(options.rollouts, options.length, step) for step in range(4)]
         on_trainer, on_writer, waited = [], [], []
         with files.open():
             files.on_train_begin(args, state, None)
@@ -94,9 +93,8 @@ def main() -> None:
         sizes = {path.name: path.stat().st_size for path in Path(folder).glob("rollouts.*")}
         tokens = sum(path.stat().st_size for path in Path(folder).glob("rollout_tokens/*"))
     rows = options.rollouts * options.steps
-    record = (
-        len(batches[0].rollouts[0].record) - len(batches[0].rollouts[0].completion) - 4 * PROMPT
-    )
+    first = batches[0].rollouts[0]
+    record = len(first.record) - len(first.completion) - 4 * PROMPT
     print(f"trainer's thread: {1e3 * np.mean(on_trainer[1:]):.2f} ms a step")
     print(
         f"writer's thread:  {1e3 * np.mean(on_writer[1:]):.1f} ms of CPU a step, "
@@ -107,7 +105,6 @@ def main() -> None:
         f"{tokens / options.steps / 1e6:.2f} MB of tokens a step"
     )
     print(f"record: {record} bytes beside the text of prompt and reply")
-    print(f"torch threads: {torch.get_num_threads()}")
 
 
 if __name__ == "__main__":

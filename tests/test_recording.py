@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sqlite3
 import struct
 import subprocess
@@ -129,9 +130,11 @@ def test_less_is_written_if_less_is_wanted(make, tmp_path, options):
 def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     make(**options).train()
+    begun_at = read_run(tmp_path / "run")["begun_at"]
     make(**options).train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-2")
     index = read_rollouts(tmp_path / "run").index
     assert np.bincount(index["step"]).tolist() == [0, 12, 12, 12, 12]
+    assert read_run(tmp_path / "run")["begun_at"] == begun_at
     make(overwrite_output_dir=True, max_steps=1).train()
     index = read_rollouts(tmp_path / "run").index
     assert np.bincount(index["step"]).tolist() == [0, 12]
@@ -181,6 +184,22 @@ class Failing(GroupSource):
         if self.pending[0][0] == 2:
             raise self.error
         return super().get()
+
+
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_an_interrupt_at_the_end_of_a_step_leaves_its_rollouts(make, tmp_path, logging_steps):
+    class Interrupt(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": logging_steps}
+    trainer = make(max_steps=4, **options)
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert np.bincount(read_rollouts(tmp_path / "run").index["step"]).tolist() == [0, 12, 12]
 
 
 @pytest.mark.parametrize("error, status", [

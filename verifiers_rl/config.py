@@ -231,7 +231,8 @@ class RLConfig(TrainingArguments):
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", lambda value: value != "")] = _option(
         None,
-        "Folder of the run: checkpoints, metrics.jsonl, curves.png. Default outputs/RUN_NAME.",
+        "Folder of the run: checkpoints, metrics.jsonl, rollouts, curves.png. Default "
+        "outputs/RUN_NAME.",
     )
     overwrite_output_dir: bool = _option(
         False,
@@ -548,7 +549,7 @@ class RLConfig(TrainingArguments):
         _option(
             0.05,
             "Share of the groups whose tokens are written into rollout_tokens: logprobs of server "
-            "and trainer, entropy, masks; about 20 bytes a token. 1 writes all, 0 none.",
+            "and trainer, entropy, masks; about 8 bytes a token. 1 writes all, 0 none.",
         )
     )
 

@@ -180,7 +180,7 @@ class RLTrainer(Trainer):
         self._interrupts, self._window = Interrupts(), StepWindow()
         self._files = RolloutFiles(self)
         own = (RunFilesCallback(env), EarlyWarnings(self._window), self._interrupts, self._window)
-        for callback in (*own, self._files):
+        for callback in (self._files, *own):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
 

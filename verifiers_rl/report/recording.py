@@ -166,8 +166,9 @@ class RolloutFiles(TrainerCallback):
         if state.global_step == 0:
             remove_rollouts(self._folder)
         before = read_run(self._folder)
+        kept = {name: before[name] for name in ("envs", "begun_at") if name in before}
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_run(self._folder, {**self._describe_run(), "envs": before.get("envs", [])})
+        write_run(self._folder, {"envs": [], **self._describe_run(), **kept})
         if args.log_rollouts:
             if args.log_tokens_of:
                 self._texts.prepare()
@@ -317,7 +318,7 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool)
     sampled = [s.policy_versions[s.policy_versions >= 0] for s in samples]
     versions = np.concatenate(sampled) if samples else np.zeros(0, np.int32)
     in_loss = is_kept and not failed and any(sample.loss_mask.any() for sample in samples)
-    row = {
+    row: dict[str, Any] = {
         "step": step,
         "split": split,
         "env": rollout.env,

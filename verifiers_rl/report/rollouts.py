@@ -91,7 +91,7 @@ def record_of(row: Mapping[str, Any], offset: int, length: int, env: int) -> tup
 # --- Reading --------------------------------------------------------------------------------------
 
 
-class Rollouts(Sequence[dict[str, Any]]):
+class Rollouts:
     """The rollouts that a run has written so far, as `read_rollouts` found them.
 
     Attributes:
@@ -105,6 +105,9 @@ class Rollouts(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: Any) -> Any:
         """Return the rollout on this line, from 0, or those of a slice."""
@@ -348,7 +351,7 @@ def _write_aside(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **dict(arrays))  # type: ignore[arg-type]
     unfinished.replace(path)
 
 
