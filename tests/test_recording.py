@@ -295,7 +295,8 @@ def test_rows_of_a_table_go_from_the_lowest_reward_to_the_highest():
     rollouts = make_group(1, 0, num=7)[::-1]
     assert [r.reward for r in from_low_to_high(rollouts, 3)] == [0, 3, 6]
     assert [r.reward for r in from_low_to_high(rollouts, 1)] == [0]
-    assert len(from_low_to_high(rollouts, 99)) == 7
+    assert [r.reward for r in from_low_to_high(rollouts, 99)] == [*range(7)]
+    assert from_low_to_high([], 3) == []
 
 
 def test_tensorboard_has_the_curves_and_a_table(make, tmp_path):

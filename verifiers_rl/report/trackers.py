@@ -41,8 +41,9 @@ def tracker_error(report_to: Any) -> str | None:
 def from_low_to_high(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:
     """Return so many rollouts, from the lowest reward to the highest, at equal distances."""
     ranked = sorted(rollouts, key=lambda rollout: rollout.reward)
-    last, gaps = len(ranked) - 1, max(number - 1, 1)
-    return [ranked[round(i * last / gaps)] for i in range(min(number, len(ranked)))]
+    number = min(number, len(ranked))
+    gaps = max(number - 1, 1)
+    return [ranked[round(i * (len(ranked) - 1) / gaps)] for i in range(number)]
 
 
 def send_table(callbacks: Sequence[Any], rollouts: Sequence[Rollout], step: int) -> None:
