@@ -166,7 +166,7 @@ class RolloutFiles(TrainerCallback):
         if state.global_step == 0:
             remove_rollouts(self._folder)
         before = read_run(self._folder)
-        kept = {name: before[name] for name in ("envs", "begun_at") if name in before}
+        kept: dict[str, Any] = {n: before[n] for n in ("envs", "begun_at") if n in before}
         self._folder.mkdir(parents=True, exist_ok=True)
         write_run(self._folder, {"envs": [], **self._describe_run(), **kept})
         if args.log_rollouts:
