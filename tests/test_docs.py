@@ -22,6 +22,7 @@ import torch
 import transformers
 
 import verifiers_rl
+from tests.fake_run import write_fake_run
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
@@ -227,6 +228,8 @@ def test_python_runs(page, in_docs_folder):
     """Each block is run as a script, with a trainer that only checks what it is given."""
     if page == "docs/after_training.md":
         write_adapter(in_docs_folder)
+    if page == "docs/rollouts_on_disk.md":
+        write_fake_run(in_docs_folder / "outputs" / "rl", 400, num_steps=20, tokens_of=0.5)
     tokenizer = load_example("warm_start").make_tokenizer()
     # As a program, an environment with tools would serve them.
     name = "imported" if page == "docs/environments.md" else "__main__"

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -210,17 +209,6 @@ def test_a_writer_that_is_killed_anywhere_leaves_whole_rollouts(tmp_path):
 def test_a_run_without_rollouts_is_told(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"rollouts.jsonl: no such file; a run with log_ro"):
         read_rollouts(tmp_path)
-
-
-def test_the_example_of_the_documents_runs(tmp_path, monkeypatch, capsys):
-    write_fake_run(tmp_path / "outputs" / "rl", num_rollouts=400, num_steps=20, tokens_of=0.5)
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "rollouts_on_disk.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(block, {})
-    assert capsys.readouterr().out
 
 
 def test_an_invented_run_has_rollouts_of_all_kinds(tmp_path):
