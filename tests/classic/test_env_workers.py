@@ -1,6 +1,7 @@
 """Environments in worker processes, against a stand-in for the server that answers over HTTP."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -155,6 +156,12 @@ def test_rollouts_in_workers_are_those_of_this_process(make_env, tmp_path):
             assert values_of(sample) == values_of(same_sample)
             assert other.samples[0].policy_versions.tolist() == [-1, -1, 5, 5, 5]
             rollout.samples = other.samples = []
+            record, same_record = json.loads(rollout.record), json.loads(other.record)
+            for each in (record, same_record):  # when and where it ran
+                assert each.pop("begun_at") > 0
+                each["rewards"].pop("pid")
+            assert record == same_record and record["rewards"]["score"] == rollout.metrics["score"]
+            rollout.record = other.record = b""
             assert rollout == other
 
 
