@@ -73,10 +73,15 @@ def running_server(
     command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # vLLM then has more control routes
+        "VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()),  # also where this process is killed
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},  # vLLM then has more control routes
+            env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
