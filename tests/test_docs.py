@@ -195,7 +195,7 @@ def in_docs_folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: environments, a trained adapter, a prompt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text_v1"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text"))
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
@@ -352,7 +352,7 @@ def check_command(words, page):
         assert {*options} <= server_flags(), words
     elif program == "vf-gepa":  # whose options depend on the environment
         command = [str(Path(sys.executable).parent / program), *rest, "--dry-run"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text_v1")}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text")}
         subprocess.run(command, env=environment, check=True, timeout=60)
     elif program.startswith("vf-"):
         for option in options:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.conftest import free_port, processes_of, running_server
-from tests.helpers import EXAMPLE, ROOT, example_env, make_env, write_environment
+from tests.helpers import EXAMPLE, EXAMPLE_MODULE, ROOT, example_env, make_env, write_environment
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.orchestrator import RolloutError
@@ -388,7 +388,7 @@ def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path)
     shutil.copytree(
         ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("outputs")
     )
-    outputs = tmp_path / "examples" / "reverse_text_v1" / "outputs"
+    outputs = tmp_path / "examples" / "reverse_text" / "outputs"
     outputs.mkdir()
     shutil.copytree(warm_start, outputs / "warm_start")
     script = str(tmp_path / "examples" / "custom_loss.py")
@@ -424,7 +424,7 @@ def test_the_one_file_example_raises_the_reward(server, warm_start):
 def write_run(folder, warm_start, **options):
     """The example's TOML with another model, port, folder and length."""
     text = (EXAMPLE / "rl.toml").read_text()
-    shutil.copy(EXAMPLE / f"{EXAMPLE.name}.py", folder)
+    shutil.copy(EXAMPLE_MODULE, folder)
     options = {"max_steps": 4, "output_dir": f'"{folder}/run"', "logging_steps": 1, **options}
     options |= {
         "vllm_server_port": free_port(),

@@ -9,8 +9,8 @@ import pytest
 from tests.helpers import ROOT, load_example
 
 TASKSETS = {
-    "reverse_text_v1": ("ReverseTextTaskset", "ReverseTextConfig"),
-    "calculator_v1": ("CalculatorTaskset", "CalculatorConfig"),
+    "reverse_text": ("ReverseTextTaskset", "ReverseTextConfig"),
+    "calculator": ("CalculatorTaskset", "CalculatorConfig"),
 }
 
 
@@ -39,7 +39,7 @@ def test_demonstrations_are_right_and_noise_makes_mistakes(name):
         question, *_, answer = conversation["messages"]
         right = (
             module.solve(question["content"])[2]
-            if name == "calculator_v1"
+            if name == "calculator"
             else question["content"][::-1]
         )
         assert answer == {"role": "assistant", "content": right}
@@ -47,7 +47,7 @@ def test_demonstrations_are_right_and_noise_makes_mistakes(name):
 
 
 def test_the_calculators_tools_compute_what_the_answers_are():
-    module, taskset = make_taskset("calculator_v1", num_tasks=30)
+    module, taskset = make_taskset("calculator", num_tasks=30)
     names = set()
     for task in taskset:
         name, arguments, answer = module.solve(task.data.prompt)
