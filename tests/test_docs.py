@@ -28,6 +28,7 @@ from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.cli.config import check_trainer_args, load_run_config
+from verifiers_rl.cli.setup import workspace_files
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
@@ -39,6 +40,7 @@ PAGES = [
     for path in (
         *sorted(DOCS.glob("*.md")),
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+        ROOT / "examples" / "README.md",
         *sorted((ROOT / "examples").glob("*/README.md")),
     )
 ]
@@ -318,7 +320,8 @@ def commands(page):
 
 @cache
 def help_of(program):
-    command = [str(Path(sys.executable).parent / program), "--help"]
+    scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
+    command = [sys.executable, "-m", scripts[program].partition(":")[0], "--help"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
@@ -369,10 +372,13 @@ def check_command(words, page):
         assert {word for word in rest[:script] if word.startswith("--")} <= {*known}, words
         if "--config_file" in rest:
             assert (ROOT / rest[rest.index("--config_file") + 1]).is_file(), words
+    elif program == "python" and rest[:2] == ["-m", "pytest"]:
+        assert all((ROOT / path).is_file() for path in rest[2:]), words
     elif program in ("python", ".venv/bin/python", ".venv-classic/bin/python"):
         script = ROOT / rest[0]
-        assert script.is_file() or rest[0] == "train.py", words  # the pages' own script
-        source = script.read_text() if script.is_file() else ""
+        in_workspace = workspace_files("skeleton").get(rest[0], b"").decode()
+        assert script.is_file() or in_workspace, words  # after vf-setup
+        source = script.read_text() if script.is_file() else in_workspace
         assert all(f'"{option}"' in source for option in options), words
     else:
         assert program in OTHERS, f"{page}: {words}"
