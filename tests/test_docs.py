@@ -304,7 +304,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 # --- Commands -------------------------------------------------------------------------------------
 
 # Programs of others; what they are given is theirs.
-OTHERS = {"cd", "cp", "export", "git", "nvidia-smi", "openssl", "source", "uv"}
+OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "uv"}
 
 
 def commands(page):

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tomllib
 import pytest
 import yaml
 
+import verifiers_rl
 from tests.helpers import HAS_CLASSIC, ROOT
 from verifiers_rl.cli import plan, setup
 from verifiers_rl.cli.config import load_run_config
@@ -127,6 +129,35 @@ def test_without_an_example_it_is_an_environment_of_ones_own(tmp_path, run_setup
     }
     (first, *_) = setup.first_commands((tmp_path / "README.md").read_text())
     assert f"    cd {tmp_path}\n    {first}\n" in said
+
+
+@pytest.mark.skipif(HAS_CLASSIC, reason="the examples are of the default stack")
+def test_the_script_of_a_workspace_is_the_run_of_its_toml(make_workspace, monkeypatch):
+    made, calls = {}, []
+
+    class Recorder:
+        def __init__(self, **options):
+            made.update(options)
+
+        def train(self):
+            calls.append("train")
+
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
+    monkeypatch.setattr(verifiers_rl, "RLTrainer", Recorder, raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "alphabet_sort", raising=False)
+    folder = make_workspace("alphabet_sort")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+    assert calls == ["train"] and made["model"] == str(folder / "outputs" / "warm_start")
+    assert (made["args"].max_steps, made["args"].learning_rate) == (100, 3e-4)
+    assert made["args"].use_cpu is True and made["env"].taskset.config.instruction == ""
+    assert next(iter(made["env"].eval_taskset)).data.prompt.isalpha()
+    monkeypatch.setattr(sys, "argv", ["train.py", str(folder / "rl_gpu.toml")])
+    monkeypatch.setattr(verifiers_rl, "RLConfig", lambda **options: options, raising=False)
+    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+    assert made["model"] == "Qwen/Qwen3-0.6B" and made["args"]["use_cpu"] is False
 
 
 @pytest.mark.slow

@@ -58,11 +58,11 @@ def main() -> None:
 def examples() -> dict[str, str]:
     """Return the names of the examples, the skeleton first, and the title of each one's README."""
     found = {}
-    for toml in sorted(EXAMPLES.glob("*/rl.toml"), key=lambda path: path.parent.name != SKELETON):
-        if toml.parent.name == "classic":  # for verifiers before 0.4
-            continue
-        title = (toml.parent / "README.md").read_text().partition("\n")[0]
-        found[toml.parent.name] = title.partition(": ")[2]
+    names = sorted(path.parent.name for path in EXAMPLES.glob("*/rl.toml"))
+    for name in sorted(names, key=SKELETON.__ne__):
+        if name != "classic":  # which is for verifiers before 0.4
+            title = (EXAMPLES / name / "README.md").read_text().partition("\n")[0]
+            found[name] = title.partition(": ")[2]
     return found
 
 
