@@ -53,7 +53,7 @@ $(INSTALLED): pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(UPGRADE) $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
 
-EXAMPLE := examples/reverse_text_v1
+EXAMPLE := examples/reverse_text
 
 # Its model is made for a CPU, which vLLM's GPU build cannot run on.
 ifeq ($(EXTRA),vllm)
@@ -61,7 +61,7 @@ demo:
 	$(MAKE) CPU=1 demo
 else
 demo: $(INSTALLED)
-	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text_v1.py $(EXAMPLE)/outputs/warm_start
+	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --overwrite --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 endif
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "reverse_text_v1"
+EXAMPLE = ROOT / "examples" / "reverse_text"
 OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {},
     "full": {"use_lora": False, "learning_rate": 3e-4},
@@ -47,7 +47,7 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     start = time.monotonic()
     if not model.exists():
         command = [sys.executable, str(EXAMPLE.parent / "warm_start.py")]
-        command += [str(EXAMPLE / "reverse_text_v1.py"), str(model), "--seed", str(seed)]
+        command += [str(EXAMPLE / "reverse_text.py"), str(model), "--seed", str(seed)]
         subprocess.run(command, check=True, capture_output=True)
     warm_start_s = time.monotonic() - start
     config = tomllib.loads((EXAMPLE / "rl.toml").read_text())
@@ -57,7 +57,7 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     own = {"seed": seed, "max_steps": steps, "output_dir": str(output)}
     config["trainer"]["args"] |= own | OPTIONS[mode]
     write_toml(config, output / "rl.toml")
-    (output / "reverse_text_v1.py").write_text((EXAMPLE / "reverse_text_v1.py").read_text())
+    (output / "reverse_text.py").write_text((EXAMPLE / "reverse_text.py").read_text())
     start = time.monotonic()
     with (output / "log.txt").open("wb") as log:
         command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(output / "rl.toml")]

@@ -4,7 +4,7 @@ in a minute or two on 2 cores.
 Supervised training uses clean demonstrations first, then noisy ones with mistakes in them. The
 model imitates the mistakes too. RL has to correct them, from rewards alone.
 
-    python examples/warm_start.py examples/reverse_text_v1/reverse_text_v1.py OUTPUT
+    python examples/warm_start.py examples/reverse_text/reverse_text.py OUTPUT
 
 The environment's module defines the demonstrations:
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import CLASSIC_REASON, EXAMPLE, HAS_CLASSIC
+from tests.helpers import CLASSIC_REASON, EXAMPLE_MODULE, HAS_CLASSIC, ROOT
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.orchestrator import Orchestrator
 
@@ -126,8 +126,8 @@ def token() -> Iterator[str]:
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's model, trained a little shorter than in the demo."""
     folder = tmp_path_factory.mktemp("warm_start")
-    command = [sys.executable, str(EXAMPLE.parent / "warm_start.py")]
-    command += [str(EXAMPLE / f"{EXAMPLE.name}.py"), str(folder)]
+    command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
+    command += [str(EXAMPLE_MODULE), str(folder)]
     command += ["--clean-steps", "220", "--noisy-steps", "40"]
     subprocess.run(command, check=True, capture_output=True, timeout=500)
     return folder

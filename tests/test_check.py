@@ -172,7 +172,7 @@ def test_an_environment_that_does_not_load(make_preflight, lines):
         assert "install -e '.[classic,vllm]'" in line
         return
     assert "No module named 'nowhere'" in line
-    line = said(EnvTable("reverse_text", {"size": 3}))
+    line = said(EnvTable("classic_reverse_text", {"size": 3}))
     assert "'size': 3" in line and "unexpected keyword argument 'size'" in line
 
 

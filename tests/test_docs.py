@@ -28,6 +28,7 @@ from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.cli.config import check_trainer_args, load_run_config
+from verifiers_rl.cli.setup import workspace_files
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
@@ -39,6 +40,7 @@ PAGES = [
     for path in (
         *sorted(DOCS.glob("*.md")),
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+        ROOT / "examples" / "README.md",
         *sorted((ROOT / "examples").glob("*/README.md")),
     )
 ]
@@ -195,7 +197,7 @@ def in_docs_folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: environments, a trained adapter, a prompt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text_v1"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text"))
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
@@ -302,7 +304,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 # --- Commands -------------------------------------------------------------------------------------
 
 # Programs of others; what they are given is theirs.
-OTHERS = {"cd", "cp", "export", "git", "nvidia-smi", "openssl", "source", "uv"}
+OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "uv"}
 
 
 def commands(page):
@@ -318,7 +320,8 @@ def commands(page):
 
 @cache
 def help_of(program):
-    command = [str(Path(sys.executable).parent / program), "--help"]
+    scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
+    command = [sys.executable, "-m", scripts[program].partition(":")[0], "--help"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
@@ -352,7 +355,7 @@ def check_command(words, page):
         assert {*options} <= server_flags(), words
     elif program == "vf-gepa":  # whose options depend on the environment
         command = [str(Path(sys.executable).parent / program), *rest, "--dry-run"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text_v1")}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text")}
         subprocess.run(command, env=environment, check=True, timeout=60)
     elif program.startswith("vf-"):
         for option in options:
@@ -369,10 +372,13 @@ def check_command(words, page):
         assert {word for word in rest[:script] if word.startswith("--")} <= {*known}, words
         if "--config_file" in rest:
             assert (ROOT / rest[rest.index("--config_file") + 1]).is_file(), words
+    elif program == "python" and rest[:2] == ["-m", "pytest"]:
+        assert all((ROOT / path).is_file() for path in rest[2:]), words
     elif program in ("python", ".venv/bin/python", ".venv-classic/bin/python"):
         script = ROOT / rest[0]
-        assert script.is_file() or rest[0] == "train.py", words  # the pages' own script
-        source = script.read_text() if script.is_file() else ""
+        in_workspace = workspace_files("skeleton").get(rest[0], b"").decode()
+        assert script.is_file() or in_workspace, words  # after vf-setup
+        source = script.read_text() if script.is_file() else in_workspace
         assert all(f'"{option}"' in source for option in options), words
     else:
         assert program in OTHERS, f"{page}: {words}"

@@ -499,7 +499,7 @@ def test_workers_roll_out_as_the_trainer_does_and_train(
     if kind == "classic":
         from verifiers_rl.envs.classic import load_environment
 
-        env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
+        env = load_environment("classic_letter_hunt", search_path=ROOT / "tests" / "classic")
     else:
         env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time

@@ -153,7 +153,7 @@ def test_what_is_no_environment_is_refused(tmp_path, env):
 @pytest.mark.skipif(HAS_CLASSIC, reason="this verifiers has classic environments")
 def test_a_classic_environment_where_there_are_none_says_what_to_install(tmp_path):
     with pytest.raises(InvalidEnvironmentError) as caught:
-        EnvTable("reverse_text").load(tmp_path)
+        EnvTable("classic_reverse_text").load(tmp_path)
     said = str(caught.value)
     assert f"verifiers {version('verifiers')}" in said
     assert "install -e '.[classic,vllm]'" in said

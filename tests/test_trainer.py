@@ -675,7 +675,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     runner = SimpleNamespace(weights=[1.0], bounds_replies=True)
     monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", client)
     monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
-    monkeypatch.setattr("verifiers_rl.server_side.Orchestrator", recorded("orchestrator"))
+    monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", recorded("orchestrator"))
     monkeypatch.setattr(
         "verifiers_rl.server_side.WeightSync", recorded("weight_sync", check_server=None)
     )
@@ -747,10 +747,10 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
     for name, part in (
         ("InferenceClient", Client),
         ("make_runner", lambda *args: runner),
-        ("Orchestrator", make_orchestrator),
         ("WeightSync", lambda *args: pytest.fail("the caller has given one")),
     ):
         monkeypatch.setattr(f"verifiers_rl.server_side.{name}", part)
+    monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", make_orchestrator)
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no")
     sink, own = StubSink(), {"advantage_fn": lambda group: [0.0], "example_order": lambda p, s: [0]}
     trainer = RLTrainer(make_tiny_model(), "env", args, tokenizer, weight_sync=sink, **own)

@@ -70,6 +70,7 @@ from verifiers_rl.losses import (
 )
 from verifiers_rl.model_trials import choose_layout
 from verifiers_rl.models import absolute_path, check_policy, load_policy
+from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.packing import Layout, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupts
 from verifiers_rl.report.metrics import (
@@ -161,7 +162,7 @@ class RLTrainer(Trainer):
         if args.process_index == 0:
             from verifiers_rl.server_side import connect
 
-            server_side = connect(policy, env, args, processing_class, replaced)
+            server_side = connect(policy, env, args, processing_class, replaced, Orchestrator)
             self.orchestrator, self.weight_sync, self._check_agreement = server_side
         self._evaluations = Evaluations(args)
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.

@@ -4,13 +4,13 @@ model = "Qwen/Qwen3-0.6B"        # a name on the hub or a folder;
                                  # ./ and ../ are relative to this file
 
 [env.taskset]                    # of verifiers.v1; [env] has the keys of its EnvConfig
-id = "reverse_text_v1"           # installed, or a module beside this file
+id = "reverse_text"              # installed, or a module beside this file
 [env.harness]                    # of its only agent; short for [env.agent.harness]
 id = "null"
 [env.eval_taskset]               # what differs in the taskset of evaluations
 
 [env]                            # or a classic environment (verifiers<0.4)
-id = "reverse_text"
+id = "classic_reverse_text"
 [env.args]                       # keyword arguments of its load_environment
 
                                  # or several: [[env]], each one of these and also

@@ -45,7 +45,8 @@ from verifiers_rl.report.trackers import tracker_error
 USAGE = (
     "vf-rl @ config.toml [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
-    "       vf-rl --check @ config.toml"
+    "       vf-rl --check @ config.toml\n"
+    "       vf-rl --eject [DIR]"
 )
 
 MAX_RESTARTS = 5  # in a row, without an answer of the server in between
@@ -79,10 +80,21 @@ def run() -> int:
     parser.add_argument(
         "--check", action="store_true", help="only try everything a run needs, a line each"
     )
+    parser.add_argument(
+        "--eject",
+        nargs="?",
+        const=".",
+        metavar="DIR",
+        help="only copy trainer.py and orchestrator.py there, as the start of a fork",
+    )
     # Passed inside a tmux session: the vf-rl that started it has loaded the environments.
     parser.add_argument("--in-session", action="store_true", help=argparse.SUPPRESS)
     if {"-h", "--help"} & set(sys.argv):
         parser.parse_args(["--help"])
+    if any(word.startswith("--eject") for word in sys.argv):
+        from verifiers_rl.cli.eject import eject
+
+        return eject(Path(parser.parse_args().eject))
     try:
         path, rest = toml_argument(sys.argv[1:])
         options = parser.parse_args(rest)
