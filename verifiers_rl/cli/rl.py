@@ -37,6 +37,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.session import run_in_tmux
+from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, port_error, reserve_port
 from verifiers_rl.report.run_folder import RunFolderError, closing_lines
@@ -45,7 +46,8 @@ from verifiers_rl.report.trackers import tracker_error
 USAGE = (
     "vf-rl @ config.toml [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
-    "       vf-rl --check @ config.toml"
+    "       vf-rl --check @ config.toml\n"
+    "       vf-rl view RUN... | vf-rl report RUN... -o page.html"
 )
 
 MAX_RESTARTS = 5  # in a row, without an answer of the server in between
@@ -58,6 +60,8 @@ class Stopped(Exception):
 
 
 def main() -> None:
+    if sys.argv[1:2] in (["view"], ["report"]):
+        sys.exit(look_at_runs(sys.argv[1:]))
     try:
         sys.exit(run())
     except KeyboardInterrupt:
