@@ -186,13 +186,13 @@ def page_of(
 
     Returns:
         `rows`, each as `summary_of`; `num_chosen`: rollouts of the choice, whatever their text;
-        `num_all`; `envs`; `start`; `next`: place behind the last row or, of a search, behind the last
-        rollout that was looked at; None at the end. `histogram` of the choice's rewards.
+        `num_all`; `envs`; `start`; `next`: place behind the last row or, of a search, behind the
+        last rollout that was looked at; None at the end. `histogram` of the choice's rewards.
     """
     numbers = select(rollouts, wanted)
     count = min(max(count, 1), 4 * PAGE)
     place = start = min(max(start, 0), len(numbers))
-    rows = []
+    rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + SEARCH_S
     with Lines(rollouts) as lines:
         contains = _search_for(wanted.text)

@@ -236,6 +236,7 @@ def make_page(data: dict[str, Any]) -> bytes:
     """Return the HTML of the page with its styles, scripts and data inside."""
     scripts: list[str] = []
     styles: list[str] = []
+    licence = _own("vendor/LICENSE")
 
     def inline_style(match: re.Match[str]) -> str:
         styles.append(_own(match[1]))
@@ -243,8 +244,10 @@ def make_page(data: dict[str, Any]) -> bytes:
 
     def inline_script(match: re.Match[str]) -> str:
         is_module = 'type="module"' in match[0]
-        scripts.append(bundle(match[1]) if is_module else _own(match[1]))
-        return f"<script{' type="module"' * is_module}>{scripts[-1]}</script>"
+        text = bundle(match[1]) if is_module else f"/*\n{licence}*/\n{_own(match[1])}"
+        scripts.append(text)
+        opening = '<script type="module">' if is_module else "<script>"
+        return f"{opening}{scripts[-1]}</script>"
 
     page = _own("index.html")
     icon = base64.b64encode(_own("icon.svg").encode()).decode()
@@ -284,15 +287,20 @@ def bundle(name: str) -> str:
         for needed in needs.findall(text):
             if needed not in texts:
                 add(needed)
-        text = re.sub(r"^export (?=(async )?function|const|class)", "", needs.sub("", text),
-                      flags=re.MULTILINE)  # fmt: skip
+        text = needs.sub("", text)
+        text = re.sub(r"^export (?=(async )?function|const|class)", "", text, flags=re.MULTILINE)
         if wrong := re.search(r"^(import|export)\b.*", text, re.MULTILINE):
             raise ValueError(f"{name}: {wrong[0]!r} cannot be put into one file")
         del texts[name]
         texts[name] = text
 
     add(name)
-    return "".join(texts.values())
+    whole = "".join(texts.values())
+    names = re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", whole, re.MULTILINE)
+    if len(names) > len({*names}):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"more than one module has {', '.join(twice)}")
+    return whole
 
 
 def _own(name: str) -> str:

@@ -84,12 +84,16 @@ def _folders_of_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
     if depth == _DEPTH:
         return
     try:
-        inside = sorted(entry.path for entry in os.scandir(folder)
-                        if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")  # fmt: skip
+        with os.scandir(folder) as entries:
+            inside = sorted(entry.path for entry in entries if _may_hold_runs(entry))
     except OSError:  # not readable, or just removed
         return
     for path in inside:
         yield from _folders_of_runs(Path(path), depth + 1)
+
+
+def _may_hold_runs(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
 
 
 def _free_name(folder: Path, taken: dict[str, Run], others: list[Path]) -> str:
@@ -122,8 +126,8 @@ class Run:
         """Return what the page shows of the run as a whole, as JSON can have it.
 
         Keys: `name`, `run` (of run.json), `status` (see `_status`), `step`, `written_at` (unix
-        seconds, None if there are no files), `num_rollouts`, `rows` (lines of metrics), `generation`
-        (changes when lines were removed), `problems` (texts).
+        seconds, None if there are no files), `num_rollouts`, `rows` (lines of metrics),
+        `generation` (changes when lines were removed), `problems` (texts).
         """
         problems = []
         run, problem = _read_run(self.folder)
@@ -159,11 +163,11 @@ class Run:
         return 0 if rollouts is None else len(rollouts)
 
     def metrics(self, generation: int = -1, start: int = 0) -> dict[str, Any]:
-        """Return the lines of metrics.jsonl from `start` on as columns; all lines if `generation` is
-        not the present one. A value that is absent or not finite is None.
+        """Return the lines of metrics.jsonl from `start` on as columns; all lines if `generation`
+        is not the present one. A value that is absent or not finite is None.
 
-        Keys: `generation`, `start`, `columns` (values by name), `not_finite` (by name: how many, and
-        the step of the first).
+        Keys: `generation`, `start`, `columns` (values by name), `not_finite` (by name: how many,
+        and the step of the first).
         """
         with self._lock:
             found = self._metrics.refresh()

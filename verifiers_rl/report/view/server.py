@@ -50,7 +50,12 @@ from verifiers_rl.report.view.runs import Run, Runs
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]  # under which browsers reach it, also through a tunnel
 STATIC = Path(__file__).parent / "static"
-_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "

@@ -74,6 +74,10 @@ export function formatTime(unixSeconds) {
   return new Date(1000 * unixSeconds).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }
 
+export function signed(value) {
+  return `${value > 0 ? "+" : ""}${formatNumber(Number(value.toFixed(4)))}`;
+}
+
 export function mean(values) {
   const known = values.filter(isNumber);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
