@@ -41,6 +41,7 @@ MAX_ROWS = 1_000  # lines of metrics of a run; of more, neighbours become one
 MAX_TEXT = 20_000  # characters of one text of a rollout
 _FAILED, _EVALUATED = 8, 12  # groups with a failed rollout; of the first and the last evaluation
 _TOKENS_SHARE = 0.4  # of the room for rollouts
+_TRIES = 4
 _PATIENCE = 50  # groups in a row that are too large for the rest of the room
 
 
@@ -59,16 +60,22 @@ def write_page(runs: Runs, target: Path, max_bytes: int) -> list[str]:
     found = [run for run in runs.find() if run.state()["status"] != "empty"]
     if not found:
         raise ViewError("there is no run in these folders; a run has metrics.jsonl or run.json")
-    room = float(max_bytes)
-    for _ in range(8):
-        parts = [_describe(run, room / len(found)) for run in found]
-        page = make_page({"made_at": time.time(), "version": _version(), "runs": parts})
-        if len(page) <= max_bytes:
+    room, page, parts = float(max_bytes), b"", []
+    for _ in range(_TRIES):
+        more = [_describe(run, room / len(found)) for run in found]
+        larger = make_page({"made_at": time.time(), "version": _version(), "runs": more})
+        spare = max_bytes - len(larger)
+        if spare >= 0:
+            page, parts = larger, more
+            if _is_whole(more) or spare < 0.15 * max_bytes:
+                break
+        elif page or room == 0.0:
             break
-        room = max(room - 1.1 * (len(page) - max_bytes), 0.0)
-    else:
+        # Compressed together, rollouts take less than alone.
+        room = max(room + (spare if spare > 0 else 1.1 * spare), 0.0)
+    if not page:
         raise ViewError(
-            f"the page has {len(page) / 1e6:.2f} MB without rollouts; raise --max-mb above it, "
+            f"the page has {len(larger) / 1e6:.2f} MB without rollouts; raise --max-mb above it, "
             "or show fewer runs"
         )
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
@@ -81,6 +88,10 @@ def write_page(runs: Runs, target: Path, max_bytes: int) -> list[str]:
             f"{part['state']['num_rollouts']:,} rollouts, tokens of {len(part['tokens']):,}"
         )
     return lines
+
+
+def _is_whole(parts: list[dict[str, Any]]) -> bool:
+    return all(len(part["rollouts"]) == part["state"]["num_rollouts"] for part in parts)
 
 
 def _describe(run: Run, room: float) -> dict[str, Any]:
@@ -171,7 +182,7 @@ def _embedded(rollouts: Rollouts, lines: Lines, number: int) -> dict[str, Any]:
 def _groups_in_order(rollouts: Rollouts) -> Iterator[list[int]]:
     """Yield the rollouts of each group, the most telling groups first: one of each step, with
     tokens if one has them, steps from all over the run before those between them; groups with
-    failed rollouts; groups of the first and the last evaluation; then the other groups.
+    failed rollouts; groups of the last and the first evaluation; then the other groups.
     """
     index = rollouts.index
     is_eval = (index["flags"] & IS_EVAL).astype(np.int64)
@@ -207,6 +218,7 @@ def _groups_in_order(rollouts: Rollouts) -> Iterator[list[int]]:
         yield from fresh(iter(of_step[1, step][:_EVALUATED]))
     for place in range(1, max(map(len, trained.values()), default=0)):
         yield from fresh(trained[step][place] for step in steps if place < len(trained[step]))
+    yield from fresh(iter(groups))
 
 
 def spread(items: list[Any]) -> Iterator[Any]:

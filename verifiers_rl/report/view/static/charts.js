@@ -5,7 +5,7 @@ import { colorOf, formatNumber, formatSeconds, h, isNumber } from "./dom.js";
 /* global uPlot */
 
 export const RUN_COLORS = ["--run0", "--run1", "--run2", "--run3", "--run4", "--run5", "--run6", "--run7"];
-const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]]; // a second sign beside the color
+const DASHES = [[], [8, 4], [2, 3]]; // for runs beyond the number of colors
 const HEIGHT = 170;
 
 // The mean over the past that forgets: 0 is the values themselves.
@@ -139,7 +139,7 @@ export class Chart {
       width: this.area.clientWidth,
       height: HEIGHT,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 16, 0, 0],
       scales: {
         x: { time: false, range: (u, min, max) => (min < max ? [min, max] : [min - 1, max + 1]) },
         y: { range: (u, min, max) => niceRange(min, max, this.stacked) },
@@ -157,7 +157,7 @@ export class Chart {
             stroke,
             width: isFaint ? 1 : 1.8,
             alpha: isFaint ? 0.3 : 1,
-            dash: this.stacked ? [] : DASHES[Math.floor((number || 0)) % DASHES.length],
+            dash: DASHES[Math.floor((number || 0) / RUN_COLORS.length) % DASHES.length],
             fill: this.stacked ? stroke : undefined,
             spanGaps: true,
             points: { show: (u) => u.data[0].length < 40 && !isFaint, size: 5 },

@@ -62,6 +62,7 @@ export function formatShare(share) {
 
 export function formatSeconds(seconds) {
   if (!isNumber(seconds)) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 100) return `${trimmed(Number(seconds.toPrecision(3)))} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;

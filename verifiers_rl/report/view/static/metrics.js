@@ -2,7 +2,8 @@
 // should make a person look. docs/metrics.md has the formulas; the limits are those of its column
 // "healthy".
 
-// `main`: the ones that are drawn first. `above`, `below`: look when the value is beyond.
+// `above`, `below`: look when the value is beyond. `hint`: what may help. `kind`: the rollouts that
+// show it.
 export const METRICS = {
   reward: { text: "Mean reward of the surviving rollouts. It should rise." },
   reward_std: { text: "Standard deviation of the rewards. At 0 nothing can be learned.", below: 1e-9 },
@@ -25,8 +26,8 @@ export const METRICS = {
   staleness_max: { text: "Staleness of the oldest token." },
   completion_tokens: { text: "Mean number of sampled tokens of a rollout. It should not jump." },
   num_turns: { text: "Mean number of model calls of a rollout." },
-  truncated_share: { text: "Share of rollouts that a length limit cut.", above: 0.1, hint: "raise max_tokens or max_seq_len" },
-  error_share: { text: "Share of rollouts that failed and were left out.", above: 0, hint: "Rollouts, state: failed" },
+  truncated_share: { text: "Share of rollouts that a length limit cut.", above: 0.1, kind: "truncated", hint: "raise max_tokens or max_seq_len" },
+  error_share: { text: "Share of rollouts that failed and were left out.", above: 0, kind: "failed" },
   broken_turn_share: { text: "Share of later turns that did not continue the tokens before them.", above: 0, hint: "client_type" },
   restarted_share: { text: "Share of rollouts that began again because a rollout worker died.", above: 0 },
   num_masked_samples: { text: "Sequences of the batch without a loss token.", above: 0 },
@@ -97,13 +98,13 @@ export function attention(columns, notFinite) {
   for (const [name, [count, step]] of Object.entries(notFinite)) {
     found.push({ name, text: `${name} was not a finite number ${count === 1 ? "once" : `${count} times`}, first in step ${step}` });
   }
-  for (const [name, { above, below, hint }] of Object.entries(METRICS)) {
+  for (const [name, { above, below, hint, kind }] of Object.entries(METRICS)) {
     const values = (columns[name] || []).filter((value) => value !== null).slice(-10);
     if (!values.length) continue;
     const value = values.reduce((sum, one) => sum + one, 0) / values.length;
     const isHigh = above !== undefined && value > above;
     if (isHigh || (below !== undefined && value < below)) {
-      found.push({ name, value, isHigh, limit: isHigh ? above : below, hint });
+      found.push({ name, value, isHigh, limit: isHigh ? above : below, hint, kind });
     }
   }
   return found;

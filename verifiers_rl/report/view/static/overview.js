@@ -1,6 +1,6 @@
 // How the runs are, in ten seconds: a card for each, what differs between them, and the curves.
 
-import { formatCount, formatNumber, formatSeconds, formatShare, formatTime, h, isNumber, linkTo, mean } from "./dom.js";
+import { formatCount, formatNumber, formatSeconds, formatShare, formatTime, h, isNumber, mean } from "./dom.js";
 import { Chart, smoothed } from "./charts.js";
 import { aboutMetric, attention, inSections } from "./metrics.js";
 import { statusOf, swatch } from "./runs.js";
@@ -200,15 +200,23 @@ const SHOWN_TROUBLES = 4;
 function troubles(app, run, found) {
   const items = [
     ...run.problems.map((text) => h("li", {}, text)),
-    ...found.map(({ name, text, value, isHigh, limit, hint }) => h("li", {},
-      text || [h("a", { href: linkTo("overview", { runs: app.params.getAll("runs") }), onclick: (event) => toChart(event, name) }, name),
-        ` ${formatNumber(value)}, ${isHigh ? "above" : "below"} ${formatNumber(limit < 1e-6 ? 0 : limit)}`.replace("below 0", "that is 0"),
-        hint ? h("span", { class: "quiet" }, ` (${hint})`) : null])),
+    ...found.map((what) => h("li", {}, trouble(app, run, what))),
   ];
   if (!items.length) return null;
   const rest = items.splice(SHOWN_TROUBLES);
   return h("div", { class: "troubles" }, h("h3", {}, "Look at"), h("ul", {}, items),
     rest.length ? h("details", {}, h("summary", {}, `${rest.length} more`), h("ul", {}, rest)) : null);
+}
+
+function trouble(app, run, { name, text, value, isHigh, limit, hint, kind }) {
+  if (text) return text;
+  const show = name.endsWith("_share") ? formatShare : formatNumber;
+  const beyond = limit < 1e-6 && !isHigh ? "zero" : `${isHigh ? "above" : "below"} ${show(limit)}`;
+  return [
+    h("a", { href: app.link("overview"), onclick: (event) => toChart(event, name) }, name), ` is ${show(value)}, ${beyond}`,
+    kind && run.num_rollouts ? [": ", h("a", { href: app.link("rollouts", { run: run.name, kind }) }, "these rollouts")] : null,
+    hint ? h("span", { class: "quiet" }, ` (${hint})`) : null,
+  ];
 }
 
 function toChart(event, name) {

@@ -61,8 +61,8 @@ export function mountRollouts(root, app) {
     field("split", "Split", select({ "": "all", train: "train", eval: "eval" })),
     field("env", "Environment", select({ "": "all" })),
     field("kind", "State", select(KINDS)),
-    h("fieldset", {}, h("legend", {}, "Reward"), field("min_reward", "from", type(number)), field("max_reward", "to", type(number))),
-    h("fieldset", {}, h("legend", {}, "Step"), field("from_step", "from", type(whole)), field("to_step", "to", type(whole))),
+    h("fieldset", {}, h("legend", {}, "Reward"), field("min_reward", "from", type({ ...number, placeholder: "from" })), field("max_reward", "to", type({ ...number, placeholder: "to" }))),
+    h("fieldset", {}, h("legend", {}, "Step"), field("from_step", "from", type({ ...whole, placeholder: "from" })), field("to_step", "to", type({ ...whole, placeholder: "to" }))),
     field("example", "Example", type(whole)),
     field("order", "Order", select(ORDERS)),
     h("button", { type: "button", class: "clear", onclick: () => app.go(app.link("rollouts", { run: current().run })) }, "Clear"),
@@ -163,10 +163,10 @@ export function mountRollouts(root, app) {
       row.is_truncated && "truncated", row.split === "train" && !row.in_loss && !row.error && !row.is_unreadable && "not in loss",
       row.has_tokens && "tokens",
     ].filter(Boolean);
-    const about = [row.env, `step ${row.step}`, `group ${row.group}`, row.role, row.num_turns > 1 && `${row.num_turns} turns`,
+    const about = [row.env, `step ${row.step}`, `group ${row.group}`, row.num_turns > 1 && `${row.num_turns} turns`,
       isNumber(row.num_sampled_tokens) && `${row.num_sampled_tokens.toLocaleString("en")} tokens`];
     return h("li", {}, h("a", { href: hrefOf(row.number), "data-number": row.number },
-      h("span", { class: "reward" }, isNumber(row.reward) ? formatNumber(Number(row.reward.toFixed(4))) : "–"),
+      h("span", { class: "reward" }, isNumber(row.reward) ? formatNumber(Number(row.reward.toFixed(3))) : "–"),
       h("span", { class: "about" }, about.filter(Boolean).join(" · "), flags.map((flag) => h("em", { class: `flag flag-${flag.replace(/ /g, "-")}` }, flag))),
       h("span", { class: "preview" }, row.is_unreadable ? "The line cannot be read." : row.preview || "(no text)")));
   }

@@ -48,7 +48,7 @@ export function mountRuns(root, app) {
     root.hidden = store.runs.length < 2;
     const now = JSON.stringify(store.runs.map((run) => [run.name, run.status, run.step, store.isShown(run.name)]));
     if (now === signature) return;
-    if (!signature) box.open = store.runs.length <= 8;
+    if (!signature) box.open = store.runs.length <= 8 && matchMedia("(min-width: 800px)").matches;
     signature = now;
     title.textContent = `${formatCount(store.runs.length, "run")}, ${store.shown.length} shown`;
     find.hidden = store.runs.length <= 8;
