@@ -32,6 +32,7 @@ SEARCH_S = 1.0  # for a search in texts; the page asks again for the rest
 MAX_TOKENS = 2_000  # in one answer
 MAX_GROUP = 64  # rollouts of a group that are shown side by side
 _PREVIEW, _GROUP_TEXT, _TEXT = 200, 4_000, 400_000  # characters of a text
+_CHECK = 32  # lines that are read between two looks at the clock
 _BINS = 20  # of a histogram
 _LARGEST = 2**31 - 1  # of the index's numbers
 _COMMON = ("step", "split", "env", "role", "example", "group", "reward", "advantage", "in_loss",
@@ -196,7 +197,9 @@ def page_of(
     deadline = time.monotonic() + SEARCH_S
     with Lines(rollouts) as lines:
         contains = _search_for(wanted.text)
-        while place < len(numbers) and len(rows) < count and time.monotonic() < deadline:
+        while place < len(numbers) and len(rows) < count:
+            if place > start and place % _CHECK == 0 and time.monotonic() > deadline:
+                break
             number = int(numbers[place])
             place += 1
             line = lines.bytes_of(number)

@@ -142,10 +142,11 @@ class Run:
         written_at = max(
             (_mtime(self.folder / name) for name in (RUN, METRICS, ROLLOUTS)), default=0.0
         )
+        status = _status(run, written_at)
         return {
             "name": self.name,
-            "run": run,
-            "status": _status(run, written_at),
+            "run": {key: value for key, value in run.items() if key != "pid"},
+            "status": status,
             "step": step,
             "written_at": written_at or None,
             "num_rollouts": self._num_rollouts(),

@@ -228,13 +228,14 @@ def listen(port: int) -> socket.socket:
 
     Raises:
         OSError: the port is in use.
+        OverflowError: there is no such port.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
         listener.listen(128)
-    except OSError:
+    except (OSError, OverflowError):
         listener.close()
         raise
     return listener
