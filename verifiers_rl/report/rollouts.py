@@ -154,7 +154,10 @@ def read_rollouts(folder: str | Path) -> Rollouts:
             f"{folder / ROLLOUTS}: no such file; a run with log_rollouts writes it in its first "
             "step"
         )
-    envs = list(read_run(folder).get("envs", []))
+    try:
+        envs = list(read_run(folder).get("envs", []))
+    except ValueError:  # run.json is broken: each line has the name of its environment too
+        envs = []
     index = _read_index(folder)
     if index is None:
         with (folder / ROLLOUTS).open("rb") as file:

@@ -20,7 +20,7 @@ export function messageElement(message, turns = [], found = "") {
     message.reasoning ? h("details", { class: "reasoning", open: asText(message.reasoning).length < 600 }, h("summary", {}, "Reasoning"), textElement(asText(message.reasoning), found)) : null,
     message.content ? textElement(asText(message.content), found) : calls.length || message.reasoning ? null : h("p", { class: "quiet" }, "(empty)"),
     calls.map((call) => h("div", { class: "call" },
-      h("header", {}, h("b", {}, `${asText(call?.name) || "?"}`), h("span", { class: "quiet" }, ` call ${asText(call?.id)}`)),
+      h("header", {}, h("b", {}, marked(asText(call?.name) || "?", found)), h("span", { class: "quiet" }, ` call ${asText(call?.id)}`)),
       textElement(prettyJson(asText(call?.arguments)), found))));
 }
 

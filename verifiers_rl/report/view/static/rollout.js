@@ -86,9 +86,10 @@ export function mountRollout(root, app, { close, neighbour }) {
   }
 
   function onKey(event) {
-    if (!row) return false;
+    if (!asked || asked.number === null) return false;
     const tab = { m: "messages", t: "tokens", g: "group" }[event.key];
-    if (tab) app.go(withTab(asked.href(row.number), tab), { replace: true });
+    if (tab) app.go(withTab(asked.href(asked.number), tab), { replace: true });
+    else if (!row) return false; // it is on its way
     else if (event.key === "[" || event.key === "]") {
       const numbers = row.group_numbers || [];
       const number = numbers[numbers.indexOf(row.number) + (event.key === "]" ? 1 : -1)];

@@ -72,7 +72,7 @@ export function mountRollouts(root, app) {
     const params = app.params;
     const filter = Object.fromEntries(FIELDS.map((name) => [name, params.get(name) || ""]));
     const withRollouts = store.runs.filter((run) => run.num_rollouts);
-    if (!store.run(filter.run)) filter.run = (store.shown.find((run) => run.num_rollouts) || withRollouts[0] || store.runs[0])?.name || "";
+    if (!filter.run) filter.run = (store.shown.find((run) => run.num_rollouts) || withRollouts[0] || store.runs[0])?.name || "";
     return filter;
   }
 
