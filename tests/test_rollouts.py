@@ -143,6 +143,9 @@ def test_a_missing_index_is_made_again_from_the_lines(tmp_path):
     (tmp_path / "run.json").unlink()
     assert np.array_equal(read_rollouts(tmp_path).index, before)
     assert not (tmp_path / INDEX).exists()  # a reader changes nothing
+    (tmp_path / "run.json").write_text('{"envs": ["oth')
+    assert read_rollouts(tmp_path).envs == ["sums", "words"]
+    (tmp_path / "run.json").unlink()
     write(tmp_path, [make_row(3, env="words")])
     again = read_rollouts(tmp_path)
     assert np.array_equal(again.index[:2], before) and again.envs == ["sums", "words"]

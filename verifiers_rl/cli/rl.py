@@ -37,6 +37,7 @@ from verifiers_rl.cli.plan import (
     trainer_command,
 )
 from verifiers_rl.cli.session import run_in_tmux
+from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, port_error, reserve_port
 from verifiers_rl.report.run_folder import RunFolderError, closing_lines
@@ -46,7 +47,8 @@ USAGE = (
     "vf-rl @ config.toml [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
     "       vf-rl --check @ config.toml\n"
-    "       vf-rl --eject [DIR]"
+    "       vf-rl --eject [DIR]\n"
+    "       vf-rl view RUN... | vf-rl report RUN... -o page.html"
 )
 
 MAX_RESTARTS = 5  # in a row, without an answer of the server in between
@@ -59,6 +61,8 @@ class Stopped(Exception):
 
 
 def main() -> None:
+    if sys.argv[1:2] in (["view"], ["report"]):
+        sys.exit(look_at_runs(sys.argv[1:]))
     try:
         sys.exit(run())
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ missing or broken again from the lines. This module imports nothing heavy.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -120,7 +121,8 @@ class Rollouts:
 
     def tokens(self, number: int) -> dict[str, np.ndarray] | None:
         """Return the arrays of a rollout's tokens, (T,) each, and `text`, T strings. None if it has
-        none on disk. `TOKEN_DTYPES` names the arrays.
+        none on disk. `TOKEN_DTYPES` names the arrays. A character that several tokens make is the
+        text of the last one; that of the others is "".
         """
         number = range(len(self))[number]
         record = self.index[number]
@@ -131,10 +133,11 @@ class Rollouts:
             (found,) = np.nonzero(arrays["rows"] == number)
             if not len(found):
                 return None
-            start, stop = arrays["starts"][found[0]], arrays["starts"][found[0] + 1]
+            start, stop = arrays["starts"][found[0] : found[0] + 2].tolist()
             values = {name: arrays[name][start:stop] for name in TOKEN_DTYPES}
             text, ends = arrays["text"].tobytes(), [0, *arrays["text_ends"].tolist()]
-        pieces = [text[ends[i] : ends[i + 1]].decode(errors="replace") for i in range(start, stop)]
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        pieces = [decode(text[ends[i] : ends[i + 1]], i + 1 == stop) for i in range(start, stop)]
         return {**values, "text": np.array(pieces)}
 
 
@@ -151,7 +154,10 @@ def read_rollouts(folder: str | Path) -> Rollouts:
             f"{folder / ROLLOUTS}: no such file; a run with log_rollouts writes it in its first "
             "step"
         )
-    envs = list(read_run(folder).get("envs", []))
+    try:
+        envs = list(read_run(folder).get("envs", []))
+    except ValueError:  # run.json is broken: each line has the name of its environment too
+        envs = []
     index = _read_index(folder)
     if index is None:
         with (folder / ROLLOUTS).open("rb") as file:

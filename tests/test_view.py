@@ -1,0 +1,701 @@
+"""What the page about runs shows, without a browser: runs, rollouts, the server, the file."""
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.fake_run import write_fake_run
+from tests.helpers import ROOT
+from tests.test_rollouts import token_arrays
+from verifiers_rl import read_rollouts
+from verifiers_rl.cli.view import look_at_runs
+from verifiers_rl.report.rollouts import (
+    INDEX,
+    ROLLOUTS,
+    RolloutWriter,
+    remove_rollouts,
+    write_run,
+)
+from verifiers_rl.report.view import browse, one_file, server
+from verifiers_rl.report.view.browse import Filter, group_of, page_of, rollout_of, select, tokens_of
+from verifiers_rl.report.view.runs import MetricsFile, Run, Runs, ViewError
+
+
+def make_row(step=1, reward=0.5, split="train", content="so", **others):
+    messages = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": content}]
+    row = {"step": step, "split": split, "env": "sums", "example": 7, "group": 0, "reward": reward}
+    return {**row, "in_loss": split == "train", "messages": messages, **others}
+
+
+def write_rows(folder, rows, tokens=None, up_to_step=None):
+    writer = RolloutWriter(folder, up_to_step)
+    writer.append(rows, tokens=tokens)
+    writer.close()
+    return read_rollouts(folder)
+
+
+def write_lines(path, *rows, mode="a"):
+    with path.open(mode) as file:
+        file.writelines(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_in_folders_and_have_names_of_their_own(tmp_path):
+    for name in ("a/rl", "b/rl", "b/deep/er/other", "c/.hidden/no", "b/rl/checkpoint-3"):
+        (tmp_path / name).mkdir(parents=True)
+    write_lines(tmp_path / "a/rl/metrics.jsonl", {"step": 1})
+    write_lines(tmp_path / "b/rl/run.json", {})
+    write_lines(tmp_path / "b/rl/checkpoint-3/metrics.jsonl", {})  # inside a run
+    write_lines(tmp_path / "c/.hidden/no/metrics.jsonl", {})
+    runs = Runs([tmp_path / "a/rl", tmp_path])
+    assert [run.name for run in runs.find()] == ["a/rl", "b/rl"]
+    write_lines(tmp_path / "b/deep/er/other/rollouts.jsonl")  # it begins later
+    assert [run.name for run in runs.find()] == ["a/rl", "other", "b/rl"]
+    assert runs["other"].folder == tmp_path / "b/deep/er/other"
+    (tmp_path / "a/rl/metrics.jsonl").unlink()
+    assert [run.name for run in Runs([tmp_path]).find()] == ["other", "rl"]
+
+
+def test_a_folder_that_is_none_is_an_error_and_an_empty_one_is_a_run_to_come(tmp_path):
+    with pytest.raises(ViewError, match="nowhere: no such folder; give the folder of a run"):
+        Runs([tmp_path / "nowhere"])
+    (tmp_path / "file").touch()
+    with pytest.raises(ViewError, match="file: is a file"):
+        Runs([tmp_path / "file"])
+    (run,) = Runs([tmp_path]).find()
+    state = run.state()
+    assert (state["status"], state["step"], state["written_at"]) == ("empty", 0, None)
+    assert run.metrics()["columns"] == {} and run.rollouts() is None
+
+
+def test_new_lines_of_metrics_are_read_once_and_a_replaced_file_from_its_begin(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    assert metrics.refresh().num_rows == 0
+    write_lines(path, {"step": 1, "loss": 0.5}, '{"step": 2, "lo')
+    assert metrics.refresh().num_rows == 1  # the second line is not finished
+    write_lines(path, 'ss": "nan", "reward": 1}\n', "oh\n", "[1]\n", {"step": "3"}, {"step": 3})
+    metrics.refresh()
+    assert metrics.num_rows == 3 and metrics.num_unreadable == 3 and metrics.generation == 0
+    assert metrics.not_finite == {"loss": (1, 2)}
+    assert list(metrics.columns["step"]) == [1, 2, 3]
+    assert [math.isnan(value) for value in metrics.columns["reward"]] == [True, False, True]
+    # A resumed run leaves the lines up to its checkpoint, and is soon longer than before.
+    aside = tmp_path / "aside"
+    write_lines(aside, {"step": 1, "loss": 0.5}, *({"step": n, "loss": 0.25} for n in range(2, 9)))
+    aside.replace(path)
+    metrics.refresh()
+    assert metrics.generation == 1 and list(metrics.columns["step"]) == [*range(1, 9)]
+    assert metrics.not_finite == {} and metrics.num_unreadable == 0
+    path.unlink()
+    assert metrics.refresh().num_rows == 0 and metrics.generation == 2
+
+
+def test_metrics_are_given_from_a_line_on_and_whole_to_who_has_old_ones(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", *({"step": n, "x": n / 3} for n in range(1, 4)))
+    run = Run("a", tmp_path)
+    whole = run.metrics()
+    assert whole["columns"] == {"step": [1, 2, 3], "x": [0.3333333, 0.6666667, 1.0]}
+    rest = run.metrics(whole["generation"], 2)
+    assert rest["start"] == 2 and rest["columns"] == {"step": [3], "x": [1.0]}
+    assert run.metrics(whole["generation"] + 1, 2)["start"] == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "age_s", "status"),
+    [
+        ({"status": "running", "pid": os.getpid()}, 9999, "running"),
+        ({"status": "running", "pid": 2**22 + 1}, 5, "running"),  # perhaps on another machine
+        ({"status": "running", "pid": 2**22 + 1}, 9999, "lost"),
+        ({"status": "running", "pid": "?"}, 9999, "lost"),
+        ({"status": "failed"}, 0, "failed"),
+        ({"status": 3}, 0, "unknown"),
+        (None, 0, "unknown"),
+    ],
+)
+def test_the_status_of_a_run_is_what_its_files_and_its_process_say(tmp_path, run, age_s, status):
+    write_lines(tmp_path / "metrics.jsonl", {"step": 4})
+    if run is not None:
+        write_run(tmp_path, run)
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() - age_s,) * 2)
+    state = Run("a", tmp_path).state()
+    assert state["status"] == status and state["step"] == 4
+
+
+def test_files_that_cannot_be_read_are_said(tmp_path):
+    (tmp_path / "run.json").write_text('{"status": "runn')
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1}, "}{\n")
+    state = Run("a", tmp_path).state()
+    assert state["problems"][1] == "metrics.jsonl: 1 lines cannot be read"
+    assert state["problems"][0].startswith("run.json cannot be read: ")
+    (tmp_path / "run.json").write_text("[]")
+    assert Run("a", tmp_path).state()["problems"][0] == "run.json is no JSON object"
+
+
+def test_rollouts_are_read_again_after_more_were_written_or_some_were_removed(tmp_path):
+    write_rows(tmp_path, [make_row(1), make_row(2)])
+    run = Run("a", tmp_path)
+    assert len(run.rollouts()) == run.state()["num_rollouts"] == 2
+    assert run.rollouts() is run.rollouts()  # nothing has changed
+    write_rows(tmp_path, [make_row(2, content="again")], up_to_step=1)
+    found = run.ask(lambda rollouts: page_of(rollouts, Filter()))
+    assert [row["preview"] for row in found["rows"]] == ["again", "so"]
+    remove_rollouts(tmp_path)
+    assert run.rollouts() is None and run.ask(len) is None and run.state()["num_rollouts"] == 0
+
+
+def test_a_question_is_asked_again_if_the_rows_changed_meanwhile(tmp_path):
+    write_rows(tmp_path, [make_row(1), make_row(2, content="old"), make_row(3)])
+    run, asked = Run("a", tmp_path), []
+
+    def question(rollouts):
+        asked.append(len(rollouts))
+        if len(asked) == 1:
+            write_rows(tmp_path, [make_row(2, content="new")], up_to_step=1)
+        return rollout_of(rollouts, 1)
+
+    assert run.ask(question)["messages"][-1]["content"] == "new" and asked == [3, 2]
+
+    def question_while_it_grows(rollouts):
+        asked.append(len(rollouts))
+        write_rows(tmp_path, [make_row(4, None)])  # a reward that is NaN in the index
+        return len(rollouts)
+
+    assert run.ask(question_while_it_grows) == 2 and asked == [3, 2, 2]
+
+
+# --- A choice of rollouts -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chosen_from(tmp_path_factory):
+    error = {"type": "TimeoutError", "message": "too Late"}
+    call = {"id": "c1", "name": "calculate", "arguments": '{"expression": "2*3"}'}
+    calling = [{"role": "assistant", "content": "", "reasoning": "6?", "tool_calls": [call]}]
+    rows = [
+        make_row(1, 0.1, content="zero"),
+        make_row(1, 0.9, content='said "Hi"\nand went'),
+        make_row(2, None, error=error, in_loss=False, content="GRÖSSE"),
+        make_row(2, 0.4, "eval", env="words", content="four"),
+        make_row(2, 0.4, is_truncated=True, example=3, messages=calling, env="words"),
+        make_row(3, 0.1, in_loss=False, other_branches=[[{"role": "user", "content": "aside"}]]),
+        make_row(3, 0.2, has_tokens=True, content="x" * 500),
+    ]
+    return write_rows(tmp_path_factory.mktemp("chosen"), rows)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "numbers"),
+    [
+        ({}, [6, 5, 4, 3, 2, 1, 0]),
+        ({"order": "oldest", "to_step": "1"}, [0, 1]),
+        ({"from_step": "2", "to_step": "2"}, [4, 3, 2]),
+        ({"min_reward": "0.1", "max_reward": "0.2"}, [6, 5, 0]),
+        ({"min_reward": "-1e300", "order": "lowest"}, [0, 5, 6, 3, 4, 1]),
+        ({"order": "highest"}, [1, 3, 4, 6, 0, 5, 2]),  # those without reward come last
+        ({"order": "longest", "split": "eval"}, [3]),
+        ({"split": "train", "env": "words"}, [4]),
+        ({"env": "unknown"}, []),
+        ({"kind": "failed"}, [2]),
+        ({"kind": "scored", "from_step": "2"}, [6, 5, 4, 3]),
+        ({"kind": "truncated"}, [4]),
+        ({"kind": "with_tokens"}, [6]),
+        ({"kind": "in_loss", "to_step": "2"}, [4, 1, 0]),
+        ({"kind": "not_in_loss"}, [5, 3, 2]),
+        ({"example": "3"}, [4]),
+        ({"example": str(10**30)}, []),
+        ({"text": "ZERO"}, [0]),
+        ({"text": 'said "hi"\nAND'}, [1]),
+        ({"text": "größe"}, []),  # SS is not ß
+        ({"text": "grösse"}, [2]),
+        ({"text": "too late"}, [2]),
+        ({"text": "timeout"}, [2]),
+        ({"text": '"expression"'}, [4]),
+        ({"text": "calculate"}, [4]),
+        ({"text": "6?"}, [4]),
+        ({"text": "aside"}, [5]),
+        ({"text": "content"}, []),  # a key of the lines, in no text
+    ],
+)
+def test_a_filter_chooses_rollouts_in_its_order(chosen_from, wanted, numbers):
+    found = page_of(chosen_from, Filter.parse(wanted))
+    assert [row["number"] for row in found["rows"]] == numbers
+    assert found["next"] is None and found["num_all"] == 7
+    if "text" not in wanted:
+        assert select(chosen_from, Filter.parse(wanted)).tolist() == numbers
+
+
+def test_the_longest_rollout_comes_first_where_one_asks_for_it(chosen_from):
+    assert page_of(chosen_from, Filter(order="longest"))["rows"][0]["number"] == 6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"from_step": "x"}, "from_step='x' is no number"),
+        ({"min_reward": "much"}, "min_reward='much' is no number"),
+        ({"kind": "odd"}, "kind='odd'; one of failed, scored"),
+        ({"order": "best"}, "order='best'; one of newest"),
+        ({"split": "test"}, "split='test'; one of train, eval"),
+    ],
+)
+def test_a_filter_that_cannot_be_is_an_error_that_names_it(wanted, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Filter.parse(wanted)
+
+
+def test_a_page_of_the_list_goes_on_where_the_last_one_ended(tmp_path):
+    rollouts = write_rows(tmp_path, [make_row(n, content=f"text {n % 2}") for n in range(10)])
+    first = page_of(rollouts, Filter(), 0, 4)
+    assert [row["step"] for row in first["rows"]] == [9, 8, 7, 6] and first["next"] == 4
+    last = page_of(rollouts, Filter(), 8, 4)
+    assert [row["step"] for row in last["rows"]] == [1, 0] and last["next"] is None
+    found = page_of(rollouts, Filter(text="text 1"), 0, 2)
+    assert [row["step"] for row in found["rows"]] == [9, 7] and found["next"] == 3
+    assert page_of(rollouts, Filter(), 99)["rows"] == []
+
+
+def test_a_search_ends_at_its_deadline_and_makes_progress_each_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(browse, "SEARCH_S", 0.0)
+    rollouts = write_rows(tmp_path, [make_row(n) for n in range(100)])
+    place, places = 0, []
+    while place is not None:
+        found = page_of(rollouts, Filter(text="nowhere"), place)
+        assert found["rows"] == []
+        place = found["next"]
+        places.append(place)
+    assert places == [32, 64, 96, None]
+
+
+def test_the_preview_is_the_last_reply_or_the_error_or_around_what_was_searched():
+    row = make_row(content="a " * 90 + "needle " + "b " * 200)
+    assert browse.preview_of(row).startswith("a a a") and len(browse.preview_of(row)) == 200
+    around = browse.preview_of(row, "NEEDLE")
+    assert around.startswith("…a a") and "needle b" in around and len(around) <= 201
+    assert browse.preview_of({**row, "error": {"type": "E", "message": "why"}}) == "why"
+    assert browse.preview_of({"messages": []}) == "" == browse.preview_of({})
+
+
+def test_histograms_count_every_reward_once():
+    nan = math.nan
+    rewards = np.array([0, 0.1, nan, 1, 1], np.float32)
+    found = browse.histogram(rewards)
+    assert (found["low"], found["high"]) == (0, 1) and sum(found["counts"]) == 4
+    assert [n for n in found["counts"] if n] == [1, 1, 2] and found["counts"][2] == 1
+    assert browse.histogram(np.array([0.5, 0.5])) == {"low": 0.5, "high": 0.5, "counts": [2]}
+    assert browse.histogram(np.array([nan])) is None
+
+
+def test_the_map_of_rewards_has_each_scored_rollout_of_training(tmp_path):
+    rewards = [(1, 0.0), (1, 1.0), (2, 1.0), (3, 0.5), (4, 0.0)]
+    rows = [make_row(step, reward) for step, reward in rewards]
+    rollouts = write_rows(tmp_path, [*rows, make_row(4, None), make_row(4, 1.0, "eval")])
+    found = browse.rewards_over_steps(rollouts, num_columns=2)
+    assert (found["first"], found["last"], found["steps_of_column"]) == (1, 4, 2)
+    assert [len(column) for column in found["counts"]] == [20, 20]
+    assert [sum(column) for column in found["counts"]] == [3, 2]
+    assert found["counts"][0][19] == 2 and found["counts"][1][10] == 1
+    empty = write_rows(tmp_path / "none", [make_row(1, None)])
+    assert browse.rewards_over_steps(empty) is None
+
+
+def test_a_group_is_of_one_step_and_one_split_and_long_texts_are_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(browse, "_GROUP_TEXT", 5)
+    rows = [make_row(1, group=0), make_row(1, group=1), make_row(1, group=1, content="123456789")]
+    rows += [make_row(1, split="eval", group=1), make_row(2, group=1)]
+    rollouts = write_rows(tmp_path, rows)
+    found = group_of(rollouts, 2)
+    assert [row["number"] for row in found["rollouts"]] == [1, 2] and found["num_more"] == 0
+    assert found["rollouts"][1]["messages"][1]["content"] == "12345… (4 more characters)"
+    assert rollout_of(rollouts, 2)["group_numbers"] == [1, 2]
+    assert rollout_of(rollouts, 2)["messages"][1]["content"] == "123456789"
+    assert rollout_of(rollouts, 5) is None is group_of(rollouts, -1)
+    monkeypatch.setattr(browse, "MAX_GROUP", 1)
+    assert group_of(rollouts, 2)["num_more"] == 1
+
+
+def test_tokens_are_given_a_part_at_a_time_with_what_the_whole_has(tmp_path):
+    arrays = token_arrays([0], "aé".encode())
+    arrays |= {"text_ends": np.array([2, 3]), "policy_versions": np.array([4, 6])}
+    rollouts = write_rows(tmp_path, [make_row(has_tokens=True), make_row()], arrays)
+    found = tokens_of(rollouts, 0, 1, 1)
+    assert (found["num_tokens"], found["start"]) == (2, 1)
+    assert (found["versions"], found["max_advantage"]) == ([4, 6], 1.0)
+    assert found["trainer_logprobs"] == [None] and found["inference_logprobs"] == [-1.0]
+    assert found["loss_mask"] == [1] and found["policy_versions"] == [6]
+    # é is in both tokens: it is the text of the one that completes it.
+    assert found["text"] == ["é"] and tokens_of(rollouts, 0)["text"] == ["a", "é"]
+    assert tokens_of(rollouts, 1) is None is tokens_of(rollouts, 7)
+
+
+def test_a_line_that_cannot_be_read_is_shown_as_such_and_hides_no_other(tmp_path):
+    rollouts = write_rows(tmp_path, [make_row(1), make_row(2, 0.25, is_truncated=True)])
+    lines = (tmp_path / ROLLOUTS).read_bytes().splitlines(keepends=True)
+    for broken in (
+        b"\xff" * (len(lines[1]) - 1) + b"\n",
+        b"[" + b" " * (len(lines[1]) - 2) + b"\n",
+    ):
+        (tmp_path / ROLLOUTS).write_bytes(lines[0] + broken)
+        rows = page_of(rollouts, Filter())["rows"]
+        assert rows[0]["is_unreadable"] and rows[1]["preview"] == "so"
+        assert (rows[0]["reward"], rows[0]["step"], rows[0]["env"]) == (0.25, 2, "sums")
+        assert rows[0]["is_truncated"] and rollout_of(rollouts, 1)["is_unreadable"]
+        assert group_of(rollouts, 1)["rollouts"][0]["is_unreadable"]
+    (tmp_path / ROLLOUTS).write_bytes(lines[0] * 2)  # another rollout's line is in its place
+    assert page_of(rollouts, Filter())["rows"][0]["is_unreadable"]
+    (tmp_path / ROLLOUTS).unlink()
+    assert [row["number"] for row in page_of(rollouts, Filter())["rows"]] == [1, 0]
+
+
+def test_messages_of_any_shape_do_not_break_the_list(tmp_path):
+    odd = [None, 3, "text", [3, None], [{"role": 1, "content": {"a": [1]}, "tool_calls": 5}]]
+    rows = [make_row(messages=messages, error="boom", rewards=[1]) for messages in odd]
+    rollouts = write_rows(tmp_path, rows)
+    found = page_of(rollouts, Filter(text="zzz"))
+    assert found["rows"] == [] and found["next"] is None
+    assert len(page_of(rollouts, Filter())["rows"]) == 5 and group_of(rollouts, 0)["rollouts"]
+
+
+# --- The server -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(*paths):
+    """A client of the page's server, which knows the token, and the server's address."""
+    runs = Runs(paths)
+    runs.find()
+    listener = server.listen(0)
+    served = server.make_server(server.make_app(runs, "secret-token"))
+    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
+            yield client
+    finally:
+        served.should_exit = True
+        thread.join(20)
+        listener.close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    write_fake_run(folder / "one", 200, 3)
+    with serving(folder) as client:
+        yield client
+
+
+@pytest.fixture
+def known(client):
+    """The client with the cookie."""
+    client.get("/", params={"token": "secret-token"})
+    yield client
+    client.cookies.clear()
+
+
+def test_nothing_is_answered_without_the_token(client):
+    for path in ("/", "/static/main.js", "/api/runs", "/api/nothing", "/?token=", "/?token=secret"):
+        response = client.get(path)
+        assert response.status_code == 403 and "vf-rl view" in response.text, path
+        assert "set-cookie" not in response.headers
+    cookie = {"cookie": "vf-rl-view-000000000000=secret-token; a=b"}
+    assert client.get("/api/runs", headers=cookie).status_code == 403
+
+
+def test_the_address_with_the_token_gives_the_page_and_a_cookie_for_the_rest(client):
+    response = client.get("/?token=secret-token")
+    cookie = response.headers["set-cookie"]
+    assert response.status_code == 200 and response.text.startswith("<!doctype html>")
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    assert client.get("/api/runs").json()["runs"][0]["name"] == "one"
+    client.cookies.clear()
+    assert client.get("/api/runs").status_code == 403
+
+
+def test_only_names_of_this_machine_are_served(known):
+    assert known.get("/api/runs", headers={"host": "localhost:9999"}).status_code == 200
+    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", "0.0.0.0"):
+        assert known.get("/api/runs", headers={"host": host}).status_code == 400, host
+
+
+def test_answers_keep_the_page_to_itself(known):
+    headers = known.get("/").headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy
+    assert "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer" and headers["cache-control"] == "no-store"
+    assert known.post("/api/runs").status_code == 405
+
+
+def test_files_beside_the_pages_own_are_not_served(known):
+    assert known.get("/static/main.js").headers["content-type"].startswith("text/javascript")
+    assert known.get("/static/vendor/uPlot.min.css").status_code == 200
+    for name in ("../server.py", "..%2fserver.py", "vendor/LICENSE", "/etc/passwd", "vendor"):
+        assert known.get(f"/static/{name}").status_code == 404, name
+
+
+def test_the_state_is_not_sent_again_while_nothing_changes(known):
+    first = known.get("/api/runs")
+    again = known.get("/api/runs", headers={"if-none-match": first.headers["etag"]})
+    assert again.status_code == 304 and again.content == b""
+    assert "secret-token" not in first.text and "pid" not in first.json()["runs"][0]["run"]
+
+
+def test_each_question_has_its_answer_or_an_error_that_says_why(known):
+    def ask(what, **params):
+        response = known.get(f"/api/{what}", params={"run": "one", **params})
+        return response.status_code, response.json()
+
+    assert ask("metrics", generation=0, start=2)[1]["columns"]["step"] == [3]
+    status, found = ask("rollouts", kind="with_tokens", order="oldest")
+    assert status == 200 and found["rows"] and found["envs"] == ["calculator", "trivia"]
+    number = found["rows"][0]["number"]
+    assert ask("rollout", number=number)[1]["number"] == number
+    assert len(ask("group", number=number)[1]["rollouts"]) == 8
+    assert ask("tokens", number=number)[1]["num_tokens"] > 5
+    assert ask("rewards")[1]["last"] == 3
+    assert ask("rollout", number=10**6) == (404, {"error": "there is no such rollout, or its "
+                                                  "tokens were not written"})  # fmt: skip
+    assert ask("rollout", number="x") == (400, {"error": "number='x' is no number"})
+    assert ask("rollouts", kind="odd")[0] == 400
+    assert ask("metrics", run="other")[1] == {"error": "there is no run 'other'; reload the page"}
+
+
+def test_a_run_without_rollouts_has_answers_too(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "reward": "inf"})
+    with serving(tmp_path) as client:
+        client.get("/?token=secret-token")
+        name = tmp_path.name
+        assert client.get("/api/rollouts", params={"run": name}).json() == {}
+        assert client.get("/api/rewards", params={"run": name}).json() == {}
+        metrics = client.get("/api/metrics", params={"run": name}).json()
+        assert metrics["columns"]["reward"] == [None] and metrics["not_finite"]["reward"] == [1, 1]
+
+
+# --- The page as one file -------------------------------------------------------------------------
+
+HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">'
+
+
+def test_the_file_has_the_page_and_its_data_and_asks_for_nothing_else(tmp_path):
+    write_fake_run(tmp_path / "run", 300, 6)
+    said = one_file.write_page(Runs([tmp_path]), tmp_path / "page.html", 2_000_000)
+    page = (tmp_path / "page.html").read_bytes()
+    assert re.fullmatch(r".*page.html: [\d.]+ MB", said[0])
+    assert re.search(r'(src|href)="(?!data:|#)', page.decode()) is None
+    assert b"Leon Sorokin" in page  # the licence of the charts
+    data = one_file.data_of(page)
+    (part,) = data["runs"]
+    rollouts = read_rollouts(tmp_path / "run")
+    assert said[1].startswith(f"run: {len(rollouts)} of {len(rollouts)} rollouts")
+    assert len(part["rollouts"]) == len(rollouts) and part["envs"] == rollouts.envs
+    assert part["rollouts"][5]["messages"] == rollouts[5]["messages"]
+    with_tokens = [row["number"] for row in part["rollouts"] if row["has_tokens"]]
+    assert with_tokens and with_tokens == [int(number) for number in part["tokens"]]
+    assert not list(tmp_path.glob(".page*"))
+
+
+def test_what_a_model_wrote_is_no_part_of_the_html(tmp_path):
+    write_rows(tmp_path / "run", [make_row(content=HOSTILE, env=HOSTILE)])
+    write_run(tmp_path / "run", {"model": HOSTILE, "args": {"x": HOSTILE}})
+    one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)
+    page = (tmp_path / "page.html").read_text()
+    assert "hacked" not in page and page.count("<script") == 3
+    (row,) = one_file.data_of(page.encode())["runs"][0]["rollouts"]
+    assert row["messages"][1]["content"] == HOSTILE == row["env"]
+
+
+def test_the_policy_of_the_file_allows_exactly_its_own_scripts_and_styles():
+    page = one_file.make_page({"runs": []}).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    assert "unsafe" not in policy and "default-src 'none'" in policy
+    parts = re.findall(
+        r"<(?:script(?: type=\"module\")?|style)>(.*?)</(?:script|style)>", page, re.S
+    )
+    digests = [base64.b64encode(hashlib.sha256(p.encode()).digest()).decode() for p in parts]
+    assert len(parts) == 4
+    assert sorted(re.findall(r"'sha256-([^']+)'", policy)) == sorted(digests)
+
+
+def test_the_file_keeps_to_its_size_with_whole_groups_from_all_over_the_run(tmp_path):
+    write_fake_run(tmp_path / "run", 4000, 40)
+    said = one_file.write_page(Runs([tmp_path]), tmp_path / "page.html", 500_000)
+    page = (tmp_path / "page.html").read_bytes()
+    assert 300_000 < len(page) <= 500_000
+    (part,) = one_file.data_of(page)["runs"]
+    rollouts, numbers = read_rollouts(tmp_path / "run"), [r["number"] for r in part["rollouts"]]
+    assert (
+        100 < len(numbers) < len(rollouts)
+        and f"{len(numbers):,} of {len(rollouts):,} rollouts" in said[1]
+    )
+    assert part["state"]["num_rollouts"] == len(rollouts)
+    for number in numbers:
+        assert {*rollout_of(rollouts, number)["group_numbers"]} <= {*numbers}
+    steps = {row["step"] for row in part["rollouts"]}
+    assert {1, 20, 40} <= steps
+    assert any(row["error"] for row in part["rollouts"])
+    with pytest.raises(
+        ViewError, match=r"the page has 0\.\d\d MB without rollouts; raise --max-mb"
+    ):
+        one_file.write_page(Runs([tmp_path]), tmp_path / "page.html", 50_000)
+
+
+def test_long_curves_are_means_over_neighbours_in_the_file(monkeypatch):
+    monkeypatch.setattr(one_file, "MAX_ROWS", 2)
+    columns = {"step": [1, 2, 3, 4], "x": [1.0, 2.0, None, 4.0], "x_max": [1, 9, None, None]}
+    thin = one_file.thinned({"columns": columns, "generation": 0})
+    assert thin["rows_of_one"] == 2
+    assert thin["columns"] == {"step": [2, 4], "x": [1.5, 4.0], "x_max": [9, None]}
+    assert one_file.thinned({"columns": {"step": [1, 2]}})["rows_of_one"] == 1
+
+
+def test_the_first_of_spread_items_are_from_all_over_a_list():
+    assert list(one_file.spread([*range(9)]))[:5] == [8, 0, 4, 2, 6]
+    for size in range(12):
+        assert sorted(one_file.spread([*range(size)])) == [*range(size)]
+
+
+def test_a_module_that_would_not_work_in_one_file_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(one_file, "STATIC", tmp_path)
+    (tmp_path / "b.js").write_text("export const b = 1;\nfunction help() {}\n")
+    (tmp_path / "a.js").write_text('import { b } from "./b.js";\n\nexport function a() {}\n')
+    assert one_file.bundle("a.js") == "const b = 1;\nfunction help() {}\n\nfunction a() {}\n"
+    for text, message in [
+        ('import b from "./b.js";\n', "cannot be put into one file"),
+        ("export default 3;\n", "cannot be put into one file"),
+        ('import { b } from "./b.js";\nconst help = 1;\n', "more than one module has help"),
+        ("// </SCRIPT>\n", "ends the element"),
+    ]:
+        (tmp_path / "a.js").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            one_file.bundle("a.js")
+
+
+# --- The page's own files -------------------------------------------------------------------------
+
+
+def test_the_vendored_charts_are_what_npm_had():
+    folder = server.STATIC / "vendor"
+    record = json.loads((folder / "vendored.json").read_text())
+    assert {path.name for path in folder.iterdir()} == {*record["sha256"], "vendored.json"}
+    for name, digest in record["sha256"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
+    assert f"(v{record['version']})" in (folder / "uPlot.iife.min.js").read_text()[:200]
+
+
+def test_metrics_that_the_page_explains_are_documented():
+    text = (server.STATIC / "metrics.js").read_text()
+    table = text.partition("export const METRICS = {\n")[2].partition("\n};\n")[0]
+    names = {*re.findall(r'^  "?([\w@/]+)"?: \{', table, re.MULTILINE)}
+    documented = (ROOT / "docs/metrics.md").read_text()
+    assert len(names) > 30 and not {name for name in names if f"`{name}`" not in documented}
+
+
+def luminance(color):
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_texts_and_curves_stand_out_from_their_background(theme):
+    text = (server.STATIC / "page.css").read_text()
+    pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", text)
+    color = {name: (light, dark)[theme] for name, light, dark in pairs}
+    for name in ("text", "muted", "accent", "ok", "warn", "bad"):
+        for ground in ("bg", "panel", "sunk"):
+            assert contrast(color[name], color[ground]) >= 4.5, (name, ground)
+    on_soft = [("bad", "bad-soft"), ("warn", "warn-soft"), ("accent", "accent-soft")]
+    for name, ground in [*on_soft, ("text", "mark"), ("muted", "warn-soft")]:
+        assert contrast(color[name], color[ground]) >= 4.5, (name, ground)
+    for number in range(8):
+        assert contrast(color[f"run{number}"], color["panel"]) >= 3.0, number
+
+
+# --- The commands ---------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_address_and_serves_until_ctrl_c(tmp_path):
+    write_fake_run(tmp_path / "run", 60, 1)
+    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "view", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        (address,) = re.findall(r"1 run: (http://127\.0\.0\.1:\d+/\?token=\S+)", line)
+        assert httpx.get(address, trust_env=False).status_code == 200
+        assert httpx.get(address.partition("?")[0], trust_env=False).status_code == 403
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 0 and errors == "", errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["view", "nowhere"], "nowhere: no such folder; give the folder of a run"),
+        (["view", ".", "--port", "99999"], "cannot listen on port 99999"),
+        (["report", ".", "-o", "page.html"], "there is no run in these folders"),
+        (["report", "run", "-o", "no/page.html"], "no/page.html: No such file or directory"),
+    ],
+)
+def test_what_a_command_cannot_do_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if "run" in arguments:
+        (tmp_path / "run").mkdir()
+        write_lines(tmp_path / "run/metrics.jsonl", {"step": 1})
+    with pytest.raises(SystemExit) as ended:
+        look_at_runs(arguments)
+    errors = capsys.readouterr().err
+    assert ended.value.code == 1 and message in errors and errors.count("\n") == 1
+
+
+def test_a_missing_server_library_is_an_error_that_says_what_to_install(tmp_path):
+    script = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        "from verifiers_rl.cli.view import look_at_runs\n"
+        "look_at_runs(sys.argv[1:])"
+    )
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1})
+    for command, status in ((["view"], 1), (["report", "-o", str(tmp_path / "page.html")], 0)):
+        arguments = [command[0], str(tmp_path), *command[1:]]
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == status, done.stderr
+        if status:
+            assert "uv pip install 'verifiers-rl[view]'" in done.stderr
+    assert (tmp_path / "page.html").stat().st_size > 50_000
+
+
+def test_a_missing_index_is_made_again_for_the_page(tmp_path):
+    write_rows(tmp_path, [make_row(1), make_row(2)])
+    (tmp_path / INDEX).unlink()
+    run = Run("a", tmp_path)
+    assert run.state()["num_rollouts"] == 2 and len(run.rollouts()) == 2

@@ -1,0 +1,354 @@
+"""Runs as the page shows them. Files are read again when they have changed, because a run may go
+on, be resumed (which removes its last rows) or be replaced. Nothing on disk is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verifiers_rl.report.rollouts import INDEX, RECORD, ROLLOUTS, RUN, Rollouts, read_rollouts
+from verifiers_rl.report.run_folder import METRICS
+
+MAX_RUNS = 500  # of a folder of runs
+_DEPTH = 4  # of folders in a folder of runs
+_QUIET_S = 120.0  # a run of which nothing was written for so long may have ended
+_RETRIES = 3
+_TAIL = 256  # bytes before the place where reading goes on, by which a replaced file is noticed
+_Answer = TypeVar("_Answer")
+
+
+class ViewError(ValueError):
+    """A page cannot be made of these runs; the message names the folder and the fix."""
+
+
+def holds_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (RUN, METRICS, ROLLOUTS))
+
+
+class Runs:
+    """The runs in some folders, which may get more of them.
+
+    Args:
+        paths: each a run's folder, or a folder of runs.
+
+    Raises:
+        ViewError: a path is no folder.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self._paths = [Path(path).expanduser().absolute() for path in paths]
+        for path in self._paths:
+            if not path.is_dir():
+                why = "is a file" if path.exists() else "no such folder"
+                raise ViewError(f"{path}: {why}; give the folder of a run, or a folder of runs")
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+        self.problem = ""
+
+    def find(self) -> list[Run]:
+        """Return the runs that are there now. A run keeps its name."""
+        with self._lock:
+            folders: dict[Path, None] = {}
+            self.problem = ""
+            for path in self._paths:
+                inside = list(_folders_of_runs(path))
+                # A folder without files of a run: perhaps one that begins soon.
+                folders |= dict.fromkeys(inside or [path])
+            if len(folders) > MAX_RUNS:
+                self.problem = f"{len(folders)} runs; the first {MAX_RUNS} are shown"
+            named = {run.folder: run for run in self._runs.values()}
+            new = [folder for folder in list(folders)[:MAX_RUNS] if folder not in named]
+            for folder in new:
+                name = _free_name(folder, self._runs, new)
+                self._runs[name] = Run(name, folder)
+            shown = [run for run in self._runs.values() if run.folder in folders]
+            return sorted(shown, key=lambda run: list(folders).index(run.folder))
+
+    def __getitem__(self, name: str) -> Run:
+        """Return a run by its name. Raises KeyError if there is none."""
+        return self._runs[name]
+
+
+def _folders_of_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
+    if holds_run(folder):
+        yield folder
+        return
+    if depth == _DEPTH:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            inside = sorted(entry.path for entry in entries if _may_hold_runs(entry))
+    except OSError:  # not readable, or just removed
+        return
+    for path in inside:
+        yield from _folders_of_runs(Path(path), depth + 1)
+
+
+def _may_hold_runs(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+
+
+def _free_name(folder: Path, taken: dict[str, Run], others: list[Path]) -> str:
+    """Return the last parts of a path, as many as tell it from others."""
+    parts = folder.parts
+    for count in range(1, len(parts) + 1):
+        name = "/".join(parts[-count:])
+        same = [other for other in others if "/".join(other.parts[-count:]) == name]
+        if name not in taken and len(same) == 1:
+            break
+    return name
+
+
+class Run:
+    """One run's folder. Methods may be called from several threads.
+
+    Args:
+        name: by which the page calls it.
+        folder: of the run.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self._metrics = MetricsFile(folder / METRICS)
+        self._lock = threading.Lock()
+        self._rollouts: Rollouts | None = None
+        self._read_at: Any = None  # stamps of the files that `_rollouts` is of
+
+    def state(self) -> dict[str, Any]:
+        """Return what the page shows of the run as a whole, as JSON can have it.
+
+        Keys: `name`, `run` (of run.json), `status` (see `_status`), `step`, `written_at` (unix
+        seconds, None if there are no files), `num_rollouts`, `rows` (lines of metrics),
+        `generation` (changes when lines were removed), `problems` (texts).
+        """
+        problems = []
+        run, problem = _read_run(self.folder)
+        problems += [problem] if problem else []
+        with self._lock:
+            metrics = self._metrics.refresh()
+            if metrics.num_unreadable:
+                problems.append(f"{METRICS}: {metrics.num_unreadable} lines cannot be read")
+            steps = metrics.columns.get("step")
+            step = int(max(steps)) if steps else 0
+            rows, generation = metrics.num_rows, metrics.generation
+        written_at = max(
+            (_mtime(self.folder / name) for name in (RUN, METRICS, ROLLOUTS)), default=0.0
+        )
+        status = _status(run, written_at)
+        return {
+            "name": self.name,
+            "run": {key: value for key, value in run.items() if key != "pid"},
+            "status": status,
+            "step": step,
+            "written_at": written_at or None,
+            "num_rollouts": self._num_rollouts(),
+            "rows": rows,
+            "generation": generation,
+            "problems": problems,
+        }
+
+    def _num_rollouts(self) -> int:
+        """Return about how many rollouts there are, without reading them."""
+        stamp = _stamp(self.folder / INDEX)
+        if stamp is not None:
+            return stamp[1] // RECORD.itemsize
+        rollouts = self.rollouts()  # a missing index is made from the lines, once
+        return 0 if rollouts is None else len(rollouts)
+
+    def metrics(self, generation: int = -1, start: int = 0) -> dict[str, Any]:
+        """Return the lines of metrics.jsonl from `start` on as columns; all lines if `generation`
+        is not the present one. A value that is absent or not finite is None.
+
+        Keys: `generation`, `start`, `columns` (values by name), `not_finite` (by name: how many,
+        and the step of the first).
+        """
+        with self._lock:
+            found = self._metrics.refresh()
+            if generation != found.generation or not 0 <= start <= found.num_rows:
+                start = 0
+            columns = {name: _numbers(values[start:]) for name, values in found.columns.items()}
+            not_finite = {name: list(what) for name, what in found.not_finite.items()}
+            generation = found.generation
+        return {
+            "generation": generation, "start": start, "columns": columns, "not_finite": not_finite,
+        }  # fmt: skip
+
+    def rollouts(self) -> Rollouts | None:
+        """Return the rollouts that are on disk now; None if the run has written none."""
+        with self._lock:
+            stamps = tuple(_stamp(self.folder / name) for name in (INDEX, ROLLOUTS, RUN))
+            if stamps[1] is None:
+                self._rollouts, self._read_at = None, stamps
+            elif stamps != self._read_at:
+                try:
+                    self._rollouts = read_rollouts(self.folder)
+                except FileNotFoundError:  # removed in between
+                    self._rollouts = None
+                self._read_at = stamps
+            return self._rollouts
+
+    def ask(self, question: Callable[[Rollouts], _Answer]) -> _Answer | None:
+        """Return the answer of a function of the rollouts; None if the run has written none. It is
+        asked again if the files were replaced meanwhile.
+        """
+        for _ in range(_RETRIES):
+            rollouts = self.rollouts()
+            if rollouts is None:
+                return None
+            answer = question(rollouts)
+            if self.rollouts() is rollouts or _is_longer(self.rollouts(), rollouts):
+                break
+        return answer
+
+
+def _is_longer(after: Rollouts | None, before: Rollouts) -> bool:
+    """Return whether rows were only appended."""
+    # As bytes, because a reward that is NaN is not equal to itself.
+    size = len(before)
+    return after is not None and after.index[:size].tobytes() == before.index.tobytes()
+
+
+# --- metrics.jsonl --------------------------------------------------------------------------------
+
+
+class MetricsFile:
+    """The numbers of a metrics.jsonl that grows. Only new lines are read.
+
+    Attributes:
+        columns: by name, one float for each line; NaN where it is absent or not finite.
+        not_finite: by name, how often the value was NaN or infinite, and the step of the first.
+        num_rows: lines.
+        num_unreadable: lines that are not JSON objects with a step.
+        generation: changes when the file was replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.generation = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.columns: dict[str, array[float]] = {}
+        self.not_finite: dict[str, tuple[int, int]] = {}
+        self.num_rows = self.num_unreadable = 0
+        self._offset, self._tail = 0, b""
+
+    def refresh(self) -> MetricsFile:
+        """Read what is new. Returns this object."""
+        try:
+            with self._path.open("rb") as file:
+                if self._offset:
+                    file.seek(self._offset - len(self._tail))
+                    if file.read(len(self._tail)) != self._tail:
+                        self._begin_again()
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            if self._offset:
+                self._begin_again()
+            return self
+        new = new[: new.rfind(b"\n") + 1]  # the rest is not finished
+        if new:
+            for line in new.splitlines():
+                self._add(line)
+            self._offset += len(new)
+            self._tail = (self._tail + new)[-_TAIL:]
+        return self
+
+    def _begin_again(self) -> None:
+        self._forget()
+        self.generation += 1
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            step = row["step"]
+            if not isinstance(step, int):
+                raise TypeError(step)
+        except (ValueError, TypeError, KeyError):
+            self.num_unreadable += bool(line.strip())
+            return
+        for name, value in row.items():
+            if value in ("nan", "inf", "-inf"):
+                count, first = self.not_finite.get(name, (0, step))
+                self.not_finite[name] = (count + 1, first)
+                value = math.nan
+            if not isinstance(value, int | float):
+                continue
+            if name not in self.columns:
+                self.columns[name] = array("d", [math.nan]) * self.num_rows
+            self.columns[name].append(value if math.isfinite(value) else math.nan)
+        self.num_rows += 1
+        for values in self.columns.values():
+            if len(values) < self.num_rows:
+                values.append(math.nan)
+
+
+def _numbers(values: array[float]) -> list[float | None]:
+    """Return values with seven digits, which a picture does not show, and None for NaN."""
+    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
+
+
+# --- run.json -------------------------------------------------------------------------------------
+
+
+def _read_run(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return run.json, and what is wrong with it. {} if it is absent."""
+    try:
+        run = json.loads((folder / RUN).read_bytes())
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError) as error:
+        return {}, f"{RUN} cannot be read: {error}"
+    return (run, "") if isinstance(run, dict) else ({}, f"{RUN} is no JSON object")
+
+
+def _status(run: dict[str, Any], written_at: float) -> str:
+    """Return `running`, `finished`, `interrupted` or `failed` as run.json says; `lost` if it says
+    that the run goes on, but this machine has no such process and nothing was written for a while;
+    `unknown` without a run.json; `empty` without files.
+    """
+    status = run.get("status")
+    if not written_at:
+        return "empty"
+    if not isinstance(status, str):
+        return "unknown"
+    if status != "running":
+        return status
+    is_quiet = time.time() - written_at > _QUIET_S
+    return "lost" if is_quiet and not _is_alive(run.get("pid")) else "running"
+
+
+def _is_alive(pid: Any) -> bool:
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True  # another user's
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

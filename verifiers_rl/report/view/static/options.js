@@ -1,0 +1,69 @@
+// The options of the runs beside each other, as run.json has them: those that differ from their
+// defaults.
+
+import { asText, formatTime, h } from "./dom.js";
+import { swatch } from "./runs.js";
+
+// Rows {name, values}: a text for each run, undefined where the option has its default.
+export function optionRows(runs) {
+  const argsOf = (run) => (run.run.args && typeof run.run.args === "object" ? run.run.args : {});
+  const versionsOf = (run) => (run.run.versions && typeof run.run.versions === "object" ? run.run.versions : {});
+  const names = (of) => [...new Set(runs.flatMap((run) => Object.keys(of(run))))].sort();
+  const row = (name, of) => ({ name, values: runs.map((run) => optionText(of(run))) });
+  return [
+    row("model", (run) => run.run.model),
+    row("max_steps", (run) => run.run.max_steps),
+    ...names(argsOf).filter((name) => !["max_steps", "output_dir", "run_name"].includes(name)).map((name) => row(name, (run) => argsOf(run)[name])),
+    ...names(versionsOf).map((name) => row(`version of ${name}`, (run) => versionsOf(run)[name])),
+  ];
+}
+
+function optionText(value) {
+  return value === undefined ? undefined : value === null ? "none" : asText(value);
+}
+
+export function differences(runs) {
+  return optionRows(runs).filter(({ values }) => new Set(values).size > 1);
+}
+
+export function optionTable(app, rows) {
+  const runs = app.store.shown;
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Options of the runs" },
+    h("table", { class: "options" },
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Option"),
+        runs.map((run) => h("th", { scope: "col" }, swatch(app, run.name), run.name)))),
+      h("tbody", {}, rows.map(({ name, values }) => h("tr", {}, h("th", { scope: "row" }, name),
+        values.map((value) => h("td", {}, value === undefined ? h("span", { class: "quiet" }, "default") : value)))))));
+}
+
+export function mountOptions(root, app) {
+  const body = h("div", {});
+  root.append(h("h2", { class: "part-title" }, "Options"), body);
+  let signature = "";
+
+  function update() {
+    const { shown } = app.store;
+    const now = JSON.stringify(shown.map((run) => [run.name, run.run]));
+    if (now === signature) return;
+    signature = now;
+    const rows = optionRows(shown);
+    const different = rows.filter(({ values }) => new Set(values).size > 1);
+    const same = rows.filter((row) => !different.includes(row));
+    const times = [
+      { name: "begun", values: shown.map((run) => run.run.begun_at && formatTime(run.run.begun_at)) },
+      { name: "ended", values: shown.map((run) => run.run.ended_at && formatTime(run.run.ended_at)) },
+      { name: "environments", values: shown.map((run) => asText((run.run.envs || []).join?.(", "))) },
+    ].map((row) => ({ ...row, values: row.values.map((value) => value || "–") }));
+    body.replaceChildren(
+      h("p", { class: "quiet" }, "Options of RLConfig that differ from their defaults, from run.json."),
+      ...(shown.length > 1 ? [
+        h("section", { class: "panel" }, h("h3", {}, "What differs"), different.length ? optionTable(app, different)
+          : h("p", { class: "quiet" }, "No option differs between these runs.")),
+        h("section", { class: "panel" }, h("h3", {}, "Equal in all"), optionTable(app, same)),
+      ] : [h("section", { class: "panel" }, optionTable(app, rows))]),
+      h("section", { class: "panel" }, h("h3", {}, "The runs"), optionTable(app, times)));
+  }
+
+  update();
+  return { update, close() {} };
+}
