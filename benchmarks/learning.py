@@ -42,7 +42,14 @@ def write_toml(config: dict[str, Any], path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
+def run(
+    mode: str, seed: int, steps: int, folder: Path, changes: dict[str, dict[str, Any]] | None = None
+) -> dict[str, float]:
+    """Make the model if the folder has none, train it, and return what came out.
+
+    Args:
+        changes: values of the TOML's tables, by the table's name.
+    """
     model = folder / f"warm_start_{seed}"
     start = time.monotonic()
     if not model.exists():
@@ -56,6 +63,11 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     config["model"] = str(model)
     own = {"seed": seed, "max_steps": steps, "output_dir": str(output)}
     config["trainer"]["args"] |= own | OPTIONS[mode]
+    for name, values in (changes or {}).items():
+        table = config
+        for key in name.split("."):
+            table = table[key]
+        table |= values
     write_toml(config, output / "rl.toml")
     (output / "reverse_text.py").write_text((EXAMPLE / "reverse_text.py").read_text())
     start = time.monotonic()

@@ -240,6 +240,27 @@ def values_of(sample: Sample) -> list[list[Any]]:
     return [getattr(sample, name).tolist() for name in Sample.DTYPES]
 
 
+class GlooGroup:
+    """A process group of Gloo that can be aborted, as NCCL's can."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        options = torch.distributed.ProcessGroupGloo._Options()
+        device = torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options._devices = [device]
+        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, world_size, options)
+        self.num_aborts = 0
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        return self._group.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self._group = None
+
+
+make_gloo_group = GlooGroup
+
+
 class StubRunner:
     """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told."""
 

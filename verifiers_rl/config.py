@@ -498,10 +498,9 @@ class RLConfig(TrainingArguments):
         "Seconds to wait for the server at the start, for a lost server to come back, and for one "
         "weight sync.",
     )
-    weight_sync_backend: Literal["auto", "nccl", "ipc", "tcp"] = _option(
+    weight_sync_backend: Literal["auto", "nccl", "tcp"] = _option(
         "auto",
-        "How weights travel: nccl (each side has its own GPUs), ipc (both sides share one GPU) or "
-        "tcp. auto chooses what fits.",
+        "How weights travel: nccl (each side has its own GPUs) or tcp. auto chooses what fits.",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = _option(
         "auto",

@@ -7,11 +7,10 @@
                ═══════ buckets of packed tensors ════════►  load into the running model
                ◄─ HTTP: version n loaded, cache reset ────
 
-The transport is NCCL between GPUs, CUDA IPC where both sides share one, TCP elsewhere. Tensors
-travel packed in buckets of a bounded size, and each tensor is gathered, merged and cast when its
-bucket is packed. So the number of messages follows from the bytes, not from the number of tensors,
-and the extra memory does not grow with the model. With LoRA the adapter alone travels, or the
-merged weights.
+The transport is NCCL between GPUs, TCP elsewhere. Tensors travel packed in buckets of a bounded
+size, and each tensor is gathered, merged and cast when its bucket is packed. So the number of
+messages follows from the bytes, not from the number of tensors, and the extra memory does not grow
+with the model. With LoRA the adapter alone travels, or the merged weights.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from verifiers_rl.sync.plan import (
     Backend,
     TensorSpec,
     TransferPlan,
-    bucket_num_bytes,
     needs_lora_flag,
 )
 from verifiers_rl.sync.sources import what_to_send
@@ -58,7 +56,7 @@ def _own_address(peer: str) -> str:
 
 
 def choose_backend(
-    wanted: Literal["auto", "nccl", "ipc", "tcp"], own: str | None, workers: Sequence[str | None]
+    wanted: Literal["auto", "nccl", "tcp"], own: str | None, workers: Sequence[str | None]
 ) -> Backend:
     """Choose the transport between this GPU and the workers' GPUs (uuids; None for a CPU).
 
@@ -66,19 +64,13 @@ def choose_backend(
         InferenceServerError: the wanted transport cannot work between them.
     """
     on_gpus = own is not None and all(worker is not None for worker in workers)
-    shared = on_gpus and all(worker == own for worker in workers)
     distinct = on_gpus and len({own, *workers}) == 1 + len(workers)
     if wanted == "auto":
-        return "ipc" if shared else "nccl" if distinct else "tcp"
+        return "nccl" if distinct else "tcp"
     if wanted == "nccl" and not distinct:
         raise InferenceServerError(
             "weight_sync_backend='nccl' needs a GPU of its own for the trainer and for each of the "
             "server's workers, but that is not the case here; use 'auto'"
-        )
-    if wanted == "ipc" and not shared:
-        raise InferenceServerError(
-            "weight_sync_backend='ipc' needs trainer and server on the same single GPU, but that "
-            "is not the case here; use 'auto'"
         )
     return wanted
 
@@ -88,7 +80,7 @@ class WeightSync:
 
     Args:
         client: HTTP to the server.
-        backend: "nccl", "ipc", "tcp", or "auto" for what the GPUs on both sides allow.
+        backend: "nccl", "tcp", or "auto" for what the GPUs on both sides allow.
         lora_sync: for a PEFT model, send the "adapter" or the "merged" weights.
         timeout_s: deadline of the meeting and of one push.
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
@@ -98,7 +90,7 @@ class WeightSync:
     def __init__(
         self,
         client: InferenceClient,
-        backend: Literal["auto", "nccl", "ipc", "tcp"] = "auto",
+        backend: Literal["auto", "nccl", "tcp"] = "auto",
         lora_sync: Literal["adapter", "merged"] = "adapter",
         timeout_s: float = 300.0,
         bucket_bytes: int = 16 * 2**20,
@@ -163,11 +155,10 @@ class WeightSync:
             "trainer": self._trainer,
             "plan": asdict(self._plan),
         }
-        largest = max(bucket_num_bytes(bucket) for bucket in self._plan.buckets())
 
         def meet() -> Transport:
             try:
-                return make_transport(backend, meeting, device, largest, listener)
+                return make_transport(backend, meeting, device, listener)
             except RuntimeError as error:
                 raise WorkersLeftError(f"the server's workers did not come: {error}") from error
 
