@@ -148,6 +148,19 @@ def test_every_option_of_ours_has_a_help():
         ({"metric_for_best_model": "loss"}, r"'loss': an evaluation.* has no loss; set reward"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, r"cannot be used here: it follows the los"),
         ({"eval_strategy": "steps", "eval_steps": 1.5}, r"eval_steps must be an integer"),
+        ({"stop": [""]}, r"stop=\[''\]: must be a list of strings, none of them empty"),
+        ({"stop": [3]}, r"stop=\[3\]: must be a list of strings, or left out"),
+        ({"include_stop_str_in_output": True}, r"=True: without effect unless stop is set"),
+        (
+            {"chat_template_kwargs": {"tokenize": False}},
+            r"'tokenize' is no variable of a chat template; remove it",
+        ),
+        (
+            {"chat_template_kwargs": {"a": 1}, "client_type": "renderer"},
+            r"chat_template_kwargs=.* does not use the chat template; choose another client_type",
+        ),
+        ({"kl_target": 0.1}, r"kl_target=0.1: without effect if kl_beta=0; set kl_beta"),
+        ({"kl_target": 0, "kl_beta": 0.1}, r"kl_target=0: must be a number > 0, or left out"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_clear_error(options, message):
@@ -174,7 +187,7 @@ def test_a_value_that_cannot_work_is_one_clear_error(options, message):
         ({"lora_dropout": "0.1"}, r"lora_dropout='0.1': must be a number without quotes$"),
         ({"weight_decay": float("inf")}, r"weight_decay=inf: must be a number"),
         ({"run_name": 3}, r"run_name=3: must be a string, or left out"),
-        ({"report_to": ["wandb", 3]}, r"report_to=.*: must be a string or a list of strings"),
+        ({"report_to": ["wandb", 3]}, r"report_to=.*: must be a list of strings or a string, or "),
         ({"lora_modules_to_save": "lm_head"}, r"lora_modules_to_save='lm_head': must be a list of"),
         ({"loss_args": {"eps_high": "4"}}, r"eps_high='4' must be a number >= 0"),
         ({"eval_strategy": "step"}, r"eval_strategy='step': must be one of no, steps, epoch"),
@@ -343,6 +356,21 @@ def test_evaluations_sample_as_training_but_for_their_own_options():
     assert of_one.sampling_args()["max_tokens"] == 5
     assert of_one.eval_sampling_args()["max_tokens"] == 20
     assert of_one.eval_sampling_args()["extra_body"]["repetition_penalty"] == 1.5
+
+
+def test_stop_strings_and_template_variables_reach_every_request_that_should_have_them():
+    args = make(stop="END", eval_stop=[], chat_template_kwargs='{"enable_thinking": false}')
+    assert args.stop == ["END"] and args.sampling_args()["stop"] == ["END"]
+    assert "stop" not in args.eval_sampling_args() and "stop" not in make().sampling_args()
+    for sampling in (args.sampling_args(), args.eval_sampling_args()):
+        assert sampling["extra_body"]["chat_template_kwargs"] == {"enable_thinking": False}
+        assert "include_stop_str_in_output" not in sampling["extra_body"]
+    of_one = args.with_sampling({"stop": "##", "include_stop_str_in_output": True})
+    assert of_one.sampling_args()["stop"] == ["##"]
+    assert of_one.sampling_args()["extra_body"]["include_stop_str_in_output"] is True
+    assert make(stop=["a"], eval_stop="b").eval_sampling_args()["stop"] == ["b"]
+    with pytest.raises(ConfigError, match=r"max_token=9: cannot .* did you mean 'max_tokens'\?"):
+        args.with_sampling({"max_token": 9})
 
 
 def test_neutral_sampling_needs_no_warning():

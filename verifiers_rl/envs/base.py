@@ -94,6 +94,8 @@ class RunnerOptions:
         eval_sampling_args: the same for each request of an evaluation.
         num_eval_tasks: tasks of a stream that evaluations use.
         tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
+        chat_template_kwargs: variables of the chat template, for measuring prompts. Those of a
+            request are among its sampling options.
     """
 
     base_url: str
@@ -108,6 +110,7 @@ class RunnerOptions:
     eval_sampling_args: dict[str, Any] | None = None
     num_eval_tasks: int = 64
     tools_in_process: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def sampling_of(self, split: Split, of_run: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling options of a request: the environment's own, or those of the run."""

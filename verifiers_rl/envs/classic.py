@@ -420,7 +420,10 @@ class ClassicEnvironment(ClassicExampleRunner):
 
         def is_short(example: dict[str, Any]) -> bool:
             ids = tokenizer.apply_chat_template(
-                example["prompt"], add_generation_prompt=True, return_dict=False
+                example["prompt"],
+                add_generation_prompt=True,
+                return_dict=False,
+                **self.options.chat_template_kwargs,
             )
             return len(ids) <= max_prompt_len
 

@@ -162,6 +162,7 @@ def make_runner(
             eval_sampling_args=sampled.eval_sampling_args() if one.sampling_args else None,
             num_eval_tasks=args.eval_examples,
             tools_in_process=args.tools_in_process,
+            chat_template_kwargs=sampled.chat_template_kwargs,
         )
         parts.append(_runner(one.env, options))
         if len(mixed) > 1 and parts[-1].name != one.name:
