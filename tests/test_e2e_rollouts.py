@@ -449,18 +449,24 @@ def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_p
     mixed = [
         WeightedEnv(talk, "talk", weight=3, sampling_args={"max_tokens": 5}),
         WeightedEnv(tools, "tools", sampling_args={"max_tokens": 9}),
+        WeightedEnv(
+            load_v1_environment(V1_ENVIRONMENTS["one turn"]), "new", only="eval", eval_examples=2
+        ),
     ]
     args = make_args(server, tmp_path, batch_size=32, rollouts_per_example=4, max_steps=4)
     trainer = RLTrainer(str(model_folder), mixed, args)
     evaluated = trainer.evaluate()
-    assert {"eval_talk/reward", "eval_tools/reward", "eval_reward"} <= evaluated.keys()
-    assert evaluated["eval_num_rollouts"] == (5 if HAS_CLASSIC else 6)  # all examples of both
+    names = {f"eval_{name}/reward" for name in ("talk", "tools", "new")}
+    assert names | {"eval_reward"} <= evaluated.keys()
+    # All examples of both that are trained on, and two of the third.
+    assert evaluated["eval_num_rollouts"] == (5 if HAS_CLASSIC else 6) + 2
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == 4
     shares = [row["talk/group_share"] for row in rows]
     assert sum(shares) / len(shares) == pytest.approx(0.75, abs=0.05)
     for row in rows:
+        assert "new/reward" not in row
         assert row["talk/num_turns"] == 3 and row["tools/num_turns"] < 3
         share = row["talk/group_share"]
         both = share * row["talk/reward"] + (1 - share) * row["tools/reward"]
@@ -558,7 +564,7 @@ def test_workers_roll_out_as_the_trainer_does_and_train(
     if kind == "classic":
         from verifiers_rl.envs.classic import load_environment
 
-        env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
+        env = load_environment("letter_hunt", None, ROOT / "examples" / "letter_hunt")
     else:
         env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time
