@@ -1,6 +1,9 @@
 import copy
 import inspect
+import json
+import typing
 from dataclasses import asdict, fields, replace
+from typing import Literal
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
@@ -227,11 +230,76 @@ def test_what_trainingarguments_takes_in_several_types_stays_allowed(tmp_path):
     assert copy.deepcopy(args).to_dict() == args.to_dict()
 
 
-def test_a_command_line_of_transformers_fills_it():
-    words = "--use_cpu --use_lora false --min_reward 0.1 --lora_target_modules q_proj v_proj"
-    (args,) = HfArgumentParser(RLConfig).parse_args_into_dataclasses(words.split())
-    assert (args.use_lora, args.min_reward, args.report_to) == (False, 0.1, [])
-    assert args.lora_target_modules == ["q_proj", "v_proj"]
+def parse(*words):
+    (args,) = HfArgumentParser(RLConfig).parse_args_into_dataclasses([*words, "--use_cpu"])
+    return args
+
+
+# Of each declared type one field, words for it, and what RLConfig makes of them.
+OF_A_COMMAND_LINE = [
+    ("shuffle", ["false"], False),
+    ("overwrite_output_dir", [], True),  # the option alone
+    ("gradient_checkpointing", ["true"], True),
+    ("max_steps", ["7"], 7),
+    ("lora_dropout", ["0.1"], 0.1),
+    ("max_tokens", ["9"], 9),
+    ("min_reward", ["-0.5"], -0.5),
+    ("eval_temperature", ["0"], 0.0),
+    ("output_dir", ["a b"], "a b"),
+    ("loss", ["ppo"], "ppo"),
+    ("project", ["words"], "words"),
+    ("batch_order", ["planned"], "planned"),
+    ("weight_sync_backend", ["tcp"], "tcp"),
+    ("lr_scheduler_type", ["cosine"], "cosine"),
+    ("ddp_find_unused_parameters", ["true"], True),
+    ("report_to", ["none"], []),
+    ("report_to", ["tensorboard", "wandb"], ["tensorboard", "wandb"]),
+    ("lora_target_modules", ["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+    ("lora_target_modules", ["all-linear"], "all-linear"),
+    ("lora_modules_to_save", ["lm_head"], ["lm_head"]),
+    ("stop", ["</answer>", "a b"], ["</answer>", "a b"]),
+    ("loss_args", ['{"eps_high": 3.0}'], {"eps_high": 3.0}),
+    ("gradient_masks", ["{}"], {}),
+    ("gradient_masks", ['{"dppo": {"max_divergence": 0.1}}'], {"dppo": {"max_divergence": 0.1}}),
+    ("chat_template_kwargs", ['{"enable_thinking": false}'], {"enable_thinking": False}),
+    ("env_workers", ["3"], 3),
+    ("env_workers", ["auto"], "auto"),
+    ("share_prefixes", ["false"], False),
+    ("eval_strategy", ["steps"], "steps"),
+    ("logging_steps", ["2"], 2),
+    ("lr_scheduler_kwargs", ['{"num_cycles": 1}'], {"num_cycles": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "value"), OF_A_COMMAND_LINE)
+def test_a_command_line_of_transformers_fills_each_kind_of_field(name, words, value):
+    found = getattr(parse(f"--{name}", *words), name)
+    assert found == value and isinstance(found, type(value))
+    assert getattr(make(**{name: value}), name) == found  # as in a script
+
+
+def test_each_kind_of_field_is_among_those():
+    declared = typing.get_type_hints(RLConfig)
+    inherited = {f.name for f in fields(TrainingArguments)}
+    own = {name: kind for name, kind in declared.items() if name not in inherited}
+    tried = {str(declared[name]) for name, _, _ in OF_A_COMMAND_LINE}
+    # Each Literal is a kind of its own, and all are parsed alike.
+    assert {str(kind) for kind in own.values() if typing.get_origin(kind) is not Literal} <= tried
+
+
+def test_a_config_and_its_command_line_are_the_same():
+    options = {name: value for name, _, value in OF_A_COMMAND_LINE if value != []}
+    del options["shuffle"]  # which has to stay beside min_reward
+    options |= {"eval_stop": ["x"], "kl_beta": 0.1, "kl_target": 0.2, "run_name": "a name"}
+    words = []
+    for name, value in options.items():
+        is_json = isinstance(value, dict | bool)
+        text = json.dumps(value) if is_json else value
+        words += [f"--{name}", *(text if isinstance(text, list) else [str(text)])]
+    args = make(**options)
+    assert parse(*words).to_dict() == args.to_dict()
+    (again,) = HfArgumentParser(RLConfig).parse_dict(args.to_dict(), allow_extra_keys=True)
+    assert again.to_dict() == args.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -451,7 +451,7 @@ def test_an_unknown_environment_is_one_clear_error(tmp_path):
         InvalidEnvironmentError, match=r"cannot load environment 'no_such_env'.*No module named"
     ):
         load_environment("no_such_env", None, tmp_path)
-    with pytest.raises(InvalidEnvironmentError, match="it takes no 'num_trian'; did you .*_train"):
+    with pytest.raises(InvalidEnvironmentError, match=r"takes no 'num_trian'; did you .*_train"):
         load_environment("reverse_text", {"num_trian": 1}, EXAMPLE)
 
 

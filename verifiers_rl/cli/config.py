@@ -302,7 +302,7 @@ def load_run_config(
         TomlError: with one line that says what to change.
     """
     given = [files] if isinstance(files, Path) else files
-    paths = [path.expanduser().absolute() for path in given]
+    paths = [Path(os.path.abspath(path.expanduser())) for path in given]
     ours, theirs = Tree(), Tree()
     for number, path in enumerate(paths):
         own, of_flat = flat.split(_one_spelling(read_layer(path, number), path), str(path))

@@ -1,5 +1,6 @@
-"""`vf-train @ config.toml`: the trainer alone, against a `vf-vllm` server that runs already. It takes
-several files and keys of the command line, as `vf-rl` does.
+"""`vf-train @ config.toml`: the trainer alone, against a `vf-vllm` server that runs already.
+
+It takes several files and keys of the command line, as `vf-rl` does.
 """
 
 from __future__ import annotations
