@@ -1,10 +1,12 @@
 """The flat layout means what ours means."""
 
+import re
 import sys
 from dataclasses import fields
 
 import pytest
 
+from tests.helpers import ROOT
 from verifiers_rl import RLConfig
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import load_run_config, overrides_of
@@ -172,6 +174,16 @@ def test_both_layouts_mean_the_same(read):
     moved = {key.rpartition(".")[2] for key in flat.MOVED} - {"rank", "alpha"}
     assert moved <= shown
     assert {env.name for env in flat_one.envs} == {"alphabet-sort", "number_guess"}
+
+
+def test_the_two_files_of_the_page_mean_the_same(read, tmp_path):
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    first, second = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[1:3]
+    assert "[sampling]" in first and "[trainer.args]" in second
+    (tmp_path / "secrets.env").write_text("")
+    flat_one, ours = read(first), read(second)
+    assert flat_one.envs == ours.envs and flat_one.env_files == ours.env_files
+    assert flat_one.trainer_args == ours.trainer_args
 
 
 def test_every_flat_key_sets_an_option_that_exists():

@@ -74,6 +74,9 @@ MEANINGS = {
     "difficulty_filter.enabled": "false leaves the filter out. Default true; with no bound beside "
     "it, groups of one reward are replaced (`min_reward_variance = 1e-6`)",
     "kl_penalty.enabled": "false leaves the penalty out. Default true, if the table is there",
+    "wandb": "the table also sets `report_to`",
+    "eval": "the table also sets `eval_strategy`; `interval` is 100 by default, and "
+    "`eval_base_model` true",
     "eval.env": "environments for evaluations only: their `only` is `eval`, and that of the others "
     "is `train`. Without one, evaluations use those of training",
 }
