@@ -33,13 +33,12 @@ def test_a_signal_is_raised_at_the_next_check_and_nowhere_before(number, capfd):
 
 
 def test_a_signal_that_nothing_raises_ends_the_run_when_it_is_done():
-    with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
-        with Interrupts().handled(None, says=False):
-            kill(signal.SIGTERM)
-    with pytest.raises(ValueError, match="its own error"):
-        with Interrupts().handled(None, says=False):
-            kill(signal.SIGTERM)
-            raise ValueError("its own error")
+    by_sigterm = pytest.raises(Interrupted, match="interrupted by SIGTERM")
+    with by_sigterm, Interrupts().handled(None, says=False):
+        kill(signal.SIGTERM)
+    with pytest.raises(ValueError, match="its own"), Interrupts().handled(None, says=False):
+        kill(signal.SIGTERM)
+        raise ValueError("its own error")
 
 
 def test_a_wait_ends_with_a_signal(monkeypatch):

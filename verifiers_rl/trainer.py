@@ -224,8 +224,7 @@ class RLTrainer(SavingTrainer):
             raise RuntimeError(
                 "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
             )
-        wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
-        resume = enter_run_folder(self.args, wanted)
+        resume = enter_run_folder(self.args, resume_from_checkpoint)
         with (
             host_group(self.args) as hosts,
             self._interrupts.handled(hosts, self.is_world_process_zero()),
@@ -486,8 +485,8 @@ class RLTrainer(SavingTrainer):
         work: Callable[[BatchSource], _T],
         tell: Callable[[_T | Interrupted | None, torch.device], _T],
     ) -> _T:
-        """Run `work` on rank 0, while the others help to gather weights, and return its result on
-        every rank. Raise Interrupted on every rank if a signal ends it, or has come before.
+        """Run `work` on rank 0, while the others help to gather weights. Return its result on every
+        rank, or raise Interrupted there if a signal has come.
         """
         self._interrupts.check_all(waits=True)
         outcome: _T | Interrupted | None = None

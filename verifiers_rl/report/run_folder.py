@@ -118,12 +118,13 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     resume from, or None.
 
     Args:
-        args: the `RLConfig`.
+        args: the `RLConfig`; its `resume_from_checkpoint` stands for `resume` if that is not set.
         resume: True for the newest checkpoint, or the path of one.
 
     Raises:
         RunFolderError: on rank 0; see `prepare_run_folder`.
     """
+    resume = resume or args.resume_from_checkpoint
     if args.process_index > 0:  # rank 0 checks, and may have cleared it already
         return str(newest_checkpoint(args.output_dir)) if resume is True else resume or None
     checkpoint = prepare_run_folder(
