@@ -95,6 +95,7 @@ _UNUSED_BASE_OPTIONS = {
     "parallelism_config": _UNSUPPORTED,
     "torch_empty_cache_steps": _UNSUPPORTED,
     "include_num_input_tokens_seen": "tokens are counted in num_tokens",
+    "enable_jit_checkpoint": "a run always saves a checkpoint upon SIGTERM; see docs/resume.md",
     "ignore_data_skip": "a resumed run always goes on with the examples that come next",
     "per_device_eval_batch_size": _EVALUATION,
     "prediction_loss_only": _EVALUATION,
@@ -315,6 +316,12 @@ class RLConfig(TrainingArguments):
     )
     lora_use_rslora: bool = _option(
         False, "Scale the adapter by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."
+    )
+    save_final: Literal["adapter", "merged"] = _option(
+        "adapter",
+        "What is saved at the end. adapter: the adapter alone. merged: also a plain model, that is "
+        "the base model with the adapter merged in, in the folder merged of output_dir. Without "
+        "LoRA the final model is a plain one anyway.",
     )
 
     # --- Batches ----------------------------------------------------------------------------------
@@ -834,6 +841,13 @@ class RLConfig(TrainingArguments):
             "eval_steps",
             self.eval_steps is None or self.eval_strategy != "no",
             "without effect unless eval_strategy = 'steps'",
+        )
+        check(
+            "hub_strategy",
+            self.save_strategy != "no"
+            or not self.push_to_hub
+            or "checkpoint" not in str(self.hub_strategy).lower(),
+            "without effect if save_strategy = 'no'; set 'end'",
         )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()

@@ -19,7 +19,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
-from verifiers_rl.cli.children import STOP_GRACE_S, Child, answers, ended_early, ended_within
+from verifiers_rl.cli.children import (
+    STOP_GRACE_S,
+    Child,
+    answers,
+    ended_early,
+    ended_within,
+    status_of,
+)
 from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
@@ -171,6 +178,8 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
     server_env, trainer_env = ({"CUDA_VISIBLE_DEVICES": ids} for ids in gpus)
+    # A launcher of several ranks kills them after this time, by default 30 s.
+    trainer_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
     server_env[RESERVED_VARIABLE] = str(port)  # we reserved it, also for restarts
     client = InferenceClient(host, port, timeout_s)
     server = trainer = None
@@ -200,20 +209,20 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
                 print(f"vf-rl: {ended} and is not restarted; see its log", file=sys.stderr)
                 if not ended_within(trainer, timeout_s + 60.0):
                     raise InferenceServerError("the trainer did not end after its server")
-                return trainer.process.returncode or 1
+                return status_of(trainer) or 1
             delay_s = BACKOFF_S * 2.0 ** (num_deaths - 1)
             # A new line: the trainer's progress bar may be in the middle of one.
             print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
             if not ended_within(trainer, delay_s):
                 server = start_server()
-        return trainer.process.returncode
+        return status_of(trainer)
     except InferenceServerError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         print(
-            f"\nvf-rl: {stopped}: ending the trainer (a single process saves a checkpoint) "
-            f"(up to {SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
+            f"\nvf-rl: {stopped}: ending the trainer, which saves a checkpoint (up to "
+            f"{SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
             flush=True,
         )
         return 128 + signal.Signals[str(stopped)].value

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from verifiers_rl.inference import InferenceServerError, RequestRefusedError, ServerLostError
+from verifiers_rl.process.waiting import result_of
 from verifiers_rl.sync.transports.meeting import new_secret
 
 if TYPE_CHECKING:
@@ -270,7 +272,7 @@ class WeightSync:
         work: Callable[[], Any],
         give_up: Callable[[], None] = lambda: None,
     ) -> tuple[Any, Any]:
-        """Run both parts of a collective: the server's by HTTP, ours in a thread.
+        """Run both parts of a collective, each in a thread: the server's by HTTP, and ours.
 
         If the server refuses, its workers never join the collective. So this thread waits for the
         server's answer, and our part runs in a daemon thread, which may be left behind and ends at
@@ -278,7 +280,18 @@ class WeightSync:
 
         Returns:
             The server's reply, and what our part returned.
+
+        Raises:
+            Interrupted: a signal asks the run to end; both threads are left behind.
         """
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)  # raised below, in the caller's thread
+
         result: list[Any] = []
         errors: list[Exception] = []
 
@@ -291,8 +304,10 @@ class WeightSync:
 
         thread = threading.Thread(target=run, name="weight-sync", daemon=True)
         thread.start()
+        threading.Thread(target=ask, name="weight-sync-request", daemon=True).start()
         try:
-            reply = call()
+            # The request has a deadline of its own, and this one is later.
+            reply = result_of(answer, 4 * self.timeout_s + 120.0, lambda: "the server")
         except Exception as error:
             follows_from_ours = not isinstance(error, (ServerLostError, RequestRefusedError))
             if errors and follows_from_ours and not isinstance(errors[0], WorkersLeftError):
