@@ -155,6 +155,7 @@ def main() -> None:
     model = make_model(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     num_steps = args.clean_steps + args.noisy_steps
+    print(f"warm start: {num_steps} steps, a line for every 50", flush=True)
     for step in range(num_steps):
         noise = 0.0 if step < args.clean_steps else args.noise
         seed = 1_000_003 * (args.seed + 1) + step
