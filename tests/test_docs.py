@@ -27,8 +27,10 @@ from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.arguments import Replaced, check_arguments
+from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import check_trainer_args, load_run_config
 from verifiers_rl.cli.setup import workspace_files
+from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
@@ -202,6 +204,7 @@ def in_docs_folder(tmp_path, monkeypatch):
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
     prompt.write_text("Be brief.")
+    (tmp_path / "secrets.env").write_text("SEARCH_KEY=x\n")
     monkeypatch.setattr(TrainerOfDocs, "made", [])
     return tmp_path
 
@@ -282,8 +285,8 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
         path.write_text(text)
         config = load_run_config(path, checks_model=False)
         check_trainer_args(config)
-        config.config_class()(**{**config.trainer_args, "use_cpu": True, "bf16": False})
-        if all(importlib.util.find_spec(env.id) for env in config.envs):
+        config.make_args(use_cpu=True, bf16=False)
+        if all(importlib.util.find_spec(module_name(env.id)) for env in config.envs):
             config.load_envs()
 
 
@@ -359,8 +362,11 @@ def check_command(words, page):
         subprocess.run(command, env=environment, check=True, timeout=60)
     elif program.startswith("vf-"):
         for option in options:
-            if option.startswith("--trainer.args."):
-                assert option.rpartition(".")[2] in {f.name for f in fields(RLConfig)}, words
+            key = option[2:].replace("-", "_")
+            if key.startswith("trainer.args."):
+                assert key.rpartition(".")[2] in {f.name for f in fields(RLConfig)}, words
+            elif key.partition(".")[0] in (*flat.COMMON, *flat.OURS) or key in flat.MOVED:
+                assert "." in key or key in flat.MOVED, words
             else:
                 said = help_of(program)
                 assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)

@@ -1215,6 +1215,37 @@ def test_resume_continues_with_the_same_weights_and_the_next_examples(make_train
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7, msg=name)
 
 
+def test_a_kl_target_moves_the_weight_of_the_penalty_and_a_resumed_run_goes_on_with_it(
+    make_trainer, tmp_path
+):
+    kl = {"use_lora": True, "lora_rank": 2, "kl_beta": 0.5, "kl_target": 1e-3, "max_steps": 6}
+
+    def rows(trainer):
+        return [row for row in trainer.state.log_history if "kl_beta" in row]
+
+    straight = make_trainer(**kl, output_dir=str(tmp_path / "a"))
+    straight.train()
+    found = rows(straight)
+    assert found[0]["reference_kl"] == 0 < found[-1]["reference_kl"]
+    expected = 0.5
+    for row in found:
+        assert row["kl_beta"] == pytest.approx(expected, rel=1e-6)
+        error = min(max(row["reference_kl"] / 1e-3 - 1, -0.2), 0.2)
+        expected *= 1 + 0.1 * error
+    assert found[1]["kl_beta"] == pytest.approx(0.49)  # at the start the KL is 0
+    fixed = make_trainer(**{**kl, "kl_target": None}, output_dir=str(tmp_path / "b"))
+    fixed.train()
+    assert not rows(fixed)
+
+    saved = {"output_dir": str(tmp_path / "c"), "save_strategy": "steps", "save_steps": 3}
+    make_trainer(**kl, **saved).train()
+    resumed = make_trainer(**{**kl, "kl_beta": 9.0}, **saved)  # the checkpoint's counts
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/c/checkpoint-3")
+    assert [row["step"] for row in rows(resumed)][-3:] == [4, 5, 6]
+    for row, same in zip(rows(resumed)[-3:], found[3:], strict=True):
+        assert row["kl_beta"] == same["kl_beta"] and row["loss"] == pytest.approx(same["loss"])
+
+
 def eval_rows(trainer):
     return [
         (row["step"], row["eval_reward"])

@@ -54,6 +54,7 @@ from verifiers_rl.distributed import (
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.kl_control import KLControl
 from verifiers_rl.logprobs import (
     Entropy,
     chunk_size_for,
@@ -179,12 +180,11 @@ class RLTrainer(Trainer):
             self.remove_callback(PrinterCallback)
             self.add_callback(RewardProgressCallback())
         self._interrupts, self._window = Interrupts(), StepWindow()
-        self._files = RolloutFiles(self)
-        own = (RunFilesCallback(env), EarlyWarnings(self._window), self._interrupts, self._window)
-        for callback in (self._files, *own):
+        self._files, kl_control = RolloutFiles(self), KLControl(self.loss_fn, self._window)
+        own = (self._files, RunFilesCallback(env), EarlyWarnings(self._window), kl_control)
+        for callback in (*own, self._interrupts, self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
-
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # set in the first step
         self._shares_prefixes = False  # also set there

@@ -1,4 +1,5 @@
-"""`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one TOML.
+"""`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
+or several, under keys of the command line (cli/config.py).
 
 The server gets the first GPUs and the trainer the next ones. In a terminal with tmux both run in a
 session of two panes, which continues when the terminal is closed; elsewhere they are child
@@ -23,8 +24,7 @@ from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
     add_folder_options,
-    load_run_config,
-    toml_argument,
+    parse_command_line,
 )
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import fail
@@ -36,6 +36,7 @@ from verifiers_rl.cli.plan import (
     server_command,
     trainer_command,
 )
+from verifiers_rl.cli.resolved import dry_run
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
@@ -44,11 +45,13 @@ from verifiers_rl.report.run_folder import RunFolderError, closing_lines
 from verifiers_rl.report.trackers import tracker_error
 
 USAGE = (
-    "vf-rl @ config.toml [-s SESSION] [--no-tmux] [--server-log FILE]\n"
+    "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
     "       vf-rl --check @ config.toml\n"
+    "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
-    "       vf-rl view RUN... | vf-rl report RUN... -o page.html"
+    "       vf-rl view RUN... | vf-rl report RUN... -o page.html\n"
+    "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
 
 MAX_RESTARTS = 5  # in a row, without an answer of the server in between
@@ -72,7 +75,9 @@ def main() -> None:
 
 def run() -> int:
     """Check everything that can be wrong, then start the run. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="vf-rl", usage=USAGE, description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
         "--no-tmux", action="store_true", help="child processes, even in a terminal"
@@ -91,6 +96,11 @@ def run() -> int:
         metavar="DIR",
         help="only copy trainer.py and orchestrator.py there, as the start of a fork",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only print the resolved configuration, and write it into the run's folder",
+    )
     # Passed inside a tmux session: the vf-rl that started it has loaded the environments.
     parser.add_argument("--in-session", action="store_true", help=argparse.SUPPRESS)
     if {"-h", "--help"} & set(sys.argv):
@@ -100,11 +110,9 @@ def run() -> int:
 
         return eject(Path(parser.parse_args().eject))
     try:
-        path, rest = toml_argument(sys.argv[1:])
-        options = parser.parse_args(rest)
-        config = load_run_config(path)
-        if options.overwrite:
-            config.trainer_args["overwrite_output_dir"] = True
+        options, config = parse_command_line(parser, sys.argv[1:])
+        if options.dry_run:
+            return dry_run(config, options.resume)
         if options.check:
             from verifiers_rl.cli.check import check
 
@@ -116,7 +124,7 @@ def run() -> int:
             if problem := port_error(args.vllm_server_host, args.vllm_server_port):
                 raise TomlError(problem.replace("--port", "vllm_server_port in [trainer.args]"))
             if problem := tracker_error(args.report_to):
-                raise TomlError(f"{config.path}: [trainer.args] {problem}")
+                raise config.of_option(problem)
             if loading is not None:
                 loading.check()
         if options.server_log is not None:

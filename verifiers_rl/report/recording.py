@@ -34,7 +34,7 @@ from verifiers_rl.report.token_values import (
     choose_samples,
     token_arrays,
 )
-from verifiers_rl.report.trackers import send_table
+from verifiers_rl.report.trackers import name_wandb_project, send_table
 from verifiers_rl.types import Batch, Rollout, Split
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class RolloutFiles(TrainerCallback):
     """
 
     def __init__(self, trainer: Any) -> None:
+        name_wandb_project(trainer.args)
         self._trainer = trainer
         self._folder = Path(trainer.args.output_dir)
         self._is_main = trainer.args.process_index == 0
