@@ -41,6 +41,8 @@ from verifiers_rl.option_rules import (
     PositiveNumber,
     Rule,
     ShareBelow1,
+    address_of,
+    are_addresses,
     fits,
     from_json,
     must,
@@ -168,6 +170,10 @@ _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
     lambda value: bool(value) and "/" not in value and value.count(":") != 1,  # IPv6 has more
+)
+_are_servers = must(
+    "be a list of servers, each as host:port and only once; an IPv6 address is in brackets",
+    lambda value: fits(value, list[str]) and are_addresses(value),
 )
 # Rules of inherited options that keep their defaults.
 _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
@@ -493,6 +499,11 @@ class RLConfig(TrainingArguments):
         8000,
         "Port of the vf-vllm server.",
     )
+    vllm_servers: Annotated[list[str] | None, _are_servers] = _option(
+        None,
+        "Several vf-vllm servers of the same model, each as host:port, in place of "
+        "vllm_server_host and vllm_server_port. Each gets all weights and a part of the rollouts.",
+    )
     vllm_server_timeout: PositiveNumber = _option(
         300.0,
         "Seconds to wait for the server at the start, for a lost server to come back, and for one "
@@ -646,6 +657,11 @@ class RLConfig(TrainingArguments):
             if f.name.endswith("_kwargs") and isinstance(value, str) and value.startswith("{"):
                 from_json(f.name, value)
 
+    def servers(self) -> list[tuple[str, int]]:
+        """Return host and port of each inference server."""
+        given = [address_of(server) for server in self.vllm_servers or []]
+        return [one for one in given if one] or [(self.vllm_server_host, self.vllm_server_port)]
+
     def make_loss(self) -> LossFn:
         """Return the loss that `loss` and `loss_args` name.
 
@@ -754,6 +770,12 @@ class RLConfig(TrainingArguments):
             "eval_steps",
             self.eval_steps is None or self.eval_strategy != "no",
             "without effect unless eval_strategy = 'steps'",
+        )
+        check(
+            "vllm_servers",
+            self.vllm_servers is None
+            or (self.vllm_server_host, self.vllm_server_port) == ("127.0.0.1", 8000),
+            "takes the place of vllm_server_host and vllm_server_port; remove these two",
         )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
