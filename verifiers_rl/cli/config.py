@@ -19,7 +19,9 @@ id = "reverse_text"
                                  # sampling = {max_tokens = 64}  in place of [trainer.args]'s
 
 [inference]
-gpus = 1                         # 0: CPU
+gpus = 1                         # of each replica; 0: CPU. Without `replicas`, vf-rl divides
+                                 # several GPUs into replicas by the model's size
+replicas = 1                     # servers of the same model, each with `gpus` GPUs of its own
 [inference.args]                 # flags of vf-vllm, so of vLLM: max_model_len = 2048, or
                                  # "max-model-len" = 2048, is --max-model-len 2048
 
@@ -86,6 +88,8 @@ class RunConfig:
     envs: list[EnvTable]
     is_mix: bool = False
     inference_gpus: int = 1
+    inference_replicas: int = 1
+    has_replicas: bool = False  # the TOML sets their number
     inference_args: dict[str, Any] = field(default_factory=dict)
     trainer_gpus: int = 1
     trainer_args: dict[str, Any] = field(default_factory=dict)
@@ -200,7 +204,7 @@ def load_run_config(path: Path, checks_model: bool = True) -> RunConfig:
         ("trainer", trainer, "options of the trainer"),
     ):
         advice = f"{what} belong into [{name}.args]"
-        known = ("gpus", "class", "args") if name == "trainer" else ("gpus", "args")
+        known = ("gpus", "class" if name == "trainer" else "replicas", "args")
         check_keys(section, known, f"{path}: [{name}]", advice)
     class_name = trainer.get("class", "")
     if "class" in trainer and not (isinstance(class_name, str) and names_user_code(class_name)):
@@ -212,6 +216,16 @@ def load_run_config(path: Path, checks_model: bool = True) -> RunConfig:
         gpus[name] = section.get("gpus", 1)
         if not isinstance(gpus[name], int) or isinstance(gpus[name], bool) or gpus[name] < 0:
             raise TomlError(f"{path}: {name}.gpus={gpus[name]!r} must be an integer >= 0 (0: CPU)")
+    replicas = inference.get("replicas", 1)
+    if type(replicas) is not int or replicas < 1:
+        raise TomlError(f"{path}: inference.replicas={replicas!r} must be an integer >= 1")
+    if table(trainer, "trainer.args").get("vllm_servers"):
+        if inference:
+            raise TomlError(
+                f"{path}: [trainer.args] has vllm_servers, which run already, so [inference] has "
+                "no effect; remove one of the two"
+            )
+        gpus["inference"] = 0
     model = data["model"]
     if model.startswith(("./", "../")):
         model = str((path.parent / model).resolve())
@@ -225,6 +239,8 @@ def load_run_config(path: Path, checks_model: bool = True) -> RunConfig:
         envs=_env_tables(path, data.get("env", {})),
         is_mix=isinstance(data.get("env"), list),
         inference_gpus=gpus["inference"],
+        inference_replicas=replicas,
+        has_replicas="replicas" in inference,
         inference_args=with_underscores(
             table(inference, "inference.args"), f"{path}: [inference.args]"
         ),

@@ -51,6 +51,7 @@ def train(interrupt: Interrupt) -> None:
         make_importable,
         toml_argument,
     )
+    from verifiers_rl.cli.servers import servers_of_vf_rl
 
     parser = argparse.ArgumentParser(prog="vf-train", usage=USAGE, description=__doc__)
     add_folder_options(parser)
@@ -84,6 +85,8 @@ def train(interrupt: Interrupt) -> None:
             trainer_args["overwrite_output_dir"] = True
         trainer_class = config.trainer_class()
         args = config.config_class()(**{"use_cpu": config.trainer_gpus == 0, **trainer_args})
+        if servers := servers_of_vf_rl():
+            args.vllm_servers = servers
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
             prepare_run_folder(
