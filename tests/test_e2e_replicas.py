@@ -1,4 +1,4 @@
-"""One trainer and two real vLLM servers, of which one is killed and comes back."""
+"""One trainer and two real vLLM servers, of which one is killed. A third one joins the run."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from tests.conftest import free_port, running_server
+from tests.conftest import running_server
 from tests.helpers import load_example, make_env, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.inference.pool import State
@@ -27,8 +27,8 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def start(stack, model_folder, log, port=None):
-    return stack.enter_context(running_server(model_folder, log, port=port))
+def start(stack, model_folder, log, *flags):
+    return stack.enter_context(running_server(model_folder, log, *flags))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def servers(model_folder, tmp_path_factory):
         threads = [
             threading.Thread(
                 target=lambda n=n: found.update(
-                    {n: start(stack, model_folder, folder / f"{n}.log", free_port())}
+                    {n: start(stack, model_folder, folder / f"{n}.log")}
                 )
             )
             for n in range(2)
@@ -51,7 +51,7 @@ def servers(model_folder, tmp_path_factory):
         yield [found[0], found[1]]
 
 
-def test_a_run_goes_on_without_a_killed_server_and_uses_it_again_when_it_is_back(
+def test_a_run_goes_on_without_a_killed_server_and_uses_one_that_joins(
     servers, model_folder, tmp_path
 ):
     env = make_env({f"question {i}": "" for i in range(8)}, lambda q, reply, a: len(set(reply)))
@@ -60,7 +60,7 @@ def test_a_run_goes_on_without_a_killed_server_and_uses_it_again_when_it_is_back
         env,
         RLConfig(
             output_dir=str(tmp_path / "run"), use_cpu=True, batch_size=16, rollouts_per_example=8,
-            max_seq_len=64, max_tokens=16, learning_rate=1e-2, max_steps=400, save_strategy="no",
+            max_seq_len=64, max_tokens=16, learning_rate=1e-2, max_steps=3000, save_strategy="no",
             vllm_servers=[f"127.0.0.1:{server.port}" for server in servers],
             max_off_policy_steps=0, use_lora=False, num_rollouts_to_print=0, log_rollouts=False,
         ),
@@ -75,21 +75,21 @@ def test_a_run_goes_on_without_a_killed_server_and_uses_it_again_when_it_is_back
         return url
 
     pool.take = take_and_kill
-    stack, back = ExitStack(), []
+    stack, joined = ExitStack(), []
 
-    def bring_back():
-        servers[1].process.wait()
-        back.append(start(stack, model_folder, tmp_path / "again.log", servers[1].port))
+    def bring_another():
+        flags = ("--join", servers[0].url)
+        joined.append(start(stack, model_folder, tmp_path / "joined.log", *flags))
 
-    bringing = threading.Thread(target=bring_back, daemon=True)
+    bringing = threading.Thread(target=bring_another, daemon=True)
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             batches.append(trainer.batch)
-            if killed and not bringing.is_alive() and not back:
+            if killed and bringing.ident is None:
                 bringing.start()
-            serving = [replica.state for replica in pool.replicas]
-            control.should_training_stop = bool(back) and serving == [State.SERVING] * 2
+            states = [replica.state for replica in pool.replicas]
+            control.should_training_stop = states == [State.SERVING, State.DEAD, State.SERVING]
 
     trainer.add_callback(Watch())
     with stack:
@@ -100,6 +100,7 @@ def test_a_run_goes_on_without_a_killed_server_and_uses_it_again_when_it_is_back
     assert num_servers[:3] == [2, 2, 2] and num_servers[3] == 1 and num_servers[-1] == 2
     assert rows[2]["moved_share"] > 0 and rows[2]["error_share"] == 0
     assert sum(row["moved_share"] for row in rows) == rows[2]["moved_share"]
+    assert pool.replicas[2].url == joined[0].url
     # What the servers say: all tokens are of the weights that train on them.
     for step, batch in enumerate(batches):
         assert len(batch.rollouts) == 16

@@ -26,6 +26,7 @@ from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.routed import RoutedEnvironment
 from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference.joining import join_error
 from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
 from verifiers_rl.sync import fan_out
 from verifiers_rl.sync.buckets import SharedBuckets, WorkersLeftError, receive_buckets
@@ -266,11 +267,12 @@ class StubClient:
         self.base_url = f"http://127.0.0.1:{number}"
         self.is_up, self.has_weights_of, self.takes_weights = True, None, None
         self.is_agreed = None  # an error
+        self.joined = []
 
     def status(self):
         if not self.is_up:
             raise ServerLostError(f"no answer from {self.base_url}")
-        return {"policy_version": None}
+        return {"policy_version": None, "joined": self.joined}
 
     def die(self):
         self.is_up, self.has_weights_of = False, None
@@ -297,7 +299,12 @@ def make_pool(monkeypatch):
             if client.is_agreed is not None:
                 raise client.is_agreed
 
-        made.append(ReplicaPool(clients, StubSync, push, check, options.get("timeout_s", 5)))
+        def make_client(host, port):
+            clients.append(StubClient(port))
+            return clients[-1]
+
+        timeout_s = options.get("timeout_s", 5)
+        made.append(ReplicaPool(clients[:], StubSync, push, check, timeout_s, make_client))
         return made[-1], clients
 
     yield make
@@ -361,6 +368,34 @@ def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool):
     pool.wait_for_server()
     assert pool.push(None, 1, "recompute")["num_servers"] == 1
     assert states(pool) == ["dead", "serving"]
+
+
+def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, caplog):
+    pool, clients = make_pool(1)
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+    clients[0].joined = [("127.0.0.1", 7)]
+    assert pool.push(None, 1, "recompute")["num_servers"] == 2
+    assert "the server at http://127.0.0.1:7 joins the run" in caplog.text
+    assert [str(one.url) for one in pool.replicas][1] == "http://127.0.0.1:7"
+    assert pool.push(None, 2, "recompute")["num_servers"] == 2 and len(pool.replicas) == 2
+    clients[1].die()  # it is watched like the others
+    soon(lambda: states(pool) == ["serving", "dead"])
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "problem"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1", None),
+        ("http://10.0.0.5:8000", "10.0.0.6", None),
+        ("http://10.0.0.5:8000", "127.0.0.1", "set --host"),
+        ("10.0.0.5:8000", "10.0.0.6", "of the form http://host:port"),
+        ("http://10.0.0.5:x", "10.0.0.6", "of the form http://host:port"),
+    ],
+)
+def test_a_server_that_could_not_be_reached_does_not_join(url, host, problem):
+    found = join_error(url, host)
+    assert found is None if problem is None else problem in found
 
 
 def test_servers_that_never_come_are_an_error_and_one_is_a_warning(make_pool, caplog):

@@ -167,6 +167,7 @@ _is_auto_or_bool = must(
     "be 'auto', true or false", lambda value: value == "auto" or isinstance(value, bool)
 )
 _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
+_is_free_or_port = must("be a port, 1 to 65535, or 0", lambda value: 0 <= value < 65536)
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
     lambda value: bool(value) and "/" not in value and value.count(":") != 1,  # IPv6 has more
@@ -513,6 +514,11 @@ class RLConfig(TrainingArguments):
         "auto",
         "How weights travel: nccl (each side has its own GPUs), ipc (both sides share one GPU) or "
         "tcp. auto chooses what fits.",
+    )
+    weight_sync_port: Annotated[int, _is_free_or_port] = _option(
+        0,
+        "Port of the trainer at which a server's workers meet it for the weights; with several "
+        "servers, each has one, from this one on. 0: any free port.",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = _option(
         "auto",

@@ -91,8 +91,9 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
     if weight_sync is None:
         lora_sync = choose_lora_sync(args.lora_sync, status)
         weight_sync = WeightSync(
-            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout
-        )
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout,
+            port=args.weight_sync_port,
+        )  # fmt: skip
     if runner is not None:
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(runner, weight_sync, args, advantage_fn, replaced.example_order)
@@ -107,9 +108,16 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
 
 
 def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args: Any) -> Any:
+    numbers = {client.base_url: number for number, client in enumerate(clients)}
+
     def make_sync(client: InferenceClient) -> WeightSync:
         lora_sync = choose_lora_sync(args.lora_sync, client.status())
-        return WeightSync(client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout)
+        if client.base_url not in numbers:  # a server that comes again keeps its port
+            numbers[client.base_url] = len(numbers)
+        port = args.weight_sync_port and args.weight_sync_port + numbers[client.base_url]
+        return WeightSync(
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout, port=port
+        )
 
     def check(model: Any, client: InferenceClient, model_name: str) -> None:
         client.check_model(policy.config)

@@ -94,6 +94,7 @@ class ReplicaPool:
             the model's name there. Raises InferenceServerError if they differ. None: nothing is
             compared, as for a model that is split over ranks.
         timeout_s: how long to wait for servers, at the start and when all are lost.
+        make_client: makes the client of a server that joins the run (`vf-vllm --join`).
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class ReplicaPool:
         push_to_all: Callable[..., list[Exception | None]],
         check: Callable[[Any, InferenceClient, str], None] | None,
         timeout_s: float,
+        make_client: Callable[..., InferenceClient] = InferenceClient,
     ) -> None:
+        self._make_client = make_client
         self._make_sync, self._push_to_all, self._check = make_sync, push_to_all, check
         self.timeout_s = timeout_s
         self.replicas = [Replica(client) for client in clients]
@@ -147,6 +150,7 @@ class ReplicaPool:
                 than the trainer's model needs.
         """
         start = time.monotonic()
+        self._take_in_joined()
         pushed = [one for one in self.replicas if one.state != State.DEAD]
         if not pushed:
             raise ServerLostError(f"none of the servers answers: {self._describe()}")
@@ -184,6 +188,24 @@ class ReplicaPool:
             "sync_bytes": num_bytes,
             "num_servers": float(num_serving),
         }
+
+    def _take_in_joined(self) -> None:
+        """Add the servers that have announced themselves to one that serves."""
+        known = {one.url for one in self.replicas}
+        for replica in [one for one in self.replicas if one.state == State.SERVING]:
+            try:
+                joined = replica.client.status().get("joined", [])
+            except ServerLostError:
+                continue  # its next look says so
+            for host, port in joined:
+                new = Replica(self._make_client(host, port))
+                if new.url in known:
+                    continue
+                known.add(new.url)
+                logger.warning("the server at %s joins the run", new.url)
+                with self._lock:
+                    self.replicas = [*self.replicas, new]
+                self._look_for(new)
 
     def _begin_to_serve(self, replica: Replica, model: Any) -> None:
         """Compare the logprobs of a replica that is new, then let it serve."""
@@ -355,10 +377,8 @@ class ReplicaPool:
         """Look at all replicas in the background, each on a thread of its own, because one that
         hangs answers only at its deadline.
         """
-        if self._watching:
-            return
         self._stop.clear()
-        for replica in self.replicas:
+        for replica in self.replicas[len(self._watching) :]:
             thread = threading.Thread(
                 target=self._watch_one, args=(replica,), name="replica", daemon=True
             )

@@ -94,6 +94,7 @@ class WeightSync:
         timeout_s: deadline of the meeting and of one push.
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
             fresh memory for each (benchmarks/README.md).
+        port: of this machine, where the server's workers meet this process; 0: any free one.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class WeightSync:
         lora_sync: Literal["adapter", "merged"] = "adapter",
         timeout_s: float = 300.0,
         bucket_bytes: int = 16 * 2**20,
+        port: int = 0,
     ) -> None:
         self.client = client
         self.backend = backend
         self.lora_sync = lora_sync
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
+        self.port = port
         self.policy_version: int | None = None
         self._plan: TransferPlan | None = None
         self._transport: Transport | None = None
@@ -164,7 +167,13 @@ class WeightSync:
         address = _own_address(self.client.host)
         # Bound to one address and a free port: two runs never collide, and loopback stays loopback.
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=128)
+        try:
+            listener = socket.create_server((address, self.port), family=family, backlog=128)
+        except OSError as error:
+            raise InferenceServerError(
+                f"cannot listen on {address}:{self.port} for the server's workers: "
+                f"{error.strerror}; set weight_sync_port to another port, or to 0"
+            ) from error
         port = listener.getsockname()[1]
         world_size = 1 + status["world_size"]
         meeting = Meeting(address, port, new_secret(), 0, world_size, self.timeout_s)
