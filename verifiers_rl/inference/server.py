@@ -8,7 +8,8 @@ chats. It listens on 127.0.0.1 unless told otherwise.
     POST /weight_sync/connect   meet the trainer's transport
     POST /weight_sync/receive   take one push, then drop cached prefixes
                                 and set the policy version
-    GET  /weight_sync/status    policy version, world size, dtype, model
+    POST /weight_sync/join      another server wants to take part in the trainer's run
+    GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
 
     POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
                                       "tokens", not the tokenised messages; with "packed_tokens",
@@ -46,6 +47,7 @@ from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.inference.in_flight import InFlight, Request
+from verifiers_rl.inference.joining import announce, join_error
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
 from verifiers_rl.inference.vllm_versions import call_engines
@@ -118,6 +120,7 @@ class WeightSyncRoutes:
         self.gpus: list[str | None] | None = None
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by kind of plan
         self.in_flight = InFlight()
+        self.joined: dict[tuple[str, int], None] = {}  # other servers, in the order of their coming
         self.num_running = 0  # generation requests that vLLM has not answered
         self.is_salted = False
         self.takes_tokens = False
@@ -268,6 +271,8 @@ class WeightSyncRoutes:
         try:
             if route == ("GET", "/weight_sync/status"):
                 return await self.status(engine, request.app.state)
+            if route == ("POST", "/weight_sync/join"):
+                return self.join(await json_of(request))
             if route == ("POST", "/weight_sync/hold"):
                 return await self.hold(await json_of(request))
             if route == ("POST", "/weight_sync/connect"):
@@ -288,6 +293,12 @@ class WeightSyncRoutes:
             status = 503 if await is_dying(engine) else 500
             return status, {"error": f"{type(error).__name__}: {error}"}
         return 404, {"error": f"no such route: {route[0]} {route[1]}"}
+
+    def join(self, body: Any) -> tuple[int, dict[str, Any]]:
+        """Remember another server. The trainer of this one finds it in the status."""
+        require(body, host=str, port=int)
+        self.joined[body["host"], body["port"]] = None
+        return 200, {}
 
     async def hold(self, body: Any) -> tuple[int, dict[str, Any] | Holder]:
         """Give the server to this trainer, unless another one has it."""
@@ -355,6 +366,7 @@ class WeightSyncRoutes:
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
+            "joined": list(self.joined),
         }
 
     async def connect(
@@ -747,6 +759,11 @@ def main() -> None:
 
     parts = server_parts()
     parser = parts.make_arg_parser(flag_parser(FlexibleArgumentParser))
+    parser.add_argument(
+        "--join",
+        metavar="URL",
+        help="take part in the run whose trainer uses the vf-vllm at this URL, beside that server",
+    )
     parser.set_defaults(
         host="127.0.0.1",
         allowed_origins=[],  # vLLM's default lets in the scripts of every web page
@@ -770,6 +787,8 @@ def main() -> None:
         sys.exit(f"vf-vllm: {error}")
     if problem := model_error(args.model):
         sys.exit(f"vf-vllm: {problem}")
+    if args.join and (problem := join_error(args.join, args.host)):
+        parser.error(problem)
     if args.host not in LOOPBACK:
         print(
             f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server; they "
@@ -802,6 +821,8 @@ def main() -> None:
     args.middleware = [ROUTES, *args.middleware]  # those of --middleware run before it
     args.generation_keys = generation_keys(args, os.environ[TOKEN_VARIABLE])
     cli_env_setup()
+    if args.join:
+        announce(args.join, args.host, args.port)
     with reservation:
         uvloop.run(parts.run_server(args))
     end_without_noise()
