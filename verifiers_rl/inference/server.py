@@ -70,6 +70,11 @@ VERSIONS_HEADER = "x-policy-versions"
 LIMIT_HEADER = "x-reply-timeout-s"  # of a request: counts from the first token on
 QUEUED_HEADER = "x-queued-s"  # of a reply: seconds until its first token
 LENGTH_HEADER = "x-num-tokens"  # of a reply with status 504: tokens that it had
+# Flags of vLLM that are about API processes beside this one.
+OTHER_PROCESSES = (
+    *("headless", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rank"),
+    *("data_parallel_multi_port_external_lb", "data_parallel_start_rank"),
+)
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 COUNT_DEADLINE_S = 10.0
 RESUME_DEADLINE_S = 30.0
@@ -725,6 +730,32 @@ def generation_keys(args: Any, token: str) -> list[str]:
     return [token, *given] if given or args.host not in LOOPBACK else []
 
 
+def error_of_processes(args: Any) -> str | None:
+    """Return an error if these flags ask for another API process, here or on another machine.
+
+    One process must see every request, because it cuts the requests' tokens into policy versions
+    when weights change. vLLM's own command starts the others; this one would ignore the flags.
+    """
+    alone = "vf-vllm has one API process, which knows the policy version of every token"
+    if (count := getattr(args, "api_server_count", None)) not in (None, 1):
+        return (
+            f"--api-server-count {count}: {alone}. Leave the flag out; for more tokens/s than one "
+            "process passes on, start several servers (docs/scaling.md)"
+        )
+    for name in OTHER_PROCESSES:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:  # rank 0 counts
+            flag = f"--{name.replace('_', '-')}"
+            return f"{flag}: {alone}, and --data-parallel-size alone starts its engines here"
+    size, here = args.data_parallel_size, getattr(args, "data_parallel_size_local", None)
+    if here is not None and here != size:
+        return (
+            f"--data-parallel-size-local {here}: must be --data-parallel-size {size}, because all "
+            "engines of a vf-vllm run on its machine; leave the flag out"
+        )
+    return None
+
+
 def end_without_noise() -> NoReturn:
     """End as Python would, but without what compiled modules print when they are unloaded: triton's
     prints 30 lines about its leaks.
@@ -779,6 +810,8 @@ def main() -> None:
             f"--logprobs-mode {args.logprobs_mode}: training needs processed_logprobs, "
             "the ones tokens were sampled with"
         )
+    if problem := error_of_processes(args):
+        parser.error(problem)
     from verifiers_rl.inference.checkpoint import model_error
 
     try:
