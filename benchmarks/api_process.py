@@ -17,21 +17,18 @@ import time
 from pathlib import Path
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.metrics.stats import IterationStats
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples.warm_start import make_tokenizer
 from verifiers_rl.inference.vllm_versions import keep_logprobs_as_numbers
 
 
 def messages(num_requests: int, steps: int) -> list[list[bytes]]:
     """Return what the engine would send, as frames."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackEncoder
+
     encoder = MsgpackEncoder()
     rng = np.random.default_rng(0)
     found = []
@@ -54,6 +51,14 @@ def messages(num_requests: int, steps: int) -> list[list[bytes]]:
 
 def measure(num_requests: int, steps: int) -> tuple[float, float]:
     """Return microseconds a token of decoding and of processing."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.metrics.stats import IterationStats
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    from examples.warm_start import make_tokenizer
+
     processor = OutputProcessor(make_tokenizer(), log_stats=True)
     for i in range(num_requests):
         sampling = SamplingParams(
@@ -67,6 +72,8 @@ def measure(num_requests: int, steps: int) -> tuple[float, float]:
         queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, str(i))
         processor.add_request(request, None, queue=queue)
         keep_logprobs_as_numbers(processor.request_states[str(i)])
+    gc.collect()
+    gc.freeze()  # as vLLM does when its API process has started
     decoder = MsgpackDecoder(EngineCoreOutputs)
     decoding = processing = 0.0
     for frames in messages(num_requests, steps):
@@ -87,8 +94,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    gc.collect()
-    gc.freeze()  # as vLLM does when its API process has started
     print("| requests | decoding, us/token | processing, us/token | tokens/s |")
     print("|" + " --- |" * 4)
     for number in options.requests:
