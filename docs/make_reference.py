@@ -31,8 +31,8 @@ All options of a run. `docs/make_reference.py` writes this page from the code; d
 
 - In a script, an option is an argument: `RLConfig(batch_size=128)`.
 - In a TOML, it is a key under `[trainer.args]`: `batch_size = 128`.
-- On a command line, it is `--trainer.args.batch_size 128` for `vf-rl` and `vf-train`. [configuration.md](configuration.md)
-  has the rules.
+- On a command line, it is `--trainer.args.batch_size 128` for `vf-rl` and `vf-train`.
+  [configuration.md](configuration.md) has the rules.
 
 An unknown name, a value of the wrong type or out of range, and two options that contradict each
 other are one error line each, with the value and the fix. "left out" stands for the default `None`:
@@ -58,8 +58,9 @@ FLAT = """
 ## The flat layout
 
 The keys that prime-rl's and hosted training's users have, and what they set here.
-[configuration.md](configuration.md#two-layouts) shows both layouts beside each other. `model`, `[env]`, `[[env]]`,
-`env_file` and `import_from` are the same in both. A default that a file leaves out is ours.
+[configuration.md](configuration.md#two-layouts) shows both layouts beside each other. `model`,
+`[env]`, `[[env]]`, `env_file` and `import_from` are the same in both. A default that a file leaves
+out is ours.
 
 """
 NOT_FLAT = """

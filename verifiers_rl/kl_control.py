@@ -9,8 +9,6 @@ from transformers import TrainerCallback
 from verifiers_rl.losses import AdaptiveKL, LossFn
 from verifiers_rl.report.metrics import StepWindow
 
-STATE = "KLControl"  # where the state of the run, and so a checkpoint, has the weight
-
 
 class KLControl(TrainerCallback):
     """Updates the `AdaptiveKL` of a loss with the KL of each step. A step without loss tokens
@@ -28,14 +26,18 @@ class KLControl(TrainerCallback):
         self._term = next((term for term in terms if isinstance(term, AdaptiveKL)), None)
         self._window = window
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._term is not None and STATE in state.stateful_callbacks:  # of a checkpoint
-            self._term.beta = state.stateful_callbacks[STATE]["beta"]
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._term is None:
             return
         kl = self._window.steps[-1].get("reference_kl")
         if kl is not None:
             self._term.update(kl)
-        state.stateful_callbacks[STATE] = {"beta": self._term.beta}
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return the weight; see `checkpoints.Kept`."""
+        return {} if self._term is None else {"beta": self._term.beta}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the weight of a checkpoint."""
+        if self._term is not None and state:
+            self._term.beta = state["beta"]

@@ -118,6 +118,12 @@ def ended_within(child: Child, seconds: float) -> bool:
     return True
 
 
+def status_of(child: Child) -> int:
+    """Return the exit status of a child that has ended; 128 + signal if a signal ended it."""
+    status = child.process.returncode
+    return 128 - status if status < 0 else status
+
+
 def answers(client: InferenceClient) -> bool:
     try:
         client.status()

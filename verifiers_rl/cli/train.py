@@ -9,9 +9,10 @@ import argparse
 import os
 import shlex
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from verifiers_rl.cli.ending import Interrupt, end_with
+from verifiers_rl.process.interrupts import Interrupted
 
 USAGE = "vf-train @ config.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]"
 
@@ -36,6 +37,9 @@ def main() -> None:
     interrupt.handle_signals()
     try:
         train(interrupt)
+    except Interrupted:  # train() has said what is saved
+        interrupt.release()  # a launcher ends this process when another rank has ended
+        raise
     except KeyboardInterrupt:
         if is_first_rank():
             say("interrupted before training")
@@ -55,6 +59,7 @@ def train(interrupt: Interrupt) -> None:
         parse_command_line,
     )
     from verifiers_rl.cli.resolved import write_resolved
+    from verifiers_rl.cli.servers import servers_of_vf_rl
 
     parser = argparse.ArgumentParser(
         prog="vf-train", usage=USAGE, description=__doc__, allow_abbrev=False
@@ -85,6 +90,8 @@ def train(interrupt: Interrupt) -> None:
     try:
         trainer_class = config.trainer_class()
         args = config.make_args(**({"use_cpu": True} if config.trainer_gpus == 0 else {}))
+        if servers := servers_of_vf_rl():
+            args.vllm_servers = servers
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
             prepare_run_folder(
@@ -111,25 +118,6 @@ def train(interrupt: Interrupt) -> None:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         fail(error, is_training=True)
-    except KeyboardInterrupt:
-        if trainer is None:
-            raise
-        if is_first_rank():
-            say(what_is_left(trainer), is_training=True)
-        sys.exit(interrupt.exit_status)
-
-
-def what_is_left(trainer: Any) -> str:
-    """What an interrupted run has saved, and how to go on with it."""
-    from verifiers_rl.report.run_folder import newest_checkpoint
-
-    step, folder = trainer.state.global_step, trainer.args.output_dir
-    newest = newest_checkpoint(folder)
-    if newest is None:
-        return f"interrupted at step {step}; nothing of it is saved"
-    if newest.name == f"checkpoint-{step}":
-        return f"interrupted; step {step} is saved in {newest}; go on with --resume"
-    return f"interrupted at step {step}; the newest checkpoint is {newest}; go on with --resume"
 
 
 if __name__ == "__main__":

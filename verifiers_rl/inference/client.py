@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from verifiers_rl.process.interrupts import raise_if_interrupted
 from verifiers_rl.process.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
@@ -136,6 +137,7 @@ class InferenceClient:
         Raises:
             InferenceServerError: the server did not answer within `timeout_s` seconds, or it is not
                 `vf-vllm`, or the token is wrong.
+            Interrupted: a signal asks the run to end.
         """
         deadline = time.monotonic() + self.timeout_s
         with WaitingLine(
@@ -148,6 +150,7 @@ class InferenceClient:
             try:
                 return self.status()
             except ServerLostError as error:
+                raise_if_interrupted()
                 line.show()
                 if time.monotonic() >= deadline:
                     raise InferenceServerError(
@@ -179,6 +182,10 @@ class InferenceClient:
                 f"the server at {self.base_url} serves another model, {status['model']!r}: "
                 f"{'; '.join(different)}. Start it with the trainer's model"
             )
+
+    def join(self, host: str, port: int) -> None:
+        """POST /weight_sync/join: tell this server's trainer of another server."""
+        self._call("POST", "/weight_sync/join", {"host": host, "port": port})
 
     def hold(self, trainer: str) -> Hold:
         """POST /weight_sync/hold: from now on the server refuses other trainers.
