@@ -334,7 +334,7 @@ def server_flags():
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
     sources = [Path(folder) / "engine" / "arg_utils.py"]
     sources += sorted(Path(folder).rglob("cli_args.py"))
-    flags = {"--help"}
+    flags = {"--help", "--join"}  # the latter is our own
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and str(node.value).startswith("--"):
@@ -414,7 +414,7 @@ def metrics():
 
 def known_names():
     options = {option.name for option in fields(RLConfig)}
-    tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args"}
+    tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args", "replicas"}
     tables.add("chat_template_kwargs")  # of an agent's sampling
     flags = {flag[2:].replace("-", "_") for flag in server_flags()}
     arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}

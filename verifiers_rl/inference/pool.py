@@ -254,6 +254,7 @@ class ReplicaPool:
         for replica in self.replicas:
             if replica.state in ALIVE_WITH_WEIGHTS:
                 self._lose(replica, replica.sync, "all servers are connected again")
+        self.policy_version = None  # so that the trainer pushes again
         self._wait_for(1)
 
     def wait_until_ready(self) -> dict[str, Any]:
