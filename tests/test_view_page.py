@@ -296,6 +296,7 @@ def test_a_rollout_has_its_timeline_its_calls_and_its_reasoning(open_page, addre
 # --- Runs that change, odd runs, hostile runs -----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_run_that_goes_on_and_one_that_is_resumed(open_page, tmp_path):
     def train(first, last, up_to=None):
         writer = RolloutWriter(tmp_path, up_to)
@@ -403,6 +404,7 @@ def hostile_run(folder):
     write_lines(folder / "metrics.jsonl", {"step": 1, HOSTILE: 1.0, "reward": 0.5, "step_s": 1})
 
 
+@pytest.mark.slow
 def test_what_models_write_is_text_on_the_page_and_in_the_file(open_page, tmp_path):
     hostile_run(tmp_path / "run")
     one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)

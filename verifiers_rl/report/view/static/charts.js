@@ -49,20 +49,35 @@ export class Chart {
     this.stacked = stacked;
     this.now = h("p", { class: "now" });
     this.area = h("div", { class: "plot", tabindex: "0", role: "img" });
-    const info = about.text && h("details", { class: "info" },
-      h("summary", { "aria-label": `What is ${title}?` }, "i"), h("p", {}, about.text));
-    this.element = h("figure", { class: "chart", id: `chart-${name}` },
-      h("figcaption", {}, h("h3", {}, title), info), this.now, this.area);
+    const info =
+      about.text &&
+      h(
+        "details",
+        { class: "info" },
+        h("summary", { "aria-label": `What is ${title}?` }, "i"),
+        h("p", {}, about.text),
+      );
+    this.element = h(
+      "figure",
+      { class: "chart", id: `chart-${name}` },
+      h("figcaption", {}, h("h3", {}, title), info),
+      this.now,
+      this.area,
+    );
     this.area.addEventListener("keydown", (event) => this.#onKey(event));
     this.area.addEventListener("blur", () => this.#plot?.setCursor({ left: -10, top: -10 }));
     // Charts below the screen are drawn when they come into sight.
-    this.observer = new IntersectionObserver((entries) => {
-      this.#isShown = entries.at(-1).isIntersecting;
-      if (this.#isShown && this.#isStale) this.#draw();
-    }, { rootMargin: "200px" });
+    this.observer = new IntersectionObserver(
+      (entries) => {
+        this.#isShown = entries.at(-1).isIntersecting;
+        if (this.#isShown && this.#isStale) this.#draw();
+      },
+      { rootMargin: "200px" },
+    );
     this.observer.observe(this.area);
     this.resizes = new ResizeObserver(() => {
-      if (this.#plot && this.area.clientWidth) this.#plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
+      if (this.#plot && this.area.clientWidth)
+        this.#plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
     });
     this.resizes.observe(this.area);
   }
@@ -133,7 +148,12 @@ export class Chart {
     const text = colorOf("--muted");
     const line = colorOf("--line");
     const curves = this.stacked ? this.curves.toReversed() : this.curves;
-    const axis = { stroke: text, font: "11px system-ui, sans-serif", grid: { stroke: line, width: 1 }, ticks: { show: false } };
+    const axis = {
+      stroke: text,
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: line, width: 1 },
+      ticks: { show: false },
+    };
     const yFormat = this.about.unit === "s" ? formatSeconds : formatNumber;
     return {
       width: this.area.clientWidth,
@@ -145,7 +165,14 @@ export class Chart {
         y: { range: (u, min, max) => niceRange(min, max, this.stacked) },
       },
       axes: [
-        { ...axis, size: 26, gap: 3, grid: { show: false }, values: (u, ticks) => ticks.map(formatNumber), incrs: this.board.isTime ? undefined : STEP_INCREMENTS },
+        {
+          ...axis,
+          size: 26,
+          gap: 3,
+          grid: { show: false },
+          values: (u, ticks) => ticks.map(formatNumber),
+          incrs: this.board.isTime ? undefined : STEP_INCREMENTS,
+        },
         { ...axis, size: 56, gap: 4, values: (u, ticks) => ticks.map(yFormat) },
       ],
       series: [
@@ -167,7 +194,12 @@ export class Chart {
       cursor: {
         sync: { key: this.board.key },
         drag: { x: true, y: false, setScale: false },
-        bind: { dblclick: () => () => { this.board.setZoom(null); return null; } },
+        bind: {
+          dblclick: () => () => {
+            this.board.setZoom(null);
+            return null;
+          },
+        },
         points: { size: 7 },
       },
       hooks: {
@@ -191,7 +223,8 @@ export class Chart {
   }
 
   #onClick(u) {
-    if (performance.now() - this.#lastDrag > 300 && isNumber(u.cursor.idx)) this.board.pin(this.#table[0][u.cursor.idx]);
+    if (performance.now() - this.#lastDrag > 300 && isNumber(u.cursor.idx))
+      this.board.pin(this.#table[0][u.cursor.idx]);
   }
 
   #onKey(event) {
@@ -234,21 +267,33 @@ export class Chart {
       const ys = own[i];
       let place = isNumber(idx) ? idx : ys.findLastIndex(isNumber);
       if (isNumber(idx) && ys[place] === null) place = nearest(ys, place);
-      return h("span", { class: "value" },
+      return h(
+        "span",
+        { class: "value" },
         h("i", { class: "swatch", css: { background: `var(${curve.color})` }, "aria-hidden": "true" }),
-        this.stacked || this.curves.filter((c) => !c.isFaint).length > 1 ? `${curve.short ?? curve.label} ` : "",
-        h("b", {}, format(ys[place])));
+        this.stacked || this.curves.filter((c) => !c.isFaint).length > 1
+          ? `${curve.short ?? curve.label} `
+          : "",
+        h("b", {}, format(ys[place])),
+      );
     });
-    const at = isNumber(idx) ? h("span", { class: "quiet" }, `${this.board.xLabel} ${formatNumber(xs[idx])}`) : null;
+    const at = isNumber(idx)
+      ? h("span", { class: "quiet" }, `${this.board.xLabel} ${formatNumber(xs[idx])}`)
+      : null;
     this.now.replaceChildren(...items.filter(Boolean), ...(at ? [at] : []));
   }
 
   #summary() {
-    return this.curves.filter((c) => !c.isFaint).map((curve) => {
-      const known = curve.ys.filter(isNumber);
-      if (!known.length) return `${this.name}, ${curve.label}: no values`;
-      return `${this.name}, ${curve.label}: from ${formatNumber(known[0])} to ${formatNumber(known.at(-1))}`;
-    }).join("; ") + ". Arrow keys move the cursor; Enter keeps a step.";
+    return (
+      this.curves
+        .filter((c) => !c.isFaint)
+        .map((curve) => {
+          const known = curve.ys.filter(isNumber);
+          if (!known.length) return `${this.name}, ${curve.label}: no values`;
+          return `${this.name}, ${curve.label}: from ${formatNumber(known[0])} to ${formatNumber(known.at(-1))}`;
+        })
+        .join("; ") + ". Arrow keys move the cursor; Enter keeps a step."
+    );
   }
 }
 

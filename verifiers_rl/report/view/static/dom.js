@@ -87,7 +87,11 @@ export function mean(values) {
 // --- Texts ----------------------------------------------------------------------------------------
 
 export function asText(value) {
-  return typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value);
+  return typeof value === "string"
+    ? value
+    : value === null || value === undefined
+      ? ""
+      : JSON.stringify(value);
 }
 
 // The arguments of a tool call, in lines if they are JSON.
@@ -109,7 +113,9 @@ export function colorOf(variable) {
 }
 
 export function isDark() {
-  const [r, g, b] = (getComputedStyle(document.body).backgroundColor.match(/[\d.]+/g) || [255, 255, 255]).map(Number);
+  const [r, g, b] = (getComputedStyle(document.body).backgroundColor.match(/[\d.]+/g) || [255, 255, 255]).map(
+    Number,
+  );
   return 0.299 * r + 0.587 * g + 0.114 * b < 128;
 }
 

@@ -1,6 +1,15 @@
 // How the runs are, in ten seconds: a card for each, what differs between them, and the curves.
 
-import { formatCount, formatNumber, formatSeconds, formatShare, formatTime, h, isNumber, mean } from "./dom.js";
+import {
+  formatCount,
+  formatNumber,
+  formatSeconds,
+  formatShare,
+  formatTime,
+  h,
+  isNumber,
+  mean,
+} from "./dom.js";
 import { Chart, smoothed } from "./charts.js";
 import { aboutMetric, attention, inSections } from "./metrics.js";
 import { statusOf, swatch } from "./runs.js";
@@ -11,13 +20,41 @@ export function mountOverview(root, app) {
   const { store } = app;
   const cards = h("section", { class: "cards", "aria-label": "State of the runs" });
   const different = h("section", { class: "panel", "aria-label": "Different options", hidden: true });
-  const slider = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: "0", id: "smooth", oninput: () => draw() });
-  const axis = h("select", { id: "axis", onchange: () => { board.isTime = axis.value === "hours"; board.setZoom(null); draw(); } },
-    h("option", { value: "step" }, "step"), h("option", { value: "hours" }, "hours of training"));
-  const zoomOut = h("button", { type: "button", hidden: true, onclick: () => board.setZoom(null) }, "Zoom out");
+  const slider = h("input", {
+    type: "range",
+    min: "0",
+    max: "0.98",
+    step: "0.02",
+    value: "0",
+    id: "smooth",
+    oninput: () => draw(),
+  });
+  const axis = h(
+    "select",
+    {
+      id: "axis",
+      onchange: () => {
+        board.isTime = axis.value === "hours";
+        board.setZoom(null);
+        draw();
+      },
+    },
+    h("option", { value: "step" }, "step"),
+    h("option", { value: "hours" }, "hours of training"),
+  );
+  const zoomOut = h(
+    "button",
+    { type: "button", hidden: true, onclick: () => board.setZoom(null) },
+    "Zoom out",
+  );
   const pinned = h("p", { class: "pinned", role: "status", hidden: true });
-  const controls = h("div", { class: "controls" },
-    h("label", {}, "Smooth ", slider), h("label", {}, "Over ", axis), zoomOut);
+  const controls = h(
+    "div",
+    { class: "controls" },
+    h("label", {}, "Smooth ", slider),
+    h("label", {}, "Over ", axis),
+    zoomOut,
+  );
   const body = h("div", {});
   root.append(cards, different, controls, pinned, body);
 
@@ -25,8 +62,12 @@ export function mountOverview(root, app) {
   const maps = new Map();
   let layout = "";
   const board = {
-    key: "steps", zoom: null, isTime: false,
-    get xLabel() { return this.isTime ? "hour" : "step"; },
+    key: "steps",
+    zoom: null,
+    isTime: false,
+    get xLabel() {
+      return this.isTime ? "hour" : "step";
+    },
     setZoom(zoom) {
       this.zoom = zoom;
       zoomOut.hidden = !zoom;
@@ -38,10 +79,29 @@ export function mountOverview(root, app) {
       const stepOf = (run) => (this.isTime ? stepAtHour(store.metrics(run.name), x) : Math.round(x));
       pinned.replaceChildren(
         h("span", {}, this.isTime ? `Hour ${formatNumber(x)}: ` : `Step ${x}: `),
-        ...(runs.length ? runs.map((run) => h("a", {
-          href: app.link("rollouts", { run: run.name, from_step: stepOf(run), to_step: stepOf(run) }),
-        }, `rollouts${runs.length > 1 ? ` of ${run.name}` : ""}`)) : [h("span", { class: "quiet" }, "no rollouts were written")]),
-        h("button", { type: "button", "aria-label": "Close", onclick: () => { pinned.hidden = true; } }, "×"));
+        ...(runs.length
+          ? runs.map((run) =>
+              h(
+                "a",
+                {
+                  href: app.link("rollouts", { run: run.name, from_step: stepOf(run), to_step: stepOf(run) }),
+                },
+                `rollouts${runs.length > 1 ? ` of ${run.name}` : ""}`,
+              ),
+            )
+          : [h("span", { class: "quiet" }, "no rollouts were written")]),
+        h(
+          "button",
+          {
+            type: "button",
+            "aria-label": "Close",
+            onclick: () => {
+              pinned.hidden = true;
+            },
+          },
+          "×",
+        ),
+      );
     },
   };
 
@@ -56,7 +116,10 @@ export function mountOverview(root, app) {
       const own = places.map((i) => ys[i]);
       const curve = { label: run.name, color: store.color(run.name), number: store.number(run.name) };
       if (weight && own.length > 2) {
-        return [{ ...curve, xs, ys: own, isFaint: true }, { ...curve, xs, ys: smoothed(own, weight) }];
+        return [
+          { ...curve, xs, ys: own, isFaint: true },
+          { ...curve, xs, ys: smoothed(own, weight) },
+        ];
       }
       return [{ ...curve, xs, ys: own }];
     });
@@ -76,28 +139,32 @@ export function mountOverview(root, app) {
     for (const chart of charts.values()) chart.destroy();
     charts.clear();
     maps.clear();
-    body.replaceChildren(...sections.map(({ title, names: own, isOpen }) => {
-      const grid = h("div", { class: "grid" });
-      for (const name of own) {
-        const chart = new Chart({ name, about: aboutMetric(name), board });
-        charts.set(name, chart);
-        grid.append(chart.element);
-      }
-      if (title === "Reward") {
-        for (const run of store.shown.filter((one) => one.num_rollouts)) {
-          const map = rewardMap(app, run);
-          maps.set(run.name, map);
-          grid.append(map.element);
+    body.replaceChildren(
+      ...sections.map(({ title, names: own, isOpen }) => {
+        const grid = h("div", { class: "grid" });
+        for (const name of own) {
+          const chart = new Chart({ name, about: aboutMetric(name), board });
+          charts.set(name, chart);
+          grid.append(chart.element);
         }
-      }
-      return h("details", { class: "section", open: isOpen }, h("summary", {}, h("h2", {}, title)), grid);
-    }));
+        if (title === "Reward") {
+          for (const run of store.shown.filter((one) => one.num_rollouts)) {
+            const map = rewardMap(app, run);
+            maps.set(run.name, map);
+            grid.append(map.element);
+          }
+        }
+        return h("details", { class: "section", open: isOpen }, h("summary", {}, h("h2", {}, title)), grid);
+      }),
+    );
     if (!sections.length) body.append(emptyNote());
   }
 
   function emptyNote() {
-    const text = !store.shown.length ? "No run is chosen."
-      : store.source.isLive ? "There are no curves yet. They appear after the first line of metrics.jsonl; the page follows."
+    const text = !store.shown.length
+      ? "No run is chosen."
+      : store.source.isLive
+        ? "There are no curves yet. They appear after the first line of metrics.jsonl; the page follows."
         : "There are no curves.";
     return h("p", { class: "panel quiet" }, text);
   }
@@ -111,8 +178,12 @@ export function mountOverview(root, app) {
     const rows = differences(store.shown);
     different.hidden = store.shown.length < 2;
     if (!different.hidden) {
-      different.replaceChildren(h("h2", {}, "What differs"), rows.length
-        ? optionTable(app, rows) : h("p", { class: "quiet" }, "No option differs between these runs."));
+      different.replaceChildren(
+        h("h2", {}, "What differs"),
+        rows.length
+          ? optionTable(app, rows, "Options that differ")
+          : h("p", { class: "quiet" }, "No option differs between these runs."),
+      );
     }
     arrange();
     draw();
@@ -147,27 +218,57 @@ function card(app, run) {
   const maxSteps = isNumber(run.run.max_steps) && run.run.max_steps > 0 ? run.run.max_steps : null;
   const seconds = mean((columns.step_s || []).slice(-20));
   const left = run.status === "running" && maxSteps && seconds ? (maxSteps - run.step) * seconds : null;
-  const progress = maxSteps && h("progress", { max: maxSteps, value: Math.min(run.step, maxSteps), "aria-label": `Step ${run.step} of ${maxSteps}` });
-  const steps = run.step || maxSteps ? `step ${run.step.toLocaleString("en")}${maxSteps ? ` of ${maxSteps.toLocaleString("en")}` : ""}` : null;
+  const progress =
+    maxSteps &&
+    h("progress", {
+      max: maxSteps,
+      value: Math.min(run.step, maxSteps),
+      "aria-label": `Step ${run.step} of ${maxSteps}`,
+    });
+  const steps =
+    run.step || maxSteps
+      ? `step ${run.step.toLocaleString("en")}${maxSteps ? ` of ${maxSteps.toLocaleString("en")}` : ""}`
+      : null;
   const time = [
     left && left > 0 ? `about ${formatSeconds(left)} left` : null,
     ["running", "lost"].includes(run.status) && run.written_at ? `last written ${ago(run.written_at)}` : null,
-  ].filter(Boolean).join(" · ");
+  ]
+    .filter(Boolean)
+    .join(" · ");
   const facts = [
     fact("Reward", fromTo(columns, "reward")),
     fact("Evaluation", fromTo(columns, "eval_reward")),
     fact("A step", seconds === null ? null : formatSeconds(seconds)),
     fact("Waiting", waitingShare(columns)),
   ].filter(Boolean);
-  return h("article", { class: "card" },
+  return h(
+    "article",
+    { class: "card" },
     h("header", {}, swatch(app, run.name), h("h2", {}, run.name), statusOf(run)),
-    h("p", { class: "quiet" }, [run.run.model, run.run.begun_at ? `begun ${formatTime(run.run.begun_at)}` : null]
-      .filter(Boolean).map(String).join(" · ")),
-    progress, h("p", { class: "steps" }, [steps, time].filter(Boolean).join(" · ")),
+    h(
+      "p",
+      { class: "quiet" },
+      [run.run.model, run.run.begun_at ? `begun ${formatTime(run.run.begun_at)}` : null]
+        .filter(Boolean)
+        .map(String)
+        .join(" · "),
+    ),
+    progress,
+    h("p", { class: "steps" }, [steps, time].filter(Boolean).join(" · ")),
     h("dl", { class: "facts" }, facts),
     troubles(app, run, attention(columns, notFinite)),
-    run.num_rollouts ? h("p", {}, h("a", { href: app.link("rollouts", { run: run.name }) }, formatCount(run.num_rollouts, "rollout")))
-      : h("p", { class: "quiet" }, run.status === "empty" ? "" : "No rollouts on disk (log_rollouts = false writes none)."));
+    run.num_rollouts
+      ? h(
+          "p",
+          {},
+          h("a", { href: app.link("rollouts", { run: run.name }) }, formatCount(run.num_rollouts, "rollout")),
+        )
+      : h(
+          "p",
+          { class: "quiet" },
+          run.status === "empty" ? "" : "No rollouts on disk (log_rollouts = false writes none).",
+        ),
+  );
 }
 
 function fact(name, value) {
@@ -204,8 +305,13 @@ function troubles(app, run, found) {
   ];
   if (!items.length) return null;
   const rest = items.splice(SHOWN_TROUBLES);
-  return h("div", { class: "troubles" }, h("h3", {}, "Look at"), h("ul", {}, items),
-    rest.length ? h("details", {}, h("summary", {}, `${rest.length} more`), h("ul", {}, rest)) : null);
+  return h(
+    "div",
+    { class: "troubles" },
+    h("h3", {}, "Look at"),
+    h("ul", {}, items),
+    rest.length ? h("details", {}, h("summary", {}, `${rest.length} more`), h("ul", {}, rest)) : null,
+  );
 }
 
 function trouble(app, run, { name, text, value, isHigh, limit, hint, kind }) {
@@ -213,8 +319,11 @@ function trouble(app, run, { name, text, value, isHigh, limit, hint, kind }) {
   const show = name.endsWith("_share") ? formatShare : formatNumber;
   const beyond = limit < 1e-6 && !isHigh ? "zero" : `${isHigh ? "above" : "below"} ${show(limit)}`;
   return [
-    h("a", { href: app.link("overview"), onclick: (event) => toChart(event, name) }, name), ` is ${show(value)}, ${beyond}`,
-    kind && run.num_rollouts ? [": ", h("a", { href: app.link("rollouts", { run: run.name, kind }) }, "these rollouts")] : null,
+    h("a", { href: app.link("overview"), onclick: (event) => toChart(event, name) }, name),
+    ` is ${show(value)}, ${beyond}`,
+    kind && run.num_rollouts
+      ? [": ", h("a", { href: app.link("rollouts", { run: run.name, kind }) }, "these rollouts")]
+      : null,
     hint ? h("span", { class: "quiet" }, ` (${hint})`) : null,
   ];
 }

@@ -71,11 +71,14 @@ export class Store {
   #schedule(delay = undefined) {
     clearTimeout(this.#timer);
     const goesOn = this.runs.some((run) => ["running", "empty", "unknown"].includes(run.status));
-    this.#timer = setTimeout(async () => {
-      if (document.hidden) return; // it goes on when the page is looked at
-      await this.refresh();
-      this.#schedule();
-    }, delay ?? (goesOn ? POLL_MS : IDLE_POLL_MS));
+    this.#timer = setTimeout(
+      async () => {
+        if (document.hidden) return; // it goes on when the page is looked at
+        await this.refresh();
+        this.#schedule();
+      },
+      delay ?? (goesOn ? POLL_MS : IDLE_POLL_MS),
+    );
   }
 
   // Ask for what is new. An error stays on the page until the next answer.
@@ -117,7 +120,11 @@ export class Store {
     }
     const length = start + (answer.columns.step?.length ?? 0);
     this.#metrics.set(name, {
-      generation: answer.generation, length, columns, notFinite: answer.not_finite, hours: hoursOf(columns),
+      generation: answer.generation,
+      length,
+      columns,
+      notFinite: answer.not_finite,
+      hours: hoursOf(columns),
     });
   }
 }
