@@ -6,7 +6,6 @@ import { colorOf, formatNumber, formatSeconds, h, isNumber } from "./dom.js";
 
 export const RUN_COLORS = ["--run0", "--run1", "--run2", "--run3", "--run4", "--run5", "--run6", "--run7"];
 const DASHES = [[], [8, 4], [2, 3]]; // for runs beyond the number of colors
-const HEIGHT = 170;
 
 // The mean over the past that forgets: 0 is the values themselves.
 export function smoothed(values, weight) {
@@ -77,7 +76,7 @@ export class Chart {
     this.observer.observe(this.area);
     this.resizes = new ResizeObserver(() => {
       if (this.#plot && this.area.clientWidth)
-        this.#plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
+        this.#plot.setSize({ width: this.area.clientWidth, height: this.area.clientHeight });
     });
     this.resizes.observe(this.area);
   }
@@ -157,7 +156,7 @@ export class Chart {
     const yFormat = this.about.unit === "s" ? formatSeconds : formatNumber;
     return {
       width: this.area.clientWidth,
-      height: HEIGHT,
+      height: this.area.clientHeight,
       legend: { show: false },
       padding: [8, 16, 0, 0],
       scales: {
@@ -187,7 +186,7 @@ export class Chart {
             dash: DASHES[Math.floor((number || 0) / RUN_COLORS.length) % DASHES.length],
             fill: this.stacked ? stroke : undefined,
             spanGaps: true,
-            points: { show: (u) => u.data[0].length < 40 && !isFaint, size: 5 },
+            points: { show: (u) => u.data[0].length < 40 && !isFaint && !this.stacked, size: 5 },
           };
         }),
       ],
@@ -245,7 +244,7 @@ export class Chart {
 
   // A line where a value begins to be a reason to look.
   #drawLimit(u) {
-    const limit = this.about.above || this.about.below;
+    const limit = this.about.above;
     if (!limit || limit < u.scales.y.min || limit > u.scales.y.max) return;
     const y = Math.round(u.valToPos(limit, "y", true));
     u.ctx.save();
@@ -301,7 +300,7 @@ const STEP_INCREMENTS = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 
 
 function niceRange(min, max, fromZero) {
   if (min === null || max === null || min === undefined) return [0, 1];
-  if (fromZero || (min >= 0 && min < 0.6 * max)) return [0, max > 0 ? 1.06 * max : 1];
+  if (fromZero || (min >= 0 && (min < 0.6 * max || max === 0))) return [0, max > 0 ? 1.06 * max : 1];
   const pad = max > min ? 0.06 * (max - min) : Math.abs(min) * 0.1 || 1;
   return [min - pad, max + pad];
 }

@@ -95,7 +95,12 @@ export function mountOptions(root, app) {
                 ? optionTable(app, different, "Options that differ")
                 : h("p", { class: "quiet" }, "No option differs between these runs."),
             ),
-            h("section", { class: "panel" }, h("h3", {}, "Equal in all"), optionTable(app, same, "Options that are equal")),
+            h(
+              "section",
+              { class: "panel" },
+              h("h3", {}, "Equal in all"),
+              optionTable(app, same, "Options that are equal"),
+            ),
           ]
         : [h("section", { class: "panel" }, optionTable(app, rows, "Options"))]),
       h("section", { class: "panel" }, h("h3", {}, "The runs"), optionTable(app, times, "The runs")),

@@ -9,6 +9,7 @@ import {
   h,
   isNumber,
   mean,
+  redraw,
 } from "./dom.js";
 import { Chart, smoothed } from "./charts.js";
 import { aboutMetric, attention, inSections } from "./metrics.js";
@@ -61,6 +62,7 @@ export function mountOverview(root, app) {
   const charts = new Map();
   const maps = new Map();
   let layout = "";
+  let compared = "";
   const board = {
     key: "steps",
     zoom: null,
@@ -127,18 +129,26 @@ export function mountOverview(root, app) {
 
   function arrange() {
     const names = new Set();
+    const zeros = new Set();
     for (const run of store.shown) {
       for (const [name, values] of Object.entries(store.metrics(run.name).columns)) {
-        if (values.some(isNumber)) names.add(name);
+        if (!values.some(isNumber)) continue;
+        if (values.some((value) => value)) names.add(name);
+        else zeros.add(name);
       }
     }
+    // Shares of troubles that never came need no curve.
+    const never = [...zeros].filter((name) => !names.has(name) && /_share(\/|$)/.test(name)).sort();
+    for (const name of zeros) if (!never.includes(name)) names.add(name);
     const sections = inSections(names);
-    const now = JSON.stringify([sections, store.shown.map((run) => [run.name, run.num_rollouts > 0])]);
+    const now = JSON.stringify([sections, never, store.shown.map((run) => [run.name, run.num_rollouts > 0])]);
     if (now === layout) return;
     layout = now;
     for (const chart of charts.values()) chart.destroy();
     charts.clear();
     maps.clear();
+    const before = [...body.querySelectorAll(".section")].map((one) => [one.dataset.title, one.open]);
+    const wasOpen = new Map(before);
     body.replaceChildren(
       ...sections.map(({ title, names: own, isOpen }) => {
         const grid = h("div", { class: "grid" });
@@ -154,9 +164,12 @@ export function mountOverview(root, app) {
             grid.append(map.element);
           }
         }
-        return h("details", { class: "section", open: isOpen }, h("summary", {}, h("h2", {}, title)), grid);
+        const open = wasOpen.get(title) ?? isOpen;
+        const head = h("summary", {}, h("h2", {}, title));
+        return h("details", { class: "section", open, "data-title": title }, head, grid);
       }),
     );
+    if (never.length) body.append(h("p", { class: "quiet never" }, `Always 0: ${never.join(", ")}.`));
     if (!sections.length) body.append(emptyNote());
   }
 
@@ -174,10 +187,15 @@ export function mountOverview(root, app) {
   }
 
   function update({ isTheme = false } = {}) {
-    cards.replaceChildren(...store.shown.map((run) => card(app, run)));
+    redraw(
+      cards,
+      store.shown.map((run) => card(app, run)),
+    );
     const rows = differences(store.shown);
+    const now = JSON.stringify([rows, store.shown.map((run) => run.name)]);
     different.hidden = store.shown.length < 2;
-    if (!different.hidden) {
+    if (!different.hidden && now !== compared) {
+      compared = now;
       different.replaceChildren(
         h("h2", {}, "What differs"),
         rows.length

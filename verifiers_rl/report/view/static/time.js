@@ -46,20 +46,7 @@ export function verdict(totals) {
 export function mountTime(root, app) {
   const { store } = app;
   const body = h("div", {});
-  const legend = h(
-    "ul",
-    { class: "phases" },
-    PHASES.map(({ title, color, text }) =>
-      h(
-        "li",
-        {},
-        h("i", { class: "swatch", css: { background: `var(${color})` }, "aria-hidden": "true" }),
-        h("b", {}, title),
-        h("span", { class: "quiet" }, ` ${text}`),
-      ),
-    ),
-  );
-  root.append(h("h2", { class: "part-title" }, "Where did the step go?"), legend, body);
+  root.append(h("h2", { class: "part-title" }, "Where did the step go?"), body);
   const charts = new Map();
   const board = {
     key: "time",
@@ -138,9 +125,10 @@ export function mountTime(root, app) {
 function totalBar(totals, numSteps) {
   const all = Object.values(totals).reduce((a, b) => a + b, 0);
   if (!all) return "";
-  const parts = PHASES.map(({ name, title, color }) => ({
+  const parts = PHASES.map(({ name, title, color, text }) => ({
     title,
     color,
+    text,
     seconds: totals[name],
     share: totals[name] / all,
   }));
@@ -161,7 +149,7 @@ function totalBar(totals, numSteps) {
       h(
         "tbody",
         {},
-        parts.map(({ title, color, seconds, share }) =>
+        parts.map(({ title, color, text, seconds, share }) =>
           h(
             "tr",
             {},
@@ -174,6 +162,7 @@ function totalBar(totals, numSteps) {
             h("td", {}, formatShare(share)),
             h("td", {}, `${formatSeconds(seconds / numSteps)} a step`),
             h("td", {}, formatSeconds(seconds)),
+            h("td", { class: "quiet" }, text),
           ),
         ),
       ),
