@@ -302,7 +302,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 # --- Commands -------------------------------------------------------------------------------------
 
 # Programs of others; what they are given is theirs.
-OTHERS = {"cd", "cp", "export", "git", "nvidia-smi", "openssl", "source", "uv"}
+OTHERS = {"cd", "cp", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
 
 
 def commands(page):
@@ -317,8 +317,8 @@ def commands(page):
 
 
 @cache
-def help_of(program):
-    command = [str(Path(sys.executable).parent / program), "--help"]
+def help_of(program, *commands):
+    command = [str(Path(sys.executable).parent / program), *commands, "--help"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
@@ -359,7 +359,7 @@ def check_command(words, page):
             if option.startswith("--trainer.args."):
                 assert option.rpartition(".")[2] in {f.name for f in fields(RLConfig)}, words
             else:
-                said = help_of(program)
+                said = help_of(program, *(word for word in rest[:1] if word in ("view", "report")))
                 assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)
     elif words[:2] == ["accelerate", "launch"]:
         from accelerate.commands.launch import launch_command_parser
