@@ -33,7 +33,7 @@ CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollo
 	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering example_environments)) \
 	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it
 
-.PHONY: help install demo test test-fast test-all check format docs reference page clean
+.PHONY: help install demo test test-fast test-all gpu-check check format docs reference page clean
 
 help:
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-fast those of them that start no server and take few seconds"
 	@echo "make test-all  also what needs DeepSpeed, and with verifiers<0.4 and its vLLM"
 	@echo "make check     ruff and types"
+	@echo "make gpu-check what needs a GPU, within an hour; prints a table for an issue"
 	@echo "make docs      the documentation as a site, in docs/_build"
 
 install: $(INSTALLED)
@@ -53,7 +54,7 @@ $(INSTALLED): pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(UPGRADE) $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
 
-EXAMPLE := examples/reverse_text_v1
+EXAMPLE := examples/reverse_text
 
 # Its model is made for a CPU, which vLLM's GPU build cannot run on.
 ifeq ($(EXTRA),vllm)
@@ -61,7 +62,7 @@ demo:
 	$(MAKE) CPU=1 demo
 else
 demo: $(INSTALLED)
-	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text_v1.py $(EXAMPLE)/outputs/warm_start
+	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --overwrite --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 endif
 
@@ -75,6 +76,10 @@ test-fast: $(INSTALLED)
 test-all: test
 	$(MAKE) DEEPSPEED=1 TESTS='-k "zero2 or zero3" tests/test_sharding.py tests/test_weight_sync.py' test
 	$(MAKE) CLASSIC=1 TESTS='$(CLASSIC_TESTS)' test
+
+# Runs on 1, 2 or more GPUs, without a network once it is installed. ONLY=NCCL runs the checks with this word in their name.
+gpu-check: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_check.py $(if $(ONLY),--only "$(ONLY)")
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
     python benchmarks/compare_losses.py [--tasks small sort demo] [--settings cispo ppo ...]
         [--seeds 0 1 2 3 4] [--folder outputs/compare_losses]
 
-small: the task of examples/reverse_text_v1, from a warm start that stops early, so that the policy
+small: the task of examples/reverse_text, from a warm start that stops early, so that the policy
 is uncertain of everything and learns slowly; all weights, lr 3e-4, 60 steps of 64 rollouts, 8 of
 each prompt.
 sort: the letters of a string in alphabetical order; the reward is 1 or 0; the warm start is that of
@@ -37,7 +37,7 @@ from typing import Any
 import verifiers.v1 as vf
 
 ROOT = Path(__file__).parent.parent
-REVERSE_TEXT = ROOT / "examples" / "reverse_text_v1"
+REVERSE_TEXT = ROOT / "examples" / "reverse_text"
 sys.path[:0] = [str(ROOT), str(REVERSE_TEXT)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -120,7 +120,7 @@ class SortTaskset(vf.Taskset[SortTask, SortConfig]):
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict[str, Any]]:
-    """Make demonstrations of "sort" for examples/warm_start.py; see those of reverse_text_v1."""
+    """Make demonstrations of "sort" for examples/warm_start.py; see those of reverse_text."""
     rng = random.Random(seed)
     conversations = []
     for _ in range(num):
@@ -137,7 +137,7 @@ def make_env(task: str) -> Any:
     if task == "sort":
         taskset: dict[str, Any] = {"id": "compare_losses"}
     else:
-        taskset = {"id": "reverse_text_v1", "instruction": ""}
+        taskset = {"id": "reverse_text", "instruction": ""}
     held_out = {**taskset, "held_out": True, "num_tasks": 256}
     return load_v1_environment(
         {"taskset": taskset, "eval_taskset": held_out, "harness": {"id": "null"}}
@@ -248,7 +248,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
 
     for task in options.tasks:
-        module = Path(__file__) if task == "sort" else REVERSE_TEXT / "reverse_text_v1.py"
+        module = Path(__file__) if task == "sort" else REVERSE_TEXT / "reverse_text.py"
         model = folder / f"warm_start_{task.partition('-')[0]}"
         if not model.exists():
             command = [sys.executable, str(ROOT / "examples" / "warm_start.py"), str(module)]

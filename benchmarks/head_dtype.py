@@ -2,7 +2,7 @@
 
     python benchmarks/head_dtype.py [--steps 20]
 
-The task of examples/reverse_text_v1 from its warm start, all weights, bfloat16 on both sides, at a
+The task of examples/reverse_text from its warm start, all weights, bfloat16 on both sides, at a
 learning rate of 0: the weights stay equal, so mismatch_kl is rounding alone. Each row: the head's
 dtype in the server and in the trainer, the mean of mismatch_kl and the mean of the largest
 importance ratio over the steps, and the median seconds of a step.
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
-        command += [str(REVERSE_TEXT / "reverse_text_v1.py"), str(model)]
+        command += [str(REVERSE_TEXT / "reverse_text.py"), str(model)]
         subprocess.run(command, check=True, capture_output=True)
         for of_server in ("model", "float32"):
             flags = ("--max-num-seqs", "256", "--hf-overrides", f'{{"head_dtype": "{of_server}"}}')

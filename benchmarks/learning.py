@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "reverse_text_v1"
+EXAMPLE = ROOT / "examples" / "reverse_text"
 OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {},
     "full": {"use_lora": False, "learning_rate": 3e-4},
@@ -42,12 +42,19 @@ def write_toml(config: dict[str, Any], path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
+def run(
+    mode: str, seed: int, steps: int, folder: Path, changes: dict[str, dict[str, Any]] | None = None
+) -> dict[str, float]:
+    """Make the model if the folder has none, train it, and return what came out.
+
+    Args:
+        changes: values of the TOML's tables, by the table's name.
+    """
     model = folder / f"warm_start_{seed}"
     start = time.monotonic()
     if not model.exists():
         command = [sys.executable, str(EXAMPLE.parent / "warm_start.py")]
-        command += [str(EXAMPLE / "reverse_text_v1.py"), str(model), "--seed", str(seed)]
+        command += [str(EXAMPLE / "reverse_text.py"), str(model), "--seed", str(seed)]
         subprocess.run(command, check=True, capture_output=True)
     warm_start_s = time.monotonic() - start
     config = tomllib.loads((EXAMPLE / "rl.toml").read_text())
@@ -56,8 +63,13 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     config["model"] = str(model)
     own = {"seed": seed, "max_steps": steps, "output_dir": str(output)}
     config["trainer"]["args"] |= own | OPTIONS[mode]
+    for name, values in (changes or {}).items():
+        table = config
+        for key in name.split("."):
+            table = table[key]
+        table |= values
     write_toml(config, output / "rl.toml")
-    (output / "reverse_text_v1.py").write_text((EXAMPLE / "reverse_text_v1.py").read_text())
+    (output / "reverse_text.py").write_text((EXAMPLE / "reverse_text.py").read_text())
     start = time.monotonic()
     with (output / "log.txt").open("wb") as log:
         command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(output / "rl.toml")]

@@ -3,8 +3,8 @@
     python benchmarks/rollouts.py [--concurrent 64 256 1024] [--turns 1 4] [--kinds ...]
     python benchmarks/rollouts.py --scoring 0 1 10 100 [--kinds classic v1]
 
-Run it with .venv-classic/bin/python, which `make CLASSIC=1 install` makes: it needs classic
-environments.
+For all kinds run it with .venv-classic/bin/python, which `make CLASSIC=1 install` makes. The
+default stack has no classic environments: there "v1" is measured, and "raw" sends its requests.
 
 A real vf-vllm serves a model of 0.85 M parameters to a `verifiers` environment of one turn and to
 one of four, in a rollout worker, as by default. "classic", "chat" and "renderer" are the three
@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,7 @@ import verifiers as vf
 import verifiers.v1 as vf1
 from datasets import Dataset
 
-if find_spec("verifiers.legacy") is None:
-    sys.exit(
-        "benchmarks/rollouts.py: no classic environments here; run it with .venv-classic/bin/python"
-    )
-
+HAS_CLASSIC = find_spec("verifiers.legacy") is not None
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
 GROUP, REPLY_TOKENS = 16, 8
@@ -74,22 +71,26 @@ def spend(seconds: float) -> None:
         pass
 
 
-class Conversation(vf.MultiTurnEnv):
-    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-        return [vf.UserMessage(content=f"and then, after {len(state['trajectory'])} of them?")]
+if HAS_CLASSIC:
 
+    class Conversation(vf.MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [vf.UserMessage(content=f"and then, after {len(state['trajectory'])} of them?")]
 
-def load_environment(num_turns: int, scoring_s: float = 0.0) -> vf.Environment:
-    questions = [question(i) for i in range(512)]
-    dataset = Dataset.from_dict({"question": questions, "answer": ["a"] * len(questions)})
+    def load_environment(num_turns: int, scoring_s: float = 0.0) -> vf.Environment:
+        questions = [question(i) for i in range(512)]
+        dataset = Dataset.from_dict({"question": questions, "answer": ["a"] * len(questions)})
 
-    def length(completion: Any) -> float:
-        spend(scoring_s)
-        return float(len(completion))
+        def length(completion: Any) -> float:
+            spend(scoring_s)
+            return float(len(completion))
 
-    return Conversation(
-        dataset=dataset, eval_dataset=dataset, rubric=vf.Rubric(funcs=[length]), max_turns=num_turns
-    )
+        return Conversation(
+            dataset=dataset,
+            eval_dataset=dataset,
+            rubric=vf.Rubric(funcs=[length]),
+            max_turns=num_turns,
+        )
 
 
 class TalkData(vf1.TaskData):
@@ -121,8 +122,12 @@ class TalkConfig(vf1.EnvConfig):
     num_turns: int = 1
 
 
+rollout: ContextVar[Any] = ContextVar("rollout", default=None)  # seen by the calls that it makes
+
+
 class Talk(vf1.Env[TalkConfig]):
     async def run(self, task: vf1.Task, agents: vf1.Agents) -> None:
+        rollout.set(object())
         async with agents.agent.interaction(task) as interaction:
             await interaction.turn()
             for turn in range(1, self.config.num_turns):
@@ -216,19 +221,21 @@ class Bench:
 
     def record(self, num_rollouts: int, num_turns: int) -> list[list[tuple[str, Any]]]:
         """Run a batch in this process; return the paths and bodies of each rollout's requests."""
+        from rollouts import rollout  # not __main__, whose Talk verifiers does not run
+
         from verifiers_rl.inference import ServerClient
 
         conversations: dict[Any, list[tuple[str, Any]]] = {}
         post = ServerClient.post
 
         async def recording(client: Any, path: str, **kwargs: Any) -> Any:
-            # A rollout is one asyncio task.
-            conversations.setdefault(asyncio.current_task(), []).append((path, kwargs["body"]))
+            # A classic rollout is one asyncio task.
+            key = rollout.get() or asyncio.current_task()
+            conversations.setdefault(key, []).append((path, kwargs["body"]))
             return await post(client, path, **kwargs)
 
-        orchestrator = self.make_orchestrator(
-            "classic", num_rollouts, 256, num_turns, env_workers=0
-        )
+        kind = "classic" if HAS_CLASSIC else "v1"
+        orchestrator = self.make_orchestrator(kind, num_rollouts, 256, num_turns, env_workers=0)
         orchestrator.start()
         try:
             with patch.object(ServerClient, "post", recording):
@@ -236,6 +243,8 @@ class Bench:
                 orchestrator.get()
         finally:
             orchestrator.stop()
+        if len(conversations) != num_rollouts:
+            raise RuntimeError(f"{len(conversations)} conversations of {num_rollouts} rollouts")
         return list(conversations.values())
 
 
@@ -408,8 +417,9 @@ def main() -> None:
     )
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 4])
-    kinds = [*CLIENT_TYPES, "v1"]
-    parser.add_argument("--kinds", choices=kinds, nargs="+", default=["classic", "v1"])
+    kinds = [*CLIENT_TYPES, "v1"] if HAS_CLASSIC else ["v1"]
+    usual = [kind for kind in ("classic", "v1") if kind in kinds]
+    parser.add_argument("--kinds", choices=kinds, nargs="+", default=usual)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scoring", type=float, nargs="+", metavar="MS")
     options = parser.parse_args()

@@ -1,6 +1,7 @@
 """What does a weight sync cost? Bytes, seconds, generation speed and rounding, in one run.
 
     python benchmarks/weight_sync.py [--layers 28] [--vocab 151936] [--repeats 5]
+    python benchmarks/weight_sync.py --device cuda:0 --server-gpu 1   # over NCCL
 
 The model has Qwen3-0.6B's shape and random weights: float32 here (with threads on half of the
 cores, as `RLTrainer` sets it), bfloat16 in a real `vf-vllm`. Each mode's figure is the median of
@@ -98,7 +99,7 @@ def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, A
     model = Qwen3ForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    model = model.float().eval()
+    model = model.float().eval().to(options.device)
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     lora = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS)
     adapted = get_peft_model(twin, lora).eval()
@@ -110,7 +111,9 @@ def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, A
 
 
 @contextmanager
-def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceClient]:
+def running_server(
+    model: Path, log: Path, options: argparse.Namespace, *flags: str
+) -> Iterator[InferenceClient]:
     """Run a `vf-vllm` with the routes of protocol (b), on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -121,7 +124,10 @@ def running_server(model: Path, log: Path, *flags: str) -> Iterator[InferenceCli
     command += ["--middleware", "per_parameter.PerParameterRoutes", *flags]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     client = InferenceClient("127.0.0.1", port)
-    server = Child("inference", command, {"PYTHONPATH": os.pathsep.join(paths)}, log, inherit=False)
+    env = {"PYTHONPATH": os.pathsep.join(paths)}
+    if options.server_gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = options.server_gpu
+    server = Child("inference", command, env, log, inherit=False)
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while not answers(client):
@@ -196,8 +202,9 @@ def served_logprobs(client: InferenceClient, name: str) -> Tensor:
 
 @torch.no_grad()
 def exact_logprobs(model: nn.Module) -> Tensor:
-    logprobs = model(PROMPT[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, PROMPT[1:, None])[:, 0]
+    prompt = PROMPT.to(next(model.parameters()).device)
+    logprobs = model(prompt[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, prompt[1:, None])[:, 0].cpu()
 
 
 @torch.no_grad()
@@ -224,6 +231,8 @@ def main() -> None:
     counts = {"repeats": 5, "requests": 64, "tokens": 16, "generations": 2}
     for name, default in (sizes | counts).items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu", help="of the trainer's model")
+    parser.add_argument("--server-gpu", help="CUDA_VISIBLE_DEVICES of the server")
     options = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     torch.set_num_threads(max(num_cores // 2, 1))
@@ -241,7 +250,7 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
         assert sync._plan is not None
         return [bucket_num_bytes(bucket) for bucket in sync._plan.buckets()]
 
-    with running_server(folder / "model", folder / "full.log") as client:
+    with running_server(folder / "model", folder / "full.log", options) as client:
         sync = WeightSync(client, lora_sync="merged", timeout_s=TIMEOUT_S)
         sync.connect(model)
         plans["full"] = plans["merged"] = sync._plan
@@ -269,7 +278,7 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
         measure_rounds(merged, options.generations, rows)
         sync.close()
     flags = ("--enable-lora", "--max-lora-rank", "16")
-    with running_server(folder / "model", folder / "lora.log", *flags) as client:
+    with running_server(folder / "model", folder / "lora.log", options, *flags) as client:
         sync = WeightSync(client, timeout_s=TIMEOUT_S)
         sync.push(adapted, 0)
         plans["adapter"] = sync._plan
@@ -335,6 +344,12 @@ def report(
             f"| {mode} | {seconds / num_tokens * 1e3:.3f} | {seconds / merged:.3f} "
             f"| {compared.max():.5f}, {compared.mean():.5f} |"
         )
+    sent = ", ".join(
+        f"{mode} {plan.num_bytes / 1e6:.1f} MB in {median[mode]:.4f} s"
+        for mode, plan in plans.items()
+    )
+    slower = median["generate adapter"] / merged
+    print(f"\nfigure: {sent}; a token under the adapter takes {slower:.2f} times merged")
     over_base = median["generate adapter"] / median["generate base"]
     print(f"\nadapter over base on the same server, time per token: {over_base:.3f}")
     print(f"norm of the update's error in bfloat16: merged {lost[0]:.2%}, adapter {lost[1]:.2%}")

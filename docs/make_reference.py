@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 
 from verifiers_rl import RLConfig, config
 from verifiers_rl.cli import config as cli_config
+from verifiers_rl.cli import flat
 from verifiers_rl.option_rules import rules_of, type_rule
 
 PAGE = Path(__file__).parent / "reference.md"
@@ -30,6 +31,8 @@ All options of a run. `docs/make_reference.py` writes this page from the code; d
 
 - In a script, an option is an argument: `RLConfig(batch_size=128)`.
 - In a TOML, it is a key under `[trainer.args]`: `batch_size = 128`.
+- On a command line, it is `--trainer.args.batch_size 128` for `vf-rl` and `vf-train`.
+  [configuration.md](configuration.md) has the rules.
 
 An unknown name, a value of the wrong type or out of range, and two options that contradict each
 other are one error line each, with the value and the fix. "left out" stands for the default `None`:
@@ -49,6 +52,19 @@ what to use.
 """
 TOML = """
 ## The TOML of vf-rl and vf-train
+
+"""
+FLAT = """
+## The flat layout
+
+The keys that prime-rl's and hosted training's users have, and what they set here.
+[configuration.md](configuration.md#two-layouts) shows both layouts beside each other. `model`,
+`[env]`, `[[env]]`, `env_file` and `import_from` are the same in both. A default that a file leaves
+out is ours.
+
+"""
+NOT_FLAT = """
+These keys of the flat layout cannot be honoured. Each is an error that says what to do:
 
 """
 # Values of which each rule refuses at least one, so that it says what it wants.
@@ -172,11 +188,15 @@ def _toml_defaults() -> dict[tuple[str, str], str]:
     run = {option.name: option for option in fields(cli_config.RunConfig)}
     return {
         ("", "model"): "required",
+        ("", "env_file"): "none",
+        ("", "import_from"): "none",
         ("env.taskset", "id"): "required",
         ("env", "id"): "required",
         ("[env]", "name"): "its `id`",
         ("[env]", "weight"): default_of(env["weight"]),
         ("[env]", "sampling"): default_of(env["sampling"]),
+        ("[env]", "only"): "for both",
+        ("[env]", "eval_examples"): "`eval_examples` of the run",
         ("inference", "gpus"): default_of(run["inference_gpus"]),
         ("trainer", "gpus"): default_of(run["trainer_gpus"]),
         ("trainer", "class"): '`"verifiers_rl:RLTrainer"`',
@@ -203,8 +223,25 @@ def _described_keys(description: str) -> dict[tuple[str, str], str]:
     return {key: comment for key, comment in found.items() if comment or key[1]}
 
 
+def flat_keys() -> str:
+    """Return tables of the flat layout's keys: what they set, and which cannot be honoured."""
+    rows = [(_flat(key), f"`[trainer.args]` `{option}`") for key, option in flat.MOVED.items()]
+    rows += [(_flat(key), meaning) for key, meaning in flat.MEANINGS.items()]
+    refused = [(_flat(key), what) for key, what in flat.REFUSED.items()]
+    head = FLAT + table(("flat key", "what it sets or means here"), rows)
+    return head + NOT_FLAT + table(("flat key", "what to do"), refused)
+
+
+def _flat(key: str) -> str:
+    where, _, name = key.rpartition(".")
+    if any(other.startswith(f"{key}.") for other in flat.MOVED):
+        return f"`[{key}]`"
+    return f"`[{where}]` `{name}`" if where else f"`{name}`"
+
+
 def page() -> str:
-    return HEAD + own_options() + toml_keys() + refused_options() + inherited_options()
+    toml = toml_keys() + flat_keys()
+    return HEAD + own_options() + toml + refused_options() + inherited_options()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train with a loss of your own: REINFORCE with the group baseline, without any importance ratio.
 
-The script runs like examples/reverse_text_v1/train.py, with the same model and server:
+The script runs like examples/reverse_text/train.py, with the same model and server:
 
     python examples/custom_loss.py [--steps 100] [--port 8000]
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verifiers_rl import LossInputs, LossOutputs, RLConfig, RLTrainer
 
-EXAMPLE = Path(__file__).parent / "reverse_text_v1"
+EXAMPLE = Path(__file__).parent / "reverse_text"
 sys.path.insert(0, str(EXAMPLE))
 
 

@@ -13,7 +13,7 @@ checkpoints, several GPUs and everything else that this file leaves out.
 
 These commands, in two terminals, train a small model to reverse strings on a CPU in a few minutes:
 
-    python examples/warm_start.py examples/reverse_text_v1/reverse_text_v1.py /tmp/model
+    python examples/warm_start.py examples/reverse_text/reverse_text.py /tmp/model
     vf-vllm --model /tmp/model --dtype float32 --enforce-eager --max-model-len 64 --enable-lora
     python examples/one_file.py --model /tmp/model
 """

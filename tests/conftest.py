@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import CLASSIC_REASON, EXAMPLE, HAS_CLASSIC
+from tests.helpers import CLASSIC_REASON, EXAMPLE_MODULE, HAS_CLASSIC, ROOT
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.orchestrator import Orchestrator
 
@@ -73,10 +73,15 @@ def running_server(
     command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # vLLM then has more control routes
+        "VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()),  # also where this process is killed
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},  # vLLM then has more control routes
+            env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -121,8 +126,8 @@ def token() -> Iterator[str]:
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's model, trained a little shorter than in the demo."""
     folder = tmp_path_factory.mktemp("warm_start")
-    command = [sys.executable, str(EXAMPLE.parent / "warm_start.py")]
-    command += [str(EXAMPLE / f"{EXAMPLE.name}.py"), str(folder)]
+    command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
+    command += [str(EXAMPLE_MODULE), str(folder)]
     command += ["--clean-steps", "220", "--noisy-steps", "40"]
     subprocess.run(command, check=True, capture_output=True, timeout=500)
     return folder

@@ -38,14 +38,18 @@ ROOT = Path(__file__).parent.parent
 HAS_CLASSIC = importlib.util.find_spec("verifiers.legacy") is not None
 CLASSIC_REASON = "classic environments need verifiers<0.4; `make test-all` runs this with it"
 needs_classic = pytest.mark.skipif(not HAS_CLASSIC, reason=CLASSIC_REASON)
-EXAMPLE = ROOT / "examples" / ("reverse_text" if HAS_CLASSIC else "reverse_text_v1")
+EXAMPLE = ROOT / "examples" / ("classic" if HAS_CLASSIC else "reverse_text")
+EXAMPLE_MODULE = EXAMPLE / ("classic_reverse_text.py" if HAS_CLASSIC else "reverse_text.py")
 
 
 def load_example(name: str) -> ModuleType:
-    """A module of examples, of any folder there, without installing it."""
+    """A module of examples, of any folder there, without installing it: "warm_start", or
+    "reverse_text/train" if several folders have one of this name.
+    """
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
     path = next(iter(sorted(EXAMPLE.parent.rglob(f"{name}.py"))))
+    name = path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,13 +62,13 @@ def example_table(num_train: int = 4096, num_eval: int = 256) -> EnvTable:
     """The example's environment as a TOML would name it."""
     if HAS_CLASSIC:
         args = {"num_train": num_train, "num_eval": num_eval, "instruction": ""}
-        return EnvTable("reverse_text", args)
+        return EnvTable(EXAMPLE_MODULE.stem, args)
     v1 = {
-        "taskset": {"id": "reverse_text_v1", "num_tasks": num_train, "instruction": ""},
+        "taskset": {"id": "reverse_text", "num_tasks": num_train, "instruction": ""},
         "eval_taskset": {"held_out": True, "num_tasks": num_eval},
         "harness": {"id": "null"},
     }
-    return EnvTable("reverse_text_v1", v1=v1)
+    return EnvTable("reverse_text", v1=v1)
 
 
 def example_env() -> Any:
@@ -234,6 +238,27 @@ def make_samples(
 def values_of(sample: Sample) -> list[list[Any]]:
     """The fields of a sample as lists, to compare samples by."""
     return [getattr(sample, name).tolist() for name in Sample.DTYPES]
+
+
+class GlooGroup:
+    """A process group of Gloo that can be aborted, as NCCL's can."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        options = torch.distributed.ProcessGroupGloo._Options()
+        device = torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options._devices = [device]
+        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, world_size, options)
+        self.num_aborts = 0
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        return self._group.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self._group = None
+
+
+make_gloo_group = GlooGroup
 
 
 class StubRunner:

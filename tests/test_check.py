@@ -13,7 +13,7 @@ from tests.conftest import free_port
 from tests.helpers import EXAMPLE, HAS_CLASSIC, example_table, load_example, make_tiny_model
 from tests.test_e2e_train import processes_of, write_run
 from verifiers_rl.cli.check import Preflight, check_versions
-from verifiers_rl.cli.config import EnvTable, RunConfig, toml_argument
+from verifiers_rl.cli.config import EnvTable, RunConfig, toml_arguments
 from verifiers_rl.logprobs import token_logprobs_and_entropy
 
 
@@ -172,7 +172,7 @@ def test_an_environment_that_does_not_load(make_preflight, lines):
         assert "install -e '.[classic,vllm]'" in line
         return
     assert "No module named 'nowhere'" in line
-    line = said(EnvTable("reverse_text", {"size": 3}))
+    line = said(EnvTable("classic_reverse_text", {"size": 3}))
     assert "'size': 3" in line and "unexpected keyword argument 'size'" in line
 
 
@@ -259,7 +259,7 @@ def test_another_tokenizer_on_the_server(make_preflight, lines, monkeypatch):
 
 def test_the_file_may_follow_check_without_an_at_sign():
     for words in (["--check", "a.toml"], ["--check", "@", "a.toml"], ["@a.toml", "--check"]):
-        assert toml_argument(words) == (Path("a.toml"), ["--check"])
+        assert toml_arguments(words) == ([Path("a.toml")], ["--check"])
 
 
 # --- Through the command ----------------------------------------------------------------------

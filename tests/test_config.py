@@ -1,6 +1,9 @@
 import copy
 import inspect
+import json
+import typing
 from dataclasses import asdict, fields, replace
+from typing import Literal
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
@@ -148,6 +151,19 @@ def test_every_option_of_ours_has_a_help():
         ({"metric_for_best_model": "loss"}, r"'loss': an evaluation.* has no loss; set reward"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, r"cannot be used here: it follows the los"),
         ({"eval_strategy": "steps", "eval_steps": 1.5}, r"eval_steps must be an integer"),
+        ({"stop": [""]}, r"stop=\[''\]: must be a list of strings, none of them empty"),
+        ({"stop": [3]}, r"stop=\[3\]: must be a list of strings, or left out"),
+        ({"include_stop_str_in_output": True}, r"=True: without effect unless stop is set"),
+        (
+            {"chat_template_kwargs": {"tokenize": False}},
+            r"'tokenize' is no variable of a chat template; remove it",
+        ),
+        (
+            {"chat_template_kwargs": {"a": 1}, "client_type": "renderer"},
+            r"chat_template_kwargs=.* does not use the chat template; choose another client_type",
+        ),
+        ({"kl_target": 0.1}, r"kl_target=0.1: without effect if kl_beta=0; set kl_beta"),
+        ({"kl_target": 0, "kl_beta": 0.1}, r"kl_target=0: must be a number > 0, or left out"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_clear_error(options, message):
@@ -174,7 +190,7 @@ def test_a_value_that_cannot_work_is_one_clear_error(options, message):
         ({"lora_dropout": "0.1"}, r"lora_dropout='0.1': must be a number without quotes$"),
         ({"weight_decay": float("inf")}, r"weight_decay=inf: must be a number"),
         ({"run_name": 3}, r"run_name=3: must be a string, or left out"),
-        ({"report_to": ["wandb", 3]}, r"report_to=.*: must be a string or a list of strings"),
+        ({"report_to": ["wandb", 3]}, r"report_to=.*: must be a list of strings or a string, or "),
         ({"lora_modules_to_save": "lm_head"}, r"lora_modules_to_save='lm_head': must be a list of"),
         ({"loss_args": {"eps_high": "4"}}, r"eps_high='4' must be a number >= 0"),
         ({"eval_strategy": "step"}, r"eval_strategy='step': must be one of no, steps, epoch"),
@@ -214,11 +230,76 @@ def test_what_trainingarguments_takes_in_several_types_stays_allowed(tmp_path):
     assert copy.deepcopy(args).to_dict() == args.to_dict()
 
 
-def test_a_command_line_of_transformers_fills_it():
-    words = "--use_cpu --use_lora false --min_reward 0.1 --lora_target_modules q_proj v_proj"
-    (args,) = HfArgumentParser(RLConfig).parse_args_into_dataclasses(words.split())
-    assert (args.use_lora, args.min_reward, args.report_to) == (False, 0.1, [])
-    assert args.lora_target_modules == ["q_proj", "v_proj"]
+def parse(*words):
+    (args,) = HfArgumentParser(RLConfig).parse_args_into_dataclasses([*words, "--use_cpu"])
+    return args
+
+
+# Of each declared type one field, words for it, and what RLConfig makes of them.
+OF_A_COMMAND_LINE = [
+    ("shuffle", ["false"], False),
+    ("overwrite_output_dir", [], True),  # the option alone
+    ("gradient_checkpointing", ["true"], True),
+    ("max_steps", ["7"], 7),
+    ("lora_dropout", ["0.1"], 0.1),
+    ("max_tokens", ["9"], 9),
+    ("min_reward", ["-0.5"], -0.5),
+    ("eval_temperature", ["0"], 0.0),
+    ("output_dir", ["a b"], "a b"),
+    ("loss", ["ppo"], "ppo"),
+    ("project", ["words"], "words"),
+    ("batch_order", ["planned"], "planned"),
+    ("weight_sync_backend", ["tcp"], "tcp"),
+    ("lr_scheduler_type", ["cosine"], "cosine"),
+    ("ddp_find_unused_parameters", ["true"], True),
+    ("report_to", ["none"], []),
+    ("report_to", ["tensorboard", "wandb"], ["tensorboard", "wandb"]),
+    ("lora_target_modules", ["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+    ("lora_target_modules", ["all-linear"], "all-linear"),
+    ("lora_modules_to_save", ["lm_head"], ["lm_head"]),
+    ("stop", ["</answer>", "a b"], ["</answer>", "a b"]),
+    ("loss_args", ['{"eps_high": 3.0}'], {"eps_high": 3.0}),
+    ("gradient_masks", ["{}"], {}),
+    ("gradient_masks", ['{"dppo": {"max_divergence": 0.1}}'], {"dppo": {"max_divergence": 0.1}}),
+    ("chat_template_kwargs", ['{"enable_thinking": false}'], {"enable_thinking": False}),
+    ("env_workers", ["3"], 3),
+    ("env_workers", ["auto"], "auto"),
+    ("share_prefixes", ["false"], False),
+    ("eval_strategy", ["steps"], "steps"),
+    ("logging_steps", ["2"], 2),
+    ("lr_scheduler_kwargs", ['{"num_cycles": 1}'], {"num_cycles": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "value"), OF_A_COMMAND_LINE)
+def test_a_command_line_of_transformers_fills_each_kind_of_field(name, words, value):
+    found = getattr(parse(f"--{name}", *words), name)
+    assert found == value and isinstance(found, type(value))
+    assert getattr(make(**{name: value}), name) == found  # as in a script
+
+
+def test_each_kind_of_field_is_among_those():
+    declared = typing.get_type_hints(RLConfig)
+    inherited = {f.name for f in fields(TrainingArguments)}
+    own = {name: kind for name, kind in declared.items() if name not in inherited}
+    tried = {str(declared[name]) for name, _, _ in OF_A_COMMAND_LINE}
+    # Each Literal is a kind of its own, and all are parsed alike.
+    assert {str(kind) for kind in own.values() if typing.get_origin(kind) is not Literal} <= tried
+
+
+def test_a_config_and_its_command_line_are_the_same():
+    options = {name: value for name, _, value in OF_A_COMMAND_LINE if value != []}
+    del options["shuffle"]  # which has to stay beside min_reward
+    options |= {"eval_stop": ["x"], "kl_beta": 0.1, "kl_target": 0.2, "run_name": "a name"}
+    words = []
+    for name, value in options.items():
+        is_json = isinstance(value, dict | bool)
+        text = json.dumps(value) if is_json else value
+        words += [f"--{name}", *(text if isinstance(text, list) else [str(text)])]
+    args = make(**options)
+    assert parse(*words).to_dict() == args.to_dict()
+    (again,) = HfArgumentParser(RLConfig).parse_dict(args.to_dict(), allow_extra_keys=True)
+    assert again.to_dict() == args.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -343,6 +424,21 @@ def test_evaluations_sample_as_training_but_for_their_own_options():
     assert of_one.sampling_args()["max_tokens"] == 5
     assert of_one.eval_sampling_args()["max_tokens"] == 20
     assert of_one.eval_sampling_args()["extra_body"]["repetition_penalty"] == 1.5
+
+
+def test_stop_strings_and_template_variables_reach_every_request_that_should_have_them():
+    args = make(stop="END", eval_stop=[], chat_template_kwargs='{"enable_thinking": false}')
+    assert args.stop == ["END"] and args.sampling_args()["stop"] == ["END"]
+    assert "stop" not in args.eval_sampling_args() and "stop" not in make().sampling_args()
+    for sampling in (args.sampling_args(), args.eval_sampling_args()):
+        assert sampling["extra_body"]["chat_template_kwargs"] == {"enable_thinking": False}
+        assert "include_stop_str_in_output" not in sampling["extra_body"]
+    of_one = args.with_sampling({"stop": "##", "include_stop_str_in_output": True})
+    assert of_one.sampling_args()["stop"] == ["##"]
+    assert of_one.sampling_args()["extra_body"]["include_stop_str_in_output"] is True
+    assert make(stop=["a"], eval_stop="b").eval_sampling_args()["stop"] == ["b"]
+    with pytest.raises(ConfigError, match=r"max_token=9: cannot .* did you mean 'max_tokens'\?"):
+        args.with_sampling({"max_token": 9})
 
 
 def test_neutral_sampling_needs_no_warning():

@@ -27,7 +27,10 @@ from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.arguments import Replaced, check_arguments
+from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import check_trainer_args, load_run_config
+from verifiers_rl.cli.setup import workspace_files
+from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
@@ -39,6 +42,7 @@ PAGES = [
     for path in (
         *sorted(DOCS.glob("*.md")),
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+        ROOT / "examples" / "README.md",
         *sorted((ROOT / "examples").glob("*/README.md")),
     )
 ]
@@ -195,11 +199,12 @@ def in_docs_folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: environments, a trained adapter, a prompt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text_v1"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text"))
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
     prompt.write_text("Be brief.")
+    (tmp_path / "secrets.env").write_text("SEARCH_KEY=x\n")
     monkeypatch.setattr(TrainerOfDocs, "made", [])
     return tmp_path
 
@@ -280,8 +285,8 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
         path.write_text(text)
         config = load_run_config(path, checks_model=False)
         check_trainer_args(config)
-        config.config_class()(**{**config.trainer_args, "use_cpu": True, "bf16": False})
-        if all(importlib.util.find_spec(env.id) for env in config.envs):
+        config.make_args(use_cpu=True, bf16=False)
+        if all(importlib.util.find_spec(module_name(env.id)) for env in config.envs):
             config.load_envs()
 
 
@@ -302,7 +307,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 # --- Commands -------------------------------------------------------------------------------------
 
 # Programs of others; what they are given is theirs.
-OTHERS = {"cd", "cp", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
+OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
 
 
 def commands(page):
@@ -318,7 +323,8 @@ def commands(page):
 
 @cache
 def help_of(program, *commands):
-    command = [str(Path(sys.executable).parent / program), *commands, "--help"]
+    scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
+    command = [sys.executable, "-m", scripts[program].partition(":")[0], *commands, "--help"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
@@ -352,12 +358,15 @@ def check_command(words, page):
         assert {*options} <= server_flags(), words
     elif program == "vf-gepa":  # whose options depend on the environment
         command = [str(Path(sys.executable).parent / program), *rest, "--dry-run"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text_v1")}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text")}
         subprocess.run(command, env=environment, check=True, timeout=60)
     elif program.startswith("vf-"):
         for option in options:
-            if option.startswith("--trainer.args."):
-                assert option.rpartition(".")[2] in {f.name for f in fields(RLConfig)}, words
+            key = option[2:].replace("-", "_")
+            if key.startswith("trainer.args."):
+                assert key.rpartition(".")[2] in {f.name for f in fields(RLConfig)}, words
+            elif key.partition(".")[0] in (*flat.COMMON, *flat.OURS) or key in flat.MOVED:
+                assert "." in key or key in flat.MOVED, words
             else:
                 said = help_of(program, *(word for word in rest[:1] if word in ("view", "report")))
                 assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)
@@ -369,10 +378,13 @@ def check_command(words, page):
         assert {word for word in rest[:script] if word.startswith("--")} <= {*known}, words
         if "--config_file" in rest:
             assert (ROOT / rest[rest.index("--config_file") + 1]).is_file(), words
+    elif program == "python" and rest[:2] == ["-m", "pytest"]:
+        assert all((ROOT / path).is_file() for path in rest[2:]), words
     elif program in ("python", ".venv/bin/python", ".venv-classic/bin/python"):
         script = ROOT / rest[0]
-        assert script.is_file() or rest[0] == "train.py", words  # the pages' own script
-        source = script.read_text() if script.is_file() else ""
+        in_workspace = workspace_files("skeleton").get(rest[0], b"").decode()
+        assert script.is_file() or in_workspace, words  # after vf-setup
+        source = script.read_text() if script.is_file() else in_workspace
         assert all(f'"{option}"' in source for option in options), words
     else:
         assert program in OTHERS, f"{page}: {words}"

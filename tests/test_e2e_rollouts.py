@@ -69,6 +69,11 @@ def tokenizer():
         "{%- if loop.last -%}{{- message['content'] or '' -}}"
         "{%- else -%}{{- (message['content'] or '').split('</think>')[-1] -}}{%- endif -%}",
     )
+    # As Qwen3's does: without thinking, a reply begins behind an empty one.
+    tokenizer.chat_template += (
+        "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking -%}"
+        "{{- '<think></think>' -}}{%- endif -%}"
+    )
     return tokenizer
 
 
@@ -287,6 +292,60 @@ def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path, v1_
     assert row["mismatch_kl"] < 1e-6
 
 
+KINDS = ["v1", *(pytest.param(name, marks=needs_classic) for name in CLIENT_TYPES)]
+
+
+def conversation(kind):
+    """An environment of three turns, and the client_type with which it is run."""
+    if kind == "v1":
+        return load_v1_environment(V1_ENVIRONMENTS["a user"]), CLIENT_TYPES[1]
+    return Conversation(), kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
+    server, tokenizer, tmp_path, v1_path, kind, is_kept
+):
+    env, client_type = conversation(kind)
+    stop = {"stop": [";", "#"], "include_stop_str_in_output": is_kept}
+    args = make_args(server, tmp_path, client_type=client_type, **stop)
+    for reply, sampled, text in (
+        ("yes;no", "yes;", "yes"),
+        ("one#two;", "one#", "one"),
+        ("whole", "whole", "whole"),
+    ):
+        ((rollout, replies),) = roll_out(server, tokenizer, env, args, [reply], num_rollouts=1)
+        check_tokens(rollout, replies)
+        assert rollout.num_turns == 3 and not rollout.is_truncated
+        for turn in replies:
+            assert tokenizer.decode(sampled_of(*turn)[1], skip_special_tokens=True) == sampled
+            if kind != "renderer":  # it makes the text from the tokens itself
+                message = turn[1]["choices"][0]["message"]
+                assert message["content"] == (sampled if is_kept else text)
+        # The turns are one sequence: what ends a reply in the template is added to it.
+        assert len(rollout.samples) == 1 or kind == "openai_chat_completions"
+        if kind == "v1":
+            (sample,) = rollout.samples
+            whole = tokenizer.decode(sample.token_ids)
+            assert whole.count(f"<|assistant|>{sampled}<|end|><|user|>") == 2
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_variables_reach_the_chat_template_in_every_turn(
+    server, tokenizer, tmp_path, v1_path, kind
+):
+    env, client_type = conversation(kind)
+    asked = {}
+    for name, given in (("on", {}), ("off", {"enable_thinking": False})):
+        args = make_args(server, tmp_path, client_type=client_type, chat_template_kwargs=given)
+        ((rollout, replies),) = roll_out(server, tokenizer, env, args, ["a"], num_rollouts=1)
+        check_tokens(rollout, replies)
+        asked[name] = [tokenizer.decode(sampled_of(*turn)[0]) for turn in replies]
+    for on, off in zip(asked["on"], asked["off"], strict=True):
+        assert on.endswith("<|assistant|>") and off.endswith("<|assistant|><think></think>")
+
+
 def post(server, body, path="/v1/chat/completions/tokens", key=None):
     headers = {"Authorization": f"Bearer {key or os.environ[TOKEN_VARIABLE]}"}
     headers |= {"Content-Type": "application/json"}
@@ -390,18 +449,24 @@ def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_p
     mixed = [
         WeightedEnv(talk, "talk", weight=3, sampling_args={"max_tokens": 5}),
         WeightedEnv(tools, "tools", sampling_args={"max_tokens": 9}),
+        WeightedEnv(
+            load_v1_environment(V1_ENVIRONMENTS["one turn"]), "new", only="eval", eval_examples=2
+        ),
     ]
     args = make_args(server, tmp_path, batch_size=32, rollouts_per_example=4, max_steps=4)
     trainer = RLTrainer(str(model_folder), mixed, args)
     evaluated = trainer.evaluate()
-    assert {"eval_talk/reward", "eval_tools/reward", "eval_reward"} <= evaluated.keys()
-    assert evaluated["eval_num_rollouts"] == (5 if HAS_CLASSIC else 6)  # all examples of both
+    names = {f"eval_{name}/reward" for name in ("talk", "tools", "new")}
+    assert names | {"eval_reward"} <= evaluated.keys()
+    # All examples of both that are trained on, and two of the third.
+    assert evaluated["eval_num_rollouts"] == (5 if HAS_CLASSIC else 6) + 2
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == 4
     shares = [row["talk/group_share"] for row in rows]
     assert sum(shares) / len(shares) == pytest.approx(0.75, abs=0.05)
     for row in rows:
+        assert "new/reward" not in row
         assert row["talk/num_turns"] == 3 and row["tools/num_turns"] < 3
         share = row["talk/group_share"]
         both = share * row["talk/reward"] + (1 - share) * row["tools/reward"]
@@ -499,7 +564,7 @@ def test_workers_roll_out_as_the_trainer_does_and_train(
     if kind == "classic":
         from verifiers_rl.envs.classic import load_environment
 
-        env = load_environment("letter_hunt", search_path=ROOT / "examples" / "letter_hunt")
+        env = load_environment("classic_letter_hunt", None, ROOT / "tests" / "classic")
     else:
         env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time

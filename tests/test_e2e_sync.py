@@ -751,7 +751,7 @@ def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
         ({"plan": 5}, "plan=5: must be of type dict"),
         ({"port": "1"}, "port='1': must be of type int"),
         ({"plan": {"kind": "full"}}, "not a transfer plan"),
-        ({"backend": "mpi"}, "backend='mpi': must be nccl, ipc or tcp"),
+        ({"backend": "mpi"}, "backend='mpi': must be nccl or tcp"),
         ({"world_size": 3, "plan": PLAN}, "world_size=3: must be 2, the trainer and"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.conftest import free_port, processes_of, running_server
-from tests.helpers import EXAMPLE, ROOT, example_env, make_env, write_environment
+from tests.helpers import EXAMPLE, EXAMPLE_MODULE, ROOT, example_env, make_env, write_environment
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.orchestrator import RolloutError
@@ -388,7 +388,7 @@ def test_the_custom_loss_example_raises_the_reward(server, warm_start, tmp_path)
     shutil.copytree(
         ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("outputs")
     )
-    outputs = tmp_path / "examples" / "reverse_text_v1" / "outputs"
+    outputs = tmp_path / "examples" / "reverse_text" / "outputs"
     outputs.mkdir()
     shutil.copytree(warm_start, outputs / "warm_start")
     script = str(tmp_path / "examples" / "custom_loss.py")
@@ -418,13 +418,59 @@ def test_the_one_file_example_raises_the_reward(server, warm_start):
     assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.05
 
 
+def edit(path, *replacements):
+    text = path.read_text()
+    for old, new in replacements:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def test_a_workspace_trains_on_its_own_environment_with_its_own_loss(server, warm_start, tmp_path):
+    folder = tmp_path / "work"
+    make = [sys.executable, "-m", "verifiers_rl.cli.setup", str(folder)]
+    subprocess.run(make, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    port = f"vllm_server_port = {server.port}\n"
+    edit(
+        folder / "rl.toml",
+        ('"./outputs/warm_start"', json.dumps(str(warm_start))),
+        ('# loss = "my_loss:my_loss"', 'loss = "my_loss:my_loss"'),
+        ("# loss_args = { max_ratio = 2.0 }", "loss_args = { max_ratio = 0.5 }"),
+        ("max_steps = 60", f"max_steps = 3\neval_examples = 32\n{port}"),
+        ("logging_steps = 10", "logging_steps = 1"),
+        ("eval_steps = 30", "eval_steps = 3"),
+    )
+    command = [sys.executable, "-m", "verifiers_rl.cli.train", "@", "rl.toml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    lines = (folder / "outputs" / "rl" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["env/right_letters"] == pytest.approx(row["reward"]) for row in steps)
+    assert all(row["capped_share"] == 1.0 and row["error_share"] == 0.0 for row in steps)
+    assert [row["step"] for row in rows if "eval_exact_match" in row] == [0, 3]
+    # The same as a script, which has the loss as an argument.
+    edit(
+        folder / "train.py",
+        ('HERE / "outputs" / "warm_start"', f"{str(warm_start)!r}"),
+        ("max_steps=60", f"max_steps=2, eval_examples=32, vllm_server_port={server.port}"),
+        ("logging_steps=10", "logging_steps=1"),
+    )
+    script = [sys.executable, str(folder / "train.py")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, cwd="/")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    logged = (folder / "outputs" / "train" / "metrics.jsonl").read_text()
+    assert '"capped_share"' in logged and '"eval_reward"' in logged
+
+
 # --- vf-rl --------------------------------------------------------------------------------------
 
 
 def write_run(folder, warm_start, **options):
     """The example's TOML with another model, port, folder and length."""
     text = (EXAMPLE / "rl.toml").read_text()
-    shutil.copy(EXAMPLE / f"{EXAMPLE.name}.py", folder)
+    shutil.copy(EXAMPLE_MODULE, folder)
     options = {"max_steps": 4, "output_dir": f'"{folder}/run"', "logging_steps": 1, **options}
     options |= {
         "vllm_server_port": free_port(),
@@ -459,20 +505,25 @@ def my_advantage(group):
 """
 
 
-def test_vf_rl_trains_all_weights_with_a_copied_trainer_and_code_of_ones_own(warm_start, tmp_path):
-    # Copied and edited: one more option, one more metric.
-    trainer = (ROOT / "verifiers_rl" / "trainer.py").read_text()
+def test_vf_rl_trains_all_weights_with_an_edited_fork_and_code_of_ones_own(warm_start, tmp_path):
+    # Ejected and edited: one more option, and a metric of each side.
+    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "--eject", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
     config = "@dataclasses.dataclass\nclass MyConfig(RLConfig):\n    my_mark: float = 0.0\n\n\n"
-    for old, new in (
-        ("class RLTrainer(Trainer):", "class MyTrainer(Trainer):"),
+    edit(
+        tmp_path / "my_trainer.py",
         ('    "wait_s": ', '    "my_mark": self.args.my_mark,\n            "wait_s": '),
         ("    config_class = RLConfig", "    config_class = MyConfig"),
-        ("class MyTrainer", f"{config}class MyTrainer"),
+        ("class RLTrainer(Trainer):", f"{config}class RLTrainer(Trainer):"),
         ("import copy\n", "import copy\nimport dataclasses\n"),
-    ):
-        assert trainer.count(old) == 1, old
-        trainer = trainer.replace(old, new)
-    (tmp_path / "my_trainer.py").write_text(trainer)
+    )
+    edit(
+        tmp_path / "my_orchestrator.py",
+        (
+            '        metrics["filtered',
+            '        metrics["my_groups"] = 1.0 * len(groups)\n        metrics["filtered',
+        ),
+    )
     (tmp_path / "my_code.py").write_text(OWN_CODE)
     toml = write_run(
         tmp_path,
@@ -486,7 +537,7 @@ def test_vf_rl_trains_all_weights_with_a_copied_trainer_and_code_of_ones_own(war
     )
     text = toml.read_text()
     assert text.count("[trainer]\n") == 1
-    toml.write_text(text.replace("[trainer]\n", '[trainer]\nclass = "my_trainer:MyTrainer"\n'))
+    toml.write_text(text.replace("[trainer]\n", '[trainer]\nclass = "my_trainer:RLTrainer"\n'))
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
     environment = {**os.environ, "VF_RL_TEST": str(tmp_path)}
     # From another folder than the TOML's, whose modules are found all the same.
@@ -501,7 +552,8 @@ def test_vf_rl_trains_all_weights_with_a_copied_trainer_and_code_of_ones_own(war
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
     steps = [row for row in rows if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    for name, expected in (("my_mark", 42.5), ("my_scale", 0.5), ("advantage_abs", 3.0)):
+    own = {"my_mark": 42.5, "my_groups": 4.0, "my_scale": 0.5, "advantage_abs": 3.0}
+    for name, expected in own.items():
         assert [row[name] for row in steps] == [expected] * 4
     assert (tmp_path / "run" / "curves.png").is_file()
     assert (tmp_path / "run" / "model.safetensors").is_file()

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.conftest import free_port, processes_of
 from tests.helpers import ROOT
 from verifiers_rl.cli import train
 from verifiers_rl.cli.ending import Interrupt
+from verifiers_rl.process.interrupts import Interrupted
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def test_the_first_signal_is_a_keyboard_interrupt(kept_handlers, number):
 
 @pytest.fixture
 def interrupted_train(tmp_path, monkeypatch, capsys, kept_handlers):
-    """Run vf-train with a trainer that is interrupted at a step; returns status and last line."""
+    """Run vf-train with a trainer that is interrupted; returns status and what vf-train says."""
     monkeypatch.chdir(ROOT)
 
-    def run(step, saved_steps, when="train", number=signal.SIGTERM, **environment):
+    def run(when="train", number=signal.SIGTERM, **environment):
         def interrupt_us():
             os.kill(os.getpid(), number)
             time.sleep(10)
@@ -56,16 +56,13 @@ def interrupted_train(tmp_path, monkeypatch, capsys, kept_handlers):
 
         class Trainer:
             def __init__(self, model, env, args):
-                self.args, self.state = args, SimpleNamespace(global_step=step)
                 # As verifiers' classic environments do.
                 signal.signal(number, lambda *_: sys.exit("the environment's own handler"))
 
             def train(self, resume_from_checkpoint):
-                for saved in saved_steps:
-                    (tmp_path / "run" / f"checkpoint-{saved}").mkdir(parents=True)
-                    state = tmp_path / "run" / f"checkpoint-{saved}" / "trainer_state.json"
-                    state.write_text(f'{{"global_step": {saved}}}')
-                interrupt_us()
+                if when == "before its handlers":
+                    interrupt_us()
+                raise Interrupted(number)
 
         monkeypatch.setattr("verifiers_rl.trainer.RLTrainer", Trainer)
         monkeypatch.setattr("verifiers_rl.cli.config.RunConfig.load_envs", load_envs)
@@ -88,34 +85,24 @@ def interrupted_train(tmp_path, monkeypatch, capsys, kept_handlers):
     return run
 
 
-def test_an_interrupted_vf_train_says_what_is_saved(interrupted_train, tmp_path):
-    status, said = interrupted_train(5, [3, 5])
-    assert status == 128 + signal.SIGTERM
-    assert said == [
-        f"vf-train: interrupted; step 5 is saved in {tmp_path}/run/checkpoint-5; "
-        "go on with --resume"
-    ]
-
-
-def test_one_that_saved_nothing_since_says_which_step_is_the_newest(interrupted_train, tmp_path):
-    status, said = interrupted_train(5, [3], number=signal.SIGINT)
-    assert status == 130
-    assert said == [
-        f"vf-train: interrupted at step 5; the newest checkpoint is {tmp_path}/run/checkpoint-3; "
-        "go on with --resume"
-    ]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_vf_train_has_the_status_of_its_trainer(interrupted_train, number):
+    assert interrupted_train(number=number) == (128 + number, [])  # the trainer has said the rest
+    assert signal.getsignal(number) == signal.SIG_DFL  # a launcher may send another one
 
 
 @pytest.mark.parametrize(
     ("when", "environment", "said"),
     [
-        ("train", {}, ["vf-train: interrupted at step 5; nothing of it is saved"]),
         ("load", {}, ["vf-train: interrupted before training"]),
-        ("train", {"RANK": "1"}, []),  # one line is enough
+        ("before its handlers", {}, ["vf-train: interrupted before training"]),
+        ("load", {"RANK": "1"}, []),  # one line is enough
     ],
 )
-def test_one_that_has_saved_nothing_says_so(interrupted_train, when, environment, said):
-    assert interrupted_train(5, [], when=when, **environment) == (143, said)
+def test_one_that_is_interrupted_before_training_says_so(
+    interrupted_train, when, environment, said
+):
+    assert interrupted_train(when=when, **environment) == (143, said)
 
 
 # --- vf-rl ----------------------------------------------------------------------------------------
@@ -216,6 +203,13 @@ def test_ctrl_c_lets_the_trainer_save():
     output, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in error
     assert output.splitlines()[-1] == "[trainer] step 5 is saved"
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(143)", 143), ("os.kill(0, 9)", 137)])
+def test_the_status_of_vf_rl_is_that_of_a_trainer_that_a_signal_ended(end, status):
+    process = supervised(NOISY_SERVER, f"import os, sys; {end}")
+    process.communicate(timeout=60)
+    assert process.returncode == status
 
 
 def test_a_second_ctrl_c_ends_a_trainer_that_does_not():

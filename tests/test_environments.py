@@ -1,17 +1,20 @@
 """What both kinds of environments share."""
 
+import asyncio
 import math
+import sys
 from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import HAS_CLASSIC, load_example, make_samples
+from tests.helpers import HAS_CLASSIC, StubRunner, load_example, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
 from verifiers_rl.envs.chat_template import reason_against_chat_template
 from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
+from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Rollout
 
@@ -143,6 +146,51 @@ def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
         make_runner(own, "http://unused", None, args)
 
 
+def test_an_environment_may_be_for_training_or_for_evaluations_only():
+    asked = []
+
+    class Named(StubRunner):
+        weights, description, bounds_replies, num_overlong_prompts = [1.0], "", True, 0
+
+        def __init__(self, name):
+            super().__init__(num_examples=10)
+            self.name, self.first_prompt = name, [name]
+
+        async def run_group(self, split, index):
+            asked.append((self.name, split, index))
+
+    def part(name, **options):
+        return Part(Named(name), **options)
+
+    mixed = MixedEnvironment(
+        [
+            part("held out", only="eval", eval_examples=3),
+            part("a", weight=2.0),
+            part("b", only="train"),
+            part("b", only="eval"),  # the same name, but never beside the other
+        ]
+    )
+    # Those that a stub has: 10 to train on, 4 to evaluate on.
+    assert mixed.sizes("train") == [10, 10] and mixed.sizes("eval") == [3, 4, 4]
+    assert mixed.weights == [2.0, 1.0] and mixed.first_prompt == ["a"]
+    for split, index in (("train", 0), ("train", 12), ("eval", 2), ("eval", 3), ("eval", 10)):
+        asyncio.run(mixed.run_group(split, index))
+    assert asked == [
+        ("a", "train", 0), ("b", "train", 2),
+        ("held out", "eval", 2), ("a", "eval", 0), ("b", "eval", 3),
+    ]  # fmt: skip
+    with pytest.raises(InvalidEnvironmentError, match="no environment is for training"):
+        MixedEnvironment([part("a", only="eval")])
+    with pytest.raises(InvalidEnvironmentError, match="two environments are named 'a'"):
+        MixedEnvironment([part("a"), part("a", only="eval"), part("b")])
+    for wrong, said in (
+        ({"only": "test"}, "only='test' must be 'train' or 'eval'"),
+        ({"eval_examples": 0}, "eval_examples=0 must be an integer >= 1"),
+    ):
+        with pytest.raises(InvalidEnvironmentError, match=said):
+            WeightedEnv(None, "e", **wrong)
+
+
 @pytest.mark.parametrize("env", [3, None, {"id": "e"}])
 def test_what_is_no_environment_is_refused(tmp_path, env):
     args = RLConfig(output_dir=str(tmp_path))
@@ -151,9 +199,11 @@ def test_what_is_no_environment_is_refused(tmp_path, env):
 
 
 @pytest.mark.skipif(HAS_CLASSIC, reason="this verifiers has classic environments")
-def test_a_classic_environment_where_there_are_none_says_what_to_install(tmp_path):
+def test_a_classic_environment_where_there_are_none_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "old_one.py").write_text("def load_environment():\n    ...\n")
     with pytest.raises(InvalidEnvironmentError) as caught:
-        EnvTable("reverse_text").load(tmp_path)
+        EnvTable("old-one").load(tmp_path)
     said = str(caught.value)
     assert f"verifiers {version('verifiers')}" in said
     assert "install -e '.[classic,vllm]'" in said

@@ -1,8 +1,11 @@
-"""The environments of docs/environments.md, in a real rollout worker, against a stand-in for
-vf-vllm that answers over HTTP.
+"""The environments of docs/environments.md and of the examples, in a real rollout worker, against a
+stand-in for vf-vllm that answers over HTTP.
 """
 
 import asyncio
+import json
+import os
+import sys
 
 import pytest
 from aiohttp import web
@@ -15,14 +18,22 @@ from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import load_v1_environment
 from verifiers_rl.types import Slots
 
-FOLDER = ROOT / "examples" / "environments"
-NAMES = ("number_guess", "price_lookup", "judged_answer", "code_words")
+NAMES = (
+    *("number_guess", "price_lookup", "judged_answer", "code_words"),
+    *("alphabet_sort", "letter_hunt", "math_python"),
+)
+FOLDERS = [str(ROOT / "examples" / name) for name in ("environments", *NAMES[4:])]
 
 
 @pytest.fixture(autouse=True)
 def on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER))
+    put_on_path(monkeypatch)
+
+
+def put_on_path(patch):
+    for folder in FOLDERS:
+        patch.syspath_prepend(folder)
+    patch.setenv("PYTHONPATH", os.pathsep.join(FOLDERS))
 
 
 class Judge:
@@ -51,24 +62,29 @@ def play(tokenizer, tmp_path_factory):
     options = {"max_seq_len": 900, "max_tokens": 90, "use_cpu": True, "env_workers": 1}
     args = RLConfig(output_dir=str(tmp_path_factory.mktemp("run")), **options)
     with asyncio.Runner() as loop, pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        patch.setenv("PYTHONPATH", str(FOLDER))
+        put_on_path(patch)
         site = web.AppRunner(app, shutdown_timeout=1)
         loop.run(site.setup())
         loop.run(web.TCPSite(site, "127.0.0.1", 0).start())
         url = f"http://127.0.0.1:{site.addresses[0][1]}"
-        of_judge = {"task": {"judge": {"base_url": f"{url}/v1"}}}
+        problems = tmp_path_factory.mktemp("problems")
+        rows = [{"problem": "What is 6 times 7?", "solution": "It is $\\boxed{42}$."}]
+        (problems / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {
+            "judged_answer": {"task": {"judge": {"base_url": f"{url}/v1"}}},
+            "math_python": {
+                "dataset": str(problems),
+                "python": {"command": [sys.executable, "-I", "-"], "timeout_s": 5},
+            },
+        }
+        tables = [{"taskset": {"id": name} | options.get(name, {})} for name in NAMES]
         envs = [
-            WeightedEnv(
-                load_v1_environment(
-                    {"taskset": {"id": name} | (of_judge if name == "judged_answer" else {})}
-                ),
-                name,
-            )
-            for name in NAMES
+            WeightedEnv(load_v1_environment(table), name)
+            for name, table in zip(NAMES, tables, strict=True)
         ]
         runner = make_runner(envs, url, tokenizer, args)
-        firsts = dict(zip(NAMES, (sum(runner.sizes("train")[:i]) for i in range(4)), strict=True))
+        sizes = runner.sizes("train")
+        firsts = {name: sum(sizes[:i]) for i, name in enumerate(NAMES)}
         loop.run(runner.open())
 
         def play(name, say, verdict="yes", num_rollouts=1):
@@ -164,3 +180,85 @@ def test_both_agents_are_trained_and_share_one_reward(play):
 
     rollouts, _, _ = play("code_words", name_it)
     assert {rollout.reward for rollout in rollouts} == {0.0}  # the sender said the name
+
+
+@pytest.mark.slow
+def test_letters_that_stay_sorted_win_and_each_turn_counts(play):
+    def letters_of(prompt):
+        turns = [part.partition("<")[0] for part in prompt.split("<|user|>")[1:]]
+        return "".join([turns[0].split("\n")[-1], *turns[1:]])
+
+    def right(prompt):
+        return "".join(sorted(letters_of(prompt)))
+
+    (rollout,), requests, _ = play("alphabet_sort", right)
+    assert rollout.error is None, rollout.error
+    assert (rollout.reward, rollout.metrics["exact"], rollout.num_turns) == (1.0, 1.0, 3)
+    assert len(rollout.samples) == 1  # all turns are one sequence
+    check_tokens([rollout], requests)
+
+    def right_once(prompt):
+        return right(prompt) if prompt.count("<|user|>") == 1 else "?"
+
+    (rollout,), _, _ = play("alphabet_sort", right_once)
+    assert rollout.reward == pytest.approx(1 / 3) and rollout.metrics["exact"] == 0.0
+
+
+@pytest.mark.slow
+def test_halving_the_range_finds_the_letter_and_guesses_outside_are_illegal(play):
+    def range_of(prompt):
+        text = prompt.split("<|user|>")[-1].partition("<")[0].split("\n")[-1]
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        return letters[letters.index(text[0]) : letters.index(text[2]) + 1]
+
+    def middle(prompt):
+        letters = range_of(prompt)
+        return letters[len(letters) // 2]
+
+    (rollout,), requests, _ = play("letter_hunt", middle)
+    assert rollout.error is None, rollout.error
+    assert (rollout.reward, rollout.metrics["legal"]) == (1.0, 1.0) and rollout.num_turns <= 5
+    check_tokens([rollout], requests)
+    (rollout,), _, _ = play("letter_hunt", lambda _: "?")
+    assert (rollout.reward, rollout.metrics["legal"], rollout.num_turns) == (0.0, 0.0, 5)
+
+
+@pytest.mark.slow
+def test_the_program_that_the_model_writes_runs_and_its_output_is_read(play):
+    def solve(prompt, program="print(6 * 7)"):
+        if "<|tool|>" not in prompt:
+            return {"name": "python", "arguments": json.dumps({"code": program})}
+        return f"It is \\boxed{{{prompt.split('<|tool|>')[1].split('<')[0].strip()}}}"
+
+    (rollout,), requests, _ = play("math_python", solve)
+    assert rollout.error is None, rollout.error
+    assert (rollout.reward, rollout.metrics["num_programs"], rollout.num_turns) == (1.0, 1.0, 2)
+    assert requests[0][0]["tools"][0]["function"]["name"] == "python"
+    check_tokens([rollout], requests)
+    (rollout,), _, _ = play("math_python", lambda prompt: solve(prompt, "print(6 + 7)"))
+    assert rollout.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "same"),
+    [
+        ("42", "42.0", True),
+        ("1,000", "1000", True),
+        ("\\dfrac{1}{2}", "0.5", True),
+        ("1/2", "\\frac{1}{2}", True),
+        ("-\\frac{1}{2}", "\\frac{-1}{2}", True),
+        ("$x + 1$", "x+1", True),
+        ("\\text{Paris}", "Paris", True),
+        ("2/0", "\\frac{2}{1}", False),
+        ("41", "42", False),
+        (None, "42", False),
+    ],
+)
+def test_answers_of_math_are_the_same_up_to_their_spelling(said, right, same):
+    assert load_example("math_python").same_answer(said, right) is same
+
+
+def test_the_last_box_is_the_answer_also_with_braces_inside():
+    boxed = load_example("math_python").boxed
+    assert boxed("\\boxed{1} or \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
+    assert boxed("\\boxed{1") is None and boxed("1") is None

@@ -364,7 +364,7 @@ needs_flash = pytest.mark.skipif(
         ("plain", "eager"),
         ("soft cap", "eager"),
         pytest.param("wide heads", "flex_attention", marks=pytest.mark.slow),
-        pytest.param("wide heads", "flash_attention_2", marks=needs_flash),
+        pytest.param("wide heads", "flash_attention_2", marks=[pytest.mark.gpu, needs_flash]),
     ],
 )
 def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
@@ -372,6 +372,8 @@ def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
     on_gpu = attention.startswith("flash")
     if on_gpu:
         model = model.to("cuda", torch.bfloat16)
+    elif attention == "flex_attention" and torch.cuda.is_available():
+        model = model.to("cuda")
     model.set_attn_implementation(attention)
     try:
         assert reason_against_sharing_rows(model) is None

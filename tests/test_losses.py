@@ -11,6 +11,7 @@ from verifiers_rl.config import RLConfig
 from verifiers_rl.losses import (
     LOSSES,
     MASKS,
+    AdaptiveKL,
     LossInputs,
     LossOutputs,
     add_terms,
@@ -317,6 +318,24 @@ def test_reference_kl_is_zero_at_the_reference_and_pulls_towards_it():
     assert outputs.loss.item() == pytest.approx(0.1 * 2 * kl[1])
     outputs.loss.backward()
     assert inputs.trainer_logprobs.grad.tolist() == pytest.approx([0.0, 0.1 * 2 * (1 - 0.5)])
+
+
+def test_the_weight_of_the_kl_follows_the_target_by_hand():
+    term = AdaptiveKL(beta=0.1, target=0.5)
+    term.update(0.55)  # 10 % above: 0.1 * (1 + 0.1 * 0.1)
+    assert term.beta == pytest.approx(0.101)
+    term.update(5.0)  # far above: the error is cut at 0.2
+    assert term.beta == pytest.approx(0.101 * 1.02)
+    term.update(0.45)
+    assert term.beta == pytest.approx(0.101 * 1.02 * 0.99)
+    term.update(0.0)  # far below
+    assert term.beta == pytest.approx(0.101 * 1.02 * 0.99 * 0.98)
+    beta = term.beta
+    inputs = make_inputs([-1.0], [-1.0], [0.0], reference_logprobs=torch.tensor([-2.0]).double())
+    outputs, fixed = term(inputs), reference_kl(inputs, beta)
+    assert outputs.loss.item() == fixed.loss.item() == pytest.approx(beta * math.exp(-1))
+    assert outputs.metrics["kl_beta"].tolist() == [beta]
+    assert needs_of(term) == {"reference_logprobs"}
 
 
 def test_the_entropy_bonus_lowers_the_loss_of_an_undecided_policy():

@@ -165,9 +165,9 @@ def test_both_sides_of_a_store_see_the_same(stores):
 def test_who_waits_in_a_store_hears_that_the_others_are_gone(stores):
     host, guest = stores
     guest.close()
-    with pytest.raises(MeetingError, match="workers went away"):
+    with pytest.raises(MeetingError, match="a worker of the server left"):
         host.wait(["never"])
-    with pytest.raises(MeetingError, match="trainer went away"):
+    with pytest.raises(MeetingError, match="the trainer left"):
         guest.get("never")
 
 

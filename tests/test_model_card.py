@@ -38,14 +38,14 @@ def make_args(folder, **options):
 def test_the_card_of_an_adapter_says_what_is_known(tmp_path):
     args = make_args(tmp_path, learning_rate=3e-4, hub_token="secret", vllm_server_port=9)
     model = make_model(r=32, target_modules=["v_proj", "q_proj"])
-    card = model_card(model, args, STATE, "reverse_text_v1")
+    card = model_card(model, args, STATE, "reverse_text")
     data = ModelCard(card).data.to_dict()
     assert (data["base_model"], data["library_name"]) == ("Qwen/Qwen3-0.6B", "peft")
     for part in (
         "# words",
         "A LoRA adapter of rank 32 (q_proj, v_proj) for `Qwen/Qwen3-0.6B`, trained by reinfo",
         f"verifiers_rl {verifiers_rl.__version__} and verifiers ",
-        "- Environment: reverse_text_v1\n",
+        "- Environment: reverse_text\n",
         "- Optimizer steps: 7, each on 512 rollouts in groups of 16\n",
         "- reward: 0.250 (step 1) -> 0.500 (step 7)\n",
         "- License: not known here",

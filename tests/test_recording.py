@@ -339,7 +339,10 @@ def test_wandb_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    make(max_steps=2, report_to="wandb").train()
+    for name in ("PROJECT", "ENTITY"):
+        monkeypatch.setenv(f"WANDB_{name}", "of the shell")  # restored afterwards
+    make(max_steps=2, report_to="wandb", project="words", wandb_entity="us").train()
+    assert (wandb.run.project, wandb.run.entity) == ("words", "us")
     wandb.finish()
     wandb.teardown()  # its service process writes the last bytes when it ends
     (source,) = tmp_path.rglob("run-*.wandb")

@@ -412,6 +412,15 @@ def test_the_second_engine_is_asked_too():
         routes_after_an_update("recompute", collective_rpc=[[None], ["ValueError: too large"]])
 
 
+def test_of_several_workers_errors_the_one_that_began_it_is_told():
+    left, cause = "OthersLeftError: the trainer left", "RuntimeError: out of memory"
+    for errors in ([left, cause], [cause, left]):
+        with pytest.raises(WorkerError, match=cause):
+            routes_after_an_update("recompute", collective_rpc=[errors, [left]])
+    with pytest.raises(WorkerError, match=left):
+        routes_after_an_update("recompute", collective_rpc=[[None, left], [None]])
+
+
 @pytest.mark.parametrize("num_engines", [1, 2])
 @pytest.mark.parametrize("is_moe", [False, True])
 @pytest.mark.parametrize("fails", [False, True])

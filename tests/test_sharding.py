@@ -156,6 +156,7 @@ def run(case):
         loss_normalization=next((f for f in flags if f in ("token", "constant")), "sequence"),
         loss="gspo" if "gspo" in flags else "cispo",
         kl_beta=0.1 if use_lora or "kl" in flags else 0.0,
+        kl_target=1e-4 if use_lora else None,
         entropy_beta=0.1 if "entropy" in flags else 0.0,
         gradient_checkpointing="checkpointing" in flags,
         # The ranks share what samples begin with, one process does not.
@@ -186,6 +187,13 @@ def run(case):
     evaluated = [row["step"] for row in trainer.state.log_history if "eval_reward" in row]
     assert evaluated == ([3] if resumed else [2, 3]), evaluated
     history = [row for row in trainer.state.log_history if "mismatch_kl" in row]
+    if use_lora:  # the weight of the KL penalty has moved, and is the same on all ranks
+        betas = [trainer.loss_fn.terms[0].beta]
+        assert betas != [0.1]
+        if args.world_size > 1:
+            betas = [None] * args.world_size
+            torch.distributed.all_gather_object(betas, trainer.loss_fn.terms[0].beta)
+        assert len(set(betas)) == 1, betas
     history[0]["kept"] = trainer.kept
     AcceleratorState._reset_state()
     return args.world_size, getattr(sink, "got", None), history, [*reductions.values()]

@@ -4,8 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +42,7 @@ from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import MASKS, LossInputs, needs
 from verifiers_rl.packing import collate
+from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, TokenMeans, model_flops
 from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_metrics
@@ -675,7 +674,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     runner = SimpleNamespace(weights=[1.0], bounds_replies=True)
     monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", client)
     monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
-    monkeypatch.setattr("verifiers_rl.server_side.Orchestrator", recorded("orchestrator"))
+    monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", recorded("orchestrator"))
     monkeypatch.setattr(
         "verifiers_rl.server_side.WeightSync", recorded("weight_sync", check_server=None)
     )
@@ -747,10 +746,10 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
     for name, part in (
         ("InferenceClient", Client),
         ("make_runner", lambda *args: runner),
-        ("Orchestrator", make_orchestrator),
         ("WeightSync", lambda *args: pytest.fail("the caller has given one")),
     ):
         monkeypatch.setattr(f"verifiers_rl.server_side.{name}", part)
+    monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", make_orchestrator)
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no")
     sink, own = StubSink(), {"advantage_fn": lambda group: [0.0], "example_order": lambda p, s: [0]}
     trainer = RLTrainer(make_tiny_model(), "env", args, tokenizer, weight_sync=sink, **own)
@@ -1050,39 +1049,23 @@ def test_ctrl_c_saves_the_last_whole_step(make_trainer, when):
     assert not trainer.orchestrator.running
 
 
-def test_a_second_signal_inside_the_optimizers_step_ends_the_process_at_once(tmp_path):
-    script = tmp_path / "stuck.py"
-    script.write_text(
-        "import os, signal\n"
-        "from verifiers_rl.process.interrupts import Interrupts\n"
-        "interrupts = Interrupts()\n"
-        "with interrupts.deferred():\n"
-        "    interrupts.on_pre_optimizer_step(None, None, None)\n"
-        "    for number in (1, 2):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "        print(number, flush=True)\n"
-    )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stdout) == (-signal.SIGINT, "1\n")
-
-
 def test_an_interrupt_leaves_a_finished_checkpoint_of_its_step_alone(make_trainer):
     class AtTheEnd(StubSource):
         def get(self):
             if self.pending[0][0] == 2:
-                raise KeyboardInterrupt
+                os.kill(os.getpid(), signal.SIGTERM)
             return super().get()
 
     trainer = make_trainer(source=AtTheEnd(), save_strategy="steps", save_steps=1)
     written = []
-    save = trainer._save_checkpoint
+    save = trainer.checkpoints.save
 
     def saving(*args, **kwargs):
         written.append(trainer.state.global_step)
         save(*args, **kwargs)
 
-    trainer._save_checkpoint = saving
-    with pytest.raises(KeyboardInterrupt):
+    trainer.checkpoints.save = saving
+    with pytest.raises(Interrupted, match="SIGTERM"):
         trainer.train()
     assert written == [1, 2]
 
@@ -1213,6 +1196,37 @@ def test_resume_continues_with_the_same_weights_and_the_next_examples(make_train
         straight.model.named_parameters(), resumed.model.parameters(), strict=True
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_kl_target_moves_the_weight_of_the_penalty_and_a_resumed_run_goes_on_with_it(
+    make_trainer, tmp_path
+):
+    kl = {"use_lora": True, "lora_rank": 2, "kl_beta": 0.5, "kl_target": 1e-3, "max_steps": 6}
+
+    def rows(trainer):
+        return [row for row in trainer.state.log_history if "kl_beta" in row]
+
+    straight = make_trainer(**kl, output_dir=str(tmp_path / "a"))
+    straight.train()
+    found = rows(straight)
+    assert found[0]["reference_kl"] == 0 < found[-1]["reference_kl"]
+    expected = 0.5
+    for row in found:
+        assert row["kl_beta"] == pytest.approx(expected, rel=1e-6)
+        error = min(max(row["reference_kl"] / 1e-3 - 1, -0.2), 0.2)
+        expected *= 1 + 0.1 * error
+    assert found[1]["kl_beta"] == pytest.approx(0.49)  # at the start the KL is 0
+    fixed = make_trainer(**{**kl, "kl_target": None}, output_dir=str(tmp_path / "b"))
+    fixed.train()
+    assert not rows(fixed)
+
+    saved = {"output_dir": str(tmp_path / "c"), "save_strategy": "steps", "save_steps": 3}
+    make_trainer(**kl, **saved).train()
+    resumed = make_trainer(**{**kl, "kl_beta": 9.0}, **saved)  # the checkpoint's counts
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/c/checkpoint-3")
+    assert [row["step"] for row in rows(resumed)][-3:] == [4, 5, 6]
+    for row, same in zip(rows(resumed)[-3:], found[3:], strict=True):
+        assert row["kl_beta"] == same["kl_beta"] and row["loss"] == pytest.approx(same["loss"])
 
 
 def eval_rows(trainer):

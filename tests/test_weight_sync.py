@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.helpers import ROOT, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
+from tests.helpers import ROOT, make_gloo_group, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
 from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import InferenceServerError, RequestRefusedError, ServerLostError
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
@@ -42,7 +42,7 @@ from verifiers_rl.sync.sources import (
     merged_sources,
     source_of,
 )
-from verifiers_rl.sync.transports import Meeting, ipc, make_transport
+from verifiers_rl.sync.transports import Meeting, make_transport, nccl
 from verifiers_rl.sync.weight_sync import WeightSync, choose_backend
 
 CPU = torch.device("cpu")
@@ -139,20 +139,13 @@ def meeting_at(port, rank, world_size=2, timeout_s=30.0):
 
 
 @pytest.fixture
-def ipc_on_the_cpu(monkeypatch):
-    """The protocol of CUDA IPC, with threads that share the buffer itself."""
-    shared = {}
-
-    def export(buffer):
-        shared["x"] = buffer
-        return "x"
-
-    monkeypatch.setattr(ipc, "export_cuda_buffer", export)
-    monkeypatch.setattr(ipc, "open_cuda_buffer", lambda handle, _: shared[handle.decode()])
+def gloo_for_nccl(monkeypatch):
+    """NCCL's transport over Gloo, which needs no GPU."""
+    monkeypatch.setattr(nccl, "make_nccl_group", make_gloo_group)
 
 
-@pytest.mark.parametrize("backend", ["tcp", "ipc"])
-def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
+@pytest.mark.parametrize("backend", ["tcp", "nccl"])
+def test_three_pushes_reach_all_workers(backend, gloo_for_nccl):
     specs = [TensorSpec("a", "float32", (1000,)), TensorSpec("b", "float32", (3, 3))]
     plan = TransferPlan("full", specs, bucket_bytes=4000, adapter={})
     pushes = [{"a": torch.randn(1000), "b": torch.randn(3, 3)} for _ in range(3)]
@@ -160,7 +153,7 @@ def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
     received = {}
 
     def worker(rank):
-        transport = make_transport(backend, meeting_at(port, rank, 3), CPU, 4096)
+        transport = make_transport(backend, meeting_at(port, rank, 3), CPU)
         # Views of one bucket are read after the next has come.
         received[rank] = [
             {name: t for bucket in list(receive_buckets(plan, transport, 30)) for name, t in bucket}
@@ -171,7 +164,7 @@ def test_three_pushes_reach_all_workers(backend, ipc_on_the_cpu):
     threads = [threading.Thread(target=worker, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
         thread.start()
-    transport = make_transport(backend, meeting_at(port, 0, 3), CPU, 4096, listener)
+    transport = make_transport(backend, meeting_at(port, 0, 3), CPU, listener)
     for tensors in pushes:
         send_buckets(plan, {name: source_of(t) for name, t in tensors.items()}, transport)
     for thread in threads:
@@ -193,7 +186,7 @@ def test_two_buckets_are_packed_and_one_of_them_sent_while_one_is_loaded():
     loaded = []
 
     def worker():
-        transport = make_transport("tcp", meeting_at(port, 1), CPU, size)
+        transport = make_transport("tcp", meeting_at(port, 1), CPU)
         for index, ((_, tensor),) in enumerate(receive_buckets(plan, transport, 30)):
             for event in packed[: index + 3]:
                 if not event.wait(20):
@@ -204,7 +197,7 @@ def test_two_buckets_are_packed_and_one_of_them_sent_while_one_is_loaded():
 
     thread = threading.Thread(target=worker)
     thread.start()
-    transport = make_transport("tcp", meeting_at(port, 0), CPU, size, listener)
+    transport = make_transport("tcp", meeting_at(port, 0), CPU, listener)
 
     def make(index):
         packed[index].set()
@@ -228,15 +221,15 @@ def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
         list(receive_buckets(plan, Slow(), 0.2))
 
 
-@pytest.mark.parametrize("backend", ["tcp", "ipc"])
-def test_a_transport_may_be_left_again_and_by_two_threads(backend, ipc_on_the_cpu):
+@pytest.mark.parametrize("backend", ["tcp", "nccl"])
+def test_a_transport_may_be_left_again_and_by_two_threads(backend, gloo_for_nccl):
     listener, port = listen()
     made = []
     thread = threading.Thread(
-        target=lambda: made.append(make_transport(backend, meeting_at(port, 1), CPU, 10))
+        target=lambda: made.append(make_transport(backend, meeting_at(port, 1), CPU))
     )
     thread.start()
-    made.append(make_transport(backend, meeting_at(port, 0), CPU, 10, listener))
+    made.append(make_transport(backend, meeting_at(port, 0), CPU, listener))
     thread.join(30)
     for transport in made:
         leaving = [threading.Thread(target=transport.close) for _ in range(2)]
@@ -251,42 +244,27 @@ def test_a_transport_may_be_left_again_and_by_two_threads(backend, ipc_on_the_cp
             made[-1].send(torch.zeros(1, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("backend", ["tcp", "ipc"])
-def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, ipc_on_the_cpu):
+@pytest.mark.parametrize("backend", ["tcp", "nccl"])
+def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, gloo_for_nccl):
     listener, port = listen()
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"0 of 1 workers of the server came within 0\.2 s"):
-        make_transport(backend, meeting_at(port, 0, timeout_s=0.2), CPU, 10, listener)
+        make_transport(backend, meeting_at(port, 0, timeout_s=0.2), CPU, listener)
     assert time.monotonic() - start < 20
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs an NVIDIA GPU")
-def test_another_process_maps_an_exported_gpu_buffer():
-    buffer = torch.arange(100, dtype=torch.uint8, device="cuda")
-    handle = ipc.export_cuda_buffer(buffer)
-    script = (
-        "import sys, torch; from verifiers_rl.sync.transports.ipc import open_cuda_buffer; "
-        "b = open_cuda_buffer(sys.argv[1].encode(), torch.device('cuda', 0)); b.add_(1); "
-        "torch.cuda.synchronize()"
-    )
-    subprocess.run([sys.executable, "-c", script, handle], check=True, timeout=120)
-    assert torch.equal(buffer.cpu(), torch.arange(1, 101, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
     ("wanted", "own", "workers", "chosen"),
     [
         ("auto", None, [None], "tcp"),
-        ("auto", "gpu-0", ["gpu-0"], "ipc"),
+        ("auto", "gpu-0", ["gpu-0"], "tcp"),  # NCCL refuses two ranks on one GPU
         ("auto", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
-        ("auto", "gpu-0", ["gpu-0", "gpu-1"], "tcp"),  # neither all shared nor all distinct
+        ("auto", "gpu-0", ["gpu-0", "gpu-1"], "tcp"),
         ("auto", "gpu-0", [None], "tcp"),
         ("tcp", "gpu-0", ["gpu-1"], "tcp"),
         ("nccl", "gpu-0", ["gpu-1"], "nccl"),
         ("nccl", "gpu-0", ["gpu-0"], None),
         ("nccl", None, [None], None),
-        ("ipc", "gpu-0", ["gpu-1"], None),
     ],
 )
 def test_the_backend_is_one_that_works_between_these_gpus(wanted, own, workers, chosen):
@@ -320,7 +298,7 @@ class StubClient:
 
     def connect_weight_sync(self, request, timeout_s):
         meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, timeout_s)
-        self.transport = make_transport(request["backend"], meeting, CPU, 0)
+        self.transport = make_transport(request["backend"], meeting, CPU)
         return {"connection": "1"}
 
     def receive_weights(self, body, timeout_s):

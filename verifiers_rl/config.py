@@ -24,6 +24,7 @@ from verifiers_rl.losses import (
     DEFAULT_MASKS,
     LOSSES,
     MASKS,
+    AdaptiveKL,
     LossFn,
     MaskFn,
     add_terms,
@@ -59,6 +60,7 @@ from verifiers_rl.user_code import UserCodeError, load_user_code
 _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "include_stop_str_in_output", "chat_template_kwargs"),
 )
 _T = TypeVar("_T")
 
@@ -93,6 +95,7 @@ _UNUSED_BASE_OPTIONS = {
     "parallelism_config": _UNSUPPORTED,
     "torch_empty_cache_steps": _UNSUPPORTED,
     "include_num_input_tokens_seen": "tokens are counted in num_tokens",
+    "enable_jit_checkpoint": "a run always saves a checkpoint upon SIGTERM; see docs/resume.md",
     "ignore_data_skip": "a resumed run always goes on with the examples that come next",
     "per_device_eval_batch_size": _EVALUATION,
     "prediction_loss_only": _EVALUATION,
@@ -155,6 +158,23 @@ _names_layers = must(
     "be a list of names of layers, or 'all-linear'",
     lambda value: value == "all-linear" or (bool(value) and fits(value, list[str])),
 )
+_are_strings = must(
+    "be a list of strings, none of them empty",
+    lambda value: fits(value, list[str]) and all(value),
+)
+# Arguments of a tokenizer's apply_chat_template that are not the template's.
+_NOT_OF_TEMPLATE = {
+    *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+
+
+def _are_of_template(value: dict[str, Any]) -> str | None:
+    wrong = sorted(_NOT_OF_TEMPLATE & value.keys())
+    return f"{wrong[0]!r} is no variable of a chat template; remove it" if wrong else None
+
+
 _is_factor = must("be a number >= 1", lambda value: value >= 1)
 _vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <= 2)
 _is_auto_or_count = must(
@@ -267,7 +287,12 @@ class RLConfig(TrainingArguments):
         1, "Steps between lines of metrics and tables of rollouts."
     )
     save_steps: PositiveNumber = _option(100, "Steps between checkpoints.")
-    report_to: None | str | list[str] = _option("none", "Trackers, such as wandb or tensorboard.")
+    # The order of the types lets HfArgumentParser parse a list.
+    report_to: list[str] | None | str = _option("none", "Trackers, such as wandb or tensorboard.")
+    project: str = _option("huggingface", "Project of the run at W&B and trackio.")
+    wandb_entity: str | None = _option(
+        None, "User or team that owns the project at W&B. Default: that of the key."
+    )
     ddp_find_unused_parameters: bool | None = _option(
         False,
         "Option of torch's DDP. Keep it False: the LM head runs outside of forward, so with True "
@@ -291,6 +316,12 @@ class RLConfig(TrainingArguments):
     )
     lora_use_rslora: bool = _option(
         False, "Scale the adapter by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."
+    )
+    save_final: Literal["adapter", "merged"] = _option(
+        "adapter",
+        "What is saved at the end. adapter: the adapter alone. merged: also a plain model, that is "
+        "the base model with the adapter merged in, in the folder merged of output_dir. Without "
+        "LoRA the final model is a plain one anyway.",
     )
 
     # --- Batches ----------------------------------------------------------------------------------
@@ -393,6 +424,21 @@ class RLConfig(TrainingArguments):
     frequency_penalty: Penalty = _option(
         0.0, "Above 0, a token is less likely the more often the reply has this token already."
     )
+    stop: Annotated[list[str] | None, _are_strings] = _option(
+        None,
+        "A reply ends where it has one of these strings; one string may stand alone. The tokens of "
+        "the string are trained, because they were sampled.",
+    )
+    include_stop_str_in_output: bool = _option(
+        False,
+        "Whether the string of stop that ended a reply stays in its text, which the environment "
+        "sees and scores.",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any] | str | None, _are_of_template] = _option(
+        {},
+        "Variables of the chat template, such as {enable_thinking = false} or {reasoning_effort = "
+        '"low"}. The template ignores those that it does not know. On a command line, write JSON.',
+    )
     generation_timeout: PositiveNumber = _option(
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
@@ -478,6 +524,11 @@ class RLConfig(TrainingArguments):
         "Weight of a penalty on KL(policy || reference). The reference is the model without its "
         "adapter. Without LoRA it is a copy of the model at the start.",
     )
+    kl_target: PositiveNumber | None = _option(
+        None,
+        "Hold the mean of this KL per token near this value, in nats: after each step, kl_beta "
+        "rises by up to 2 % if the KL was above it, and falls if it was below.",
+    )
     entropy_beta: NotNegativeNumber = _option(
         0.0,
         "Weight of a bonus on the entropy of the policy, in nats per token. The bonus keeps the "
@@ -498,10 +549,9 @@ class RLConfig(TrainingArguments):
         "Seconds to wait for the server at the start, for a lost server to come back, and for one "
         "weight sync.",
     )
-    weight_sync_backend: Literal["auto", "nccl", "ipc", "tcp"] = _option(
+    weight_sync_backend: Literal["auto", "nccl", "tcp"] = _option(
         "auto",
-        "How weights travel: nccl (each side has its own GPUs), ipc (both sides share one GPU) or "
-        "tcp. auto chooses what fits.",
+        "How weights travel: nccl (each side has its own GPUs) or tcp. auto chooses what fits.",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = _option(
         "auto",
@@ -522,7 +572,7 @@ class RLConfig(TrainingArguments):
     eval_temperature: Annotated[float, not_negative, _vllm_takes] | None = _option(
         None,
         "Sampling temperature of evaluations; 0 takes the likeliest token. This option and the "
-        "next four: None is as in training, in each environment.",
+        "next five: None is as in training, in each environment.",
     )
     eval_max_tokens: PositiveInt | None = _option(None, "max_tokens of evaluations.")
     eval_top_p: Annotated[float, must("be > 0 and <= 1", lambda value: 0 < value <= 1)] | None = (
@@ -531,6 +581,9 @@ class RLConfig(TrainingArguments):
     eval_top_k: NotNegativeInt | None = _option(None, "top_k of evaluations; 0 for all tokens.")
     eval_min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] | None = (
         _option(None, "min_p of evaluations.")
+    )
+    eval_stop: Annotated[list[str] | None, _are_strings] = _option(
+        None, "stop of evaluations; an empty list for none."
     )
     eval_concurrent: PositiveInt | None = _option(
         None,
@@ -557,15 +610,7 @@ class RLConfig(TrainingArguments):
         import torch
 
         self._check_unused_base_options()
-        for name in ("loss_args", "gradient_masks"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, from_json(name, value))
-        self.loss_args = {} if self.loss_args is None else self.loss_args
-        if isinstance(self.env_workers, str) and self.env_workers.isdigit():
-            self.env_workers = int(self.env_workers)  # type: ignore[assignment]
-        if isinstance(self.share_prefixes, str):
-            booleans: dict[str, Any] = {"true": True, "false": False}
-            self.share_prefixes = booleans.get(self.share_prefixes.lower(), self.share_prefixes)
+        self._take_other_forms()
         self._check_types()
         self._check_rules()
         self._check_together()
@@ -607,6 +652,28 @@ class RLConfig(TrainingArguments):
         except (ValueError, FileNotFoundError) as error:
             raise ConfigError(str(error)) from error
         self.torch_compile = compiles
+
+    def _take_other_forms(self) -> None:
+        """Take values in the forms in which a command line has them: JSON, a number as text, one
+        string for a list of one.
+        """
+        for name in ("loss_args", "gradient_masks", "chat_template_kwargs"):
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, from_json(name, value))
+        self.loss_args = {} if self.loss_args is None else self.loss_args
+        self.chat_template_kwargs = self.chat_template_kwargs or {}
+        for name in ("stop", "eval_stop"):
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, [value])
+        if self.lora_target_modules == ["all-linear"]:
+            self.lora_target_modules = "all-linear"  # type: ignore[assignment]
+        if self.report_to is None:
+            self.report_to = "none"  # TrainingArguments would take all that are installed
+        if isinstance(self.env_workers, str) and self.env_workers.isdigit():
+            self.env_workers = int(self.env_workers)  # type: ignore[assignment]
+        if isinstance(self.share_prefixes, str):
+            booleans: dict[str, Any] = {"true": True, "false": False}
+            self.share_prefixes = booleans.get(self.share_prefixes.lower(), self.share_prefixes)
 
     def _check_unused_base_options(self) -> None:
         defaults = {
@@ -681,10 +748,15 @@ class RLConfig(TrainingArguments):
             ConfigError: see `make_loss` and `make_masks`.
         """
         has_masks = loss_fn is None or self.gradient_masks is not None
-        terms = ((reference_kl, self.kl_beta), (entropy_bonus, self.entropy_beta))
+        terms: list[LossFn] = []
+        if self.kl_target is not None:
+            terms.append(AdaptiveKL(self.kl_beta, self.kl_target))
+        elif self.kl_beta:
+            terms.append(partial(reference_kl, beta=self.kl_beta))
+        if self.entropy_beta:
+            terms.append(partial(entropy_bonus, beta=self.entropy_beta))
         return add_terms(
-            with_masks(loss_fn or self.make_loss(), self.make_masks() if has_masks else {}),
-            *(partial(term, beta=beta) for term, beta in terms if beta),
+            with_masks(loss_fn or self.make_loss(), self.make_masks() if has_masks else {}), *terms
         )
 
     @staticmethod
@@ -735,6 +807,21 @@ class RLConfig(TrainingArguments):
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: {rule}")
 
+        check(
+            "kl_target",
+            self.kl_target is None or self.kl_beta > 0,
+            "without effect if kl_beta=0; set kl_beta, the weight at the start, such as 0.01",
+        )
+        check(
+            "include_stop_str_in_output",
+            not self.include_stop_str_in_output or bool(self.stop or self.eval_stop),
+            "without effect unless stop is set",
+        )
+        check(
+            "chat_template_kwargs",
+            not self.chat_template_kwargs or self.client_type != "renderer",
+            "the renderers package does not use the chat template; choose another client_type",
+        )
         low, high = self.min_reward, self.max_reward
         check(
             "min_reward",
@@ -754,6 +841,13 @@ class RLConfig(TrainingArguments):
             "eval_steps",
             self.eval_steps is None or self.eval_strategy != "no",
             "without effect unless eval_strategy = 'steps'",
+        )
+        check(
+            "hub_strategy",
+            self.save_strategy != "no"
+            or not self.push_to_hub
+            or "checkpoint" not in str(self.hub_strategy).lower(),
+            "without effect if save_strategy = 'no'; set 'end'",
         )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
@@ -819,11 +913,14 @@ class RLConfig(TrainingArguments):
         copied = copy.copy(self)
         for name, value in options.items():
             if name not in _SAMPLING_OF_ONE_ENV:
+                near = difflib.get_close_matches(name, _SAMPLING_OF_ONE_ENV, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ConfigError(
-                    f"{name}={value!r}: cannot be set for one environment; known: "
+                    f"{name}={value!r}: cannot be set for one environment; {hint}known: "
                     f"{', '.join(_SAMPLING_OF_ONE_ENV)}"
                 )
             setattr(copied, name, value)
+        copied._take_other_forms()
         copied._check_types()
         copied._check_rules()
         copied._check_together()
@@ -839,6 +936,10 @@ class RLConfig(TrainingArguments):
             "repetition_penalty": self.repetition_penalty,
             "return_token_ids": True,
         }
+        if self.include_stop_str_in_output and self.stop:
+            extra["include_stop_str_in_output"] = True
+        if self.chat_template_kwargs:
+            extra["chat_template_kwargs"] = self.chat_template_kwargs
         return {
             # verifiers leaves out a None, and the reply may then fill the server's max_model_len.
             "max_tokens": self.max_tokens,
@@ -847,6 +948,7 @@ class RLConfig(TrainingArguments):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logprobs": True,
+            **({"stop": self.stop} if self.stop else {}),
             "extra_body": extra,
         }
 
@@ -855,7 +957,7 @@ class RLConfig(TrainingArguments):
         of training.
         """
         copied = copy.copy(self)
-        for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p"):
+        for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop"):
             if (value := getattr(self, f"eval_{name}")) is not None:
                 setattr(copied, name, value)
         return copied.sampling_args()

@@ -1,5 +1,5 @@
 """Sends batches and metrics from rank 0 to the others as plain tensors; checks losses and gradients
-on all ranks; prepares sharding.
+on all ranks; prepares sharding; lets the ranks agree beside their devices.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -17,28 +19,35 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.packing import Rows
+from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
 from verifiers_rl.types import Batch, Sample, SampleSizes
 
 
-def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
+def broadcast_batch(outcome: Batch | Interrupted | None, device: torch.device) -> Batch:
     """Return rank 0's batch on every rank, without its samples on the others; `scatter_samples`
-    brings those. Rank 0 passes None if it failed.
+    brings those. Rank 0 passes what interrupted it in place of a batch, or None if it failed; what
+    it gets then is an empty batch.
 
     Raises:
+        Interrupted: on the other ranks, when rank 0 was interrupted.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
-    is_source = distributed.get_rank() == 0
-    # ok, step, policy version, number of samples
-    header = torch.zeros(4, dtype=torch.int64, device=device)
+    batch = outcome if isinstance(outcome, Batch) else None
+    if not distributed.is_initialized():  # one process
+        return batch or Batch(0, 0, [])
+    # ok, step, policy version, number of samples; or not ok, number of a signal
+    values = [0, outcome.number if isinstance(outcome, Interrupted) else 0, 0, 0]
     if batch is not None:
         values = [1, batch.step, batch.policy_version, len(batch.samples)]
-        header = torch.tensor(values, device=device)
+    header = torch.tensor(values, device=device)
     distributed.broadcast(header, 0)
     ok, step, policy_version, num_samples = header.tolist()
     if not ok:
-        if is_source:
+        if distributed.get_rank() == 0:
             return Batch(0, 0, [])  # rank 0 is raising its own error
+        if step:
+            raise Interrupted(step)
         raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
     numbers = torch.empty(
         (len(SampleSizes.__slots__), num_samples), dtype=torch.int64, device=device
@@ -79,24 +88,98 @@ def scatter_samples(
     return dict(zip(own, arrived, strict=True))
 
 
-def broadcast_metrics(metrics: dict[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Return rank 0's numbers on every rank. Rank 0 passes None if it failed.
+def broadcast_metrics(
+    outcome: dict[str, Any] | Interrupted | None, device: torch.device
+) -> dict[str, Any]:
+    """Return rank 0's numbers on every rank. Rank 0 passes what interrupted it in their place, or
+    None if it failed.
 
     Raises:
+        Interrupted: on the other ranks, when rank 0 was interrupted.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
+    message = outcome.number if isinstance(outcome, Interrupted) else outcome
     if not distributed.is_initialized():  # one process
-        return metrics or {}
-    payload = torch.tensor(list(json.dumps(metrics).encode()), dtype=torch.uint8, device=device)
+        return message if isinstance(message, dict) else {}
+    payload = torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor(len(payload), device=device)
     distributed.broadcast(size, 0)
     if distributed.get_rank() != 0:
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     distributed.broadcast(payload, 0)
     received = json.loads(bytes(payload.tolist()))
-    if received is None and distributed.get_rank() != 0:
-        raise RuntimeError("rank 0 could not evaluate; its error is in its own output")
-    return received or {}
+    if isinstance(received, dict) or distributed.get_rank() == 0:
+        return received if isinstance(received, dict) else {}  # rank 0 is raising its own error
+    if received is not None:
+        raise Interrupted(received)
+    raise RuntimeError("rank 0 could not evaluate; its error is in its own output")
+
+
+class HostGroup:
+    """All ranks, connected from CPU to CPU beside the group that trains. What they agree on here
+    waits for no device, and mixes with no collective of the training.
+
+    Args:
+        timeout_s: deadline of what has no deadline of its own.
+
+    Raises:
+        ConfigError: the ranks cannot reach each other.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        try:
+            self._group = distributed.new_group(
+                backend="gloo", timeout=timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the trainer's processes cannot connect to each other over gloo: {error}; set "
+                "GLOO_SOCKET_IFNAME to the network interface that joins their machines, such as "
+                "eth0"
+            ) from error
+
+    def begin_max(self, number: int) -> Callable[[], int]:
+        """Begin to take the largest of the ranks' numbers. The function returned waits for it."""
+        largest = torch.tensor(number)
+        work = distributed.all_reduce(
+            largest, distributed.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+        def result() -> int:
+            work.wait()
+            return int(largest)
+
+        return result
+
+    def barrier(self, what: str, deadline_s: float) -> None:
+        """Wait until every rank is here.
+
+        Args:
+            what: is awaited, for the error.
+
+        Raises:
+            RuntimeError: a rank has ended, or did not come within `deadline_s` seconds.
+        """
+        try:
+            distributed.monitored_barrier(self._group, timedelta(seconds=deadline_s), True)
+        except RuntimeError as error:
+            raise RuntimeError(f"waiting for {what}: {error}") from error
+
+    def close(self) -> None:
+        distributed.destroy_process_group(self._group)
+
+
+@contextmanager
+def host_group(args: RLConfig) -> Iterator[HostGroup | None]:
+    """Connect all ranks beside their devices; None with one process."""
+    if args.world_size == 1:
+        yield None
+        return
+    group = HostGroup(args.ddp_timeout)
+    try:
+        yield group
+    finally:
+        group.close()
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:
@@ -104,6 +187,14 @@ def max_over_ranks(number: int, device: torch.device) -> int:
     largest = torch.tensor(number, device=device)
     distributed.all_reduce(largest, distributed.ReduceOp.MAX)
     return int(largest)
+
+
+def mean_over_ranks(number: torch.Tensor, world_size: int) -> float:
+    """Return the mean of the ranks' scalars, on every rank."""
+    total = number.detach().clone()
+    if world_size > 1:
+        distributed.all_reduce(total)
+    return total.item() / world_size
 
 
 def raise_if_not_finite(loss: torch.Tensor, world_size: int) -> None:

@@ -9,6 +9,11 @@ So an evaluation adds no push, and holds up only the push after its own, by what
 when the batch before that push is there. In the last `max_off_policy_steps` steps no batch is
 requested, and so nothing is pushed; an evaluation that is due there makes a push of its own. One
 that is due behind the last step uses the push of the final weights.
+
+A checkpoint says whether the evaluation of its weights was still to begin or to end. The resumed
+run then begins it, and removes what the killed run may have logged of it. Before a checkpoint, the
+evaluation of earlier weights is awaited, except where a signal or an error ends the run: then the
+resumed run evaluates the checkpoint's weights in their place.
 """
 
 from __future__ import annotations
@@ -33,6 +38,10 @@ class Evaluations:
 
     def __init__(self, args: RLConfig) -> None:
         self.args = args
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the evaluations of a run before."""
         self.due: int | None = None  # the step whose weights are to be evaluated
         self._running: int | None = None  # that of the evaluation that has begun
         self._ended: dict[int, dict[str, float]] = {}
@@ -68,6 +77,14 @@ class Evaluations:
         ended, self._ended = self._ended, {}
         return {str(step): results for step, results in ended.items()}
 
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return whether a run that continues at this step has an evaluation to begin."""
+        return {"due": step if (self.due, self._running) != (None, None) else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.args.process_index == 0:
+            self.due = state["due"]
+
 
 def log_results(
     trainer: Trainer, ended: dict[str, dict[str, float]], prefix: str = "eval"
@@ -92,6 +109,9 @@ def log_results(
             trainer.control = trainer.callback_handler.on_evaluate(
                 trainer.args, state, trainer.control, metrics
             )
+            if not is_current and trainer.args.metric_for_best_model is not None:
+                # Begun anew by a resumed run; Trainer does this for those that it waits for.
+                trainer._determine_best_metric(metrics, trial=None)
         finally:
             state.global_step, state.epoch = now
         current = metrics if is_current else current

@@ -113,7 +113,7 @@ def is_of_advantages(loss_fn: Any) -> bool:
 
 
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
-    """Return the loss plus these terms, with the metrics of all.
+    """Return the loss plus these terms, with the metrics of all. The result has them as `terms`.
 
     Raises (when called):
         TypeError, ValueError: one of them does not keep the contract of a loss.
@@ -127,6 +127,7 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         metrics = {name: values for part in parts for name, values in part.metrics.items()}
         return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
 
+    total.terms = terms  # type: ignore[attr-defined]
     return of_advantages(total) if all(map(is_of_advantages, (loss_fn, *terms))) else total
 
 
@@ -532,6 +533,37 @@ def reference_kl(inputs: LossInputs, beta: float) -> LossOutputs:
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kl = log_ratio.exp() - 1 - log_ratio
     return LossOutputs(beta * (inputs.weights * kl).sum(), {"reference_kl": kl.detach()})
+
+
+class AdaptiveKL:
+    """`reference_kl` with a weight that changes from step to step, so that the KL stays near a
+    target: beta <- beta * (1 + 0.1 * clip(KL / target - 1, -0.2, 0.2)) (Ziegler et al., 2019,
+    arXiv:1909.08593, section 2.2).
+
+    Args:
+        beta: the weight at the start (`kl_beta`), > 0.
+        target: the KL to hold (`kl_target`), nats per token, > 0.
+    """
+
+    needs: frozenset[Need] = frozenset({"reference_logprobs"})
+
+    def __init__(self, beta: float, target: float) -> None:
+        self.beta = beta
+        self.target = target
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        outputs = reference_kl(inputs, self.beta)
+        beta = torch.full_like(inputs.weights, self.beta)
+        return LossOutputs(outputs.loss, {**outputs.metrics, "kl_beta": beta})
+
+    def update(self, kl: float) -> None:
+        """Change the weight for the next step.
+
+        Args:
+            kl: mean of `reference_kl` over the loss tokens of this step, nats.
+        """
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.beta *= 1 + 0.1 * error
 
 
 @needs("entropy_gradient")

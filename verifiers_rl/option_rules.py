@@ -117,6 +117,29 @@ def fits(value: Any, kind: Any) -> bool:
     return True
 
 
+def of_type(value: Any, text: str, kind: Any) -> Any:
+    """Return a value of a command line in the form that the declared type of its option asks for.
+
+    Args:
+        value: as TOML would read the text.
+        text: as it was written.
+        kind: the declared type. If it has no form for the text, the value is returned as it is.
+    """
+    if fits(value, kind):
+        return value
+    kinds = _parts(kind)
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if NoneType in kinds and text.lower() == "none":
+        return None
+    if fits(text, kind):
+        return text
+    for one in ([value], [text]):
+        if fits(one, kind):
+            return one
+    return value
+
+
 _TYPE_NAMES = {
     bool: ("true or false", "true or false"),
     int: ("an integer", "integers"),

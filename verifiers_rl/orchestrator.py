@@ -308,8 +308,7 @@ class Orchestrator:
             for rollout in rollouts:
                 rollout.leave_out_of_loss()
         samples = [sample for rollout in rollouts for sample in rollout.samples]
-        metrics = batch_metrics(groups)
-        metrics["num_samples"] = float(len(samples))
+        metrics = batch_metrics(groups) | {"num_samples": float(len(samples))}
         metrics["filtered_share"] = 1 - len(kept) / len(groups)
         if self.batch_order == "ready":
             metrics["late_group_share"] = sum(r.step < step for r in requests) / len(requests)

@@ -16,7 +16,6 @@ from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.models import warn_of_experts
-from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.sync import WeightSync, check_agreement, choose_lora_sync
 from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
 
@@ -36,13 +35,21 @@ class ServerSide(NamedTuple):
     check_agreement: Callable[[Any, str], None] | None
 
 
-def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced) -> ServerSide:
+def connect(
+    policy: Any,
+    env: Any,
+    args: Any,
+    tokenizer: Any,
+    replaced: Replaced,
+    make_orchestrator: Callable[..., BatchSource],
+) -> ServerSide:
     """Wait for the server, check that it serves the policy's model, and make the parts that talk to
     it, except those that are replaced. If both are replaced, there is no server to wait for.
 
     Args:
         policy: the model that is trained.
         env, args, tokenizer, replaced: those of the `RLTrainer`.
+        make_orchestrator: the class `Orchestrator`, or its copy in a fork.
 
     Raises:
         ConfigError: example_order is given beside environments of different weights.
@@ -77,7 +84,9 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
         )
     if runner is not None:
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
-        orchestrator = _orchestrate(runner, weight_sync, args, advantage_fn, replaced.example_order)
+        orchestrator = _orchestrate(
+            make_orchestrator, runner, weight_sync, args, advantage_fn, replaced.example_order
+        )
     assert orchestrator is not None
 
     def check(model: Any, model_name: str) -> None:
@@ -88,17 +97,18 @@ def connect(policy: Any, env: Any, args: Any, tokenizer: Any, replaced: Replaced
 
 
 def _orchestrate(
+    make_orchestrator: Callable[..., BatchSource],
     runner: EnvRunner,
     weight_sync: WeightSink,
     args: Any,
     advantage_fn: AdvantageFn | None,
     example_order: ExampleOrder | None,
-) -> Orchestrator:
+) -> BatchSource:
     if example_order is None:
         example_order = partial(
             order_examples, weights=runner.weights, shuffle=args.shuffle, seed=args.seed
         )
-    return Orchestrator(
+    return make_orchestrator(
         runner,
         weight_sync.check_server,
         batch_size=args.batch_size,

@@ -26,24 +26,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedModel, Trainer, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.attention import attention_inputs
+from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
     broadcast_batch,
     broadcast_metrics,
+    host_group,
     let_gloo_threads_finish,
     max_over_ranks,
     prepare_sharding,
@@ -54,6 +54,7 @@ from verifiers_rl.distributed import (
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.kl_control import KLControl
 from verifiers_rl.logprobs import (
     Entropy,
     chunk_size_for,
@@ -70,21 +71,21 @@ from verifiers_rl.losses import (
 )
 from verifiers_rl.model_trials import choose_layout
 from verifiers_rl.models import absolute_path, check_policy, load_policy
+from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.packing import Layout, collate, copy_to, plan_batch
-from verifiers_rl.process.interrupts import Interrupts
+from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.report.metrics import (
     EarlyWarnings,
-    RewardProgressCallback,
     RunFilesCallback,
     StepCounts,
     StepWindow,
     TokenMeans,
     device_metrics,
     model_flops,
+    replace_progress_bar,
 )
-from verifiers_rl.report.model_card import finish_run_folder, write_model_card
 from verifiers_rl.report.recording import RolloutFiles
-from verifiers_rl.report.run_folder import BATCHES, batches_of, enter_run_folder, has_checkpoint
+from verifiers_rl.report.run_folder import enter_run_folder
 from verifiers_rl.sync.gather import gathering, is_split
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 
@@ -92,7 +93,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class RLTrainer(Trainer):
+class RLTrainer(SavingTrainer):
     """Trains a causal language model by reinforcement learning on a `verifiers` environment.
 
     Args:
@@ -149,6 +150,7 @@ class RLTrainer(Trainer):
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
+        check_final(policy, args)
         self.batch: Batch | None = None  # the batch that is being trained on
         self._env = env
         self._sync_metrics: dict[str, float] = {}
@@ -161,9 +163,9 @@ class RLTrainer(Trainer):
         if args.process_index == 0:
             from verifiers_rl.server_side import connect
 
-            server_side = connect(policy, env, args, processing_class, replaced)
+            server_side = connect(policy, env, args, processing_class, replaced, Orchestrator)
             self.orchestrator, self.weight_sync, self._check_agreement = server_side
-        self._evaluations = Evaluations(args)
+        self.evaluations = Evaluations(args)
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
@@ -174,16 +176,14 @@ class RLTrainer(Trainer):
             atexit.register(let_gloo_threads_finish)
         self.loss_is_scaled_for_ga = True  # training_step does it once, for the whole batch
         if not args.disable_tqdm:
-            self.remove_callback(ProgressCallback)
-            self.remove_callback(PrinterCallback)
-            self.add_callback(RewardProgressCallback())
+            replace_progress_bar(self)
         self._interrupts, self._window = Interrupts(), StepWindow()
-        self._files = RolloutFiles(self)
-        own = (RunFilesCallback(env), EarlyWarnings(self._window), self._interrupts, self._window)
-        for callback in (self._files, *own):
+        self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
+        own = (RunFilesCallback(lambda: self.evaluations.due), EarlyWarnings(self._window))
+        self.checkpoints.kept["kl_control"] = kl_control = KLControl(self.loss_fn, self._window)
+        for callback in (self.checkpoints, self._files, *own, kl_control, self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
-
         self._why_full_logits: str | None = None
         self._layout: Layout | None = None  # set in the first step
         self._shares_prefixes = False  # also set there
@@ -211,40 +211,40 @@ class RLTrainer(Trainer):
         """Do as `Trainer.train`. At the end the server has the final weights, and `output_dir` has
         the model or the adapter. The orchestrator stops in any case, also after an error.
 
+        Inside, on the main thread, the first SIGINT or SIGTERM ends the run when the microbatch is
+        done, with a checkpoint of the steps so far; a second one ends the process at once.
+
         Raises:
             RunFolderError: output_dir holds a run already, or there is no run to resume.
-            KeyboardInterrupt: with one process, after a checkpoint of the steps done so far.
+            Interrupted: on every rank, after the checkpoint. It is a SystemExit with the status 128
+                + signal, and a KeyboardInterrupt.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
                 "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
             )
-        wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
-        resume = enter_run_folder(self.args, wanted)
-        if resume is not None and self.orchestrator is not None:
-            self.orchestrator.load_state_dict(batches_of(resume))
-        with self._serving(), self._files.open(), self._interrupts.deferred():
+        resume = enter_run_folder(self.args, resume_from_checkpoint)
+        with (
+            host_group(self.args) as hosts,
+            self._interrupts.handled(hosts, self.is_world_process_zero()),
+            self._serving(),
+            self._files.open(),
+            self.checkpoints.of_run(hosts, resume),
+        ):
             try:
                 result = super().train(resume, *args, **kwargs)
-            except KeyboardInterrupt:
-                if self.args.world_size == 1:  # other ranks could be at any point
-                    self._save_unfinished()
+            except Interrupted as interrupted:
+                self.checkpoints.save_interrupted(interrupted)
                 raise
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
             if is_best and self.weight_sync is not None:
                 self.weight_sync.policy_version = None  # the server has the last weights
-            self.save_model()  # first, because the server may be lost below
-            if self.is_world_process_zero():
-                finish_run_folder(self.model, self.args, self.state, self._env)
+            self.checkpoints.save_final()  # first, because the server may be lost below
             with self._gathering():
                 self._retry_when_server_lost(self._sync_weights)
+            if self.args.push_to_hub:
+                self.push_final("End of training")
         return result
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model card. push_to_hub() calls this."""
-        if self.is_world_process_zero():
-            write_model_card(Path(self.args.output_dir or ""), self.model, self.args, self.state,
-                             self._env)  # fmt: skip
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
@@ -252,7 +252,8 @@ class RLTrainer(Trainer):
         if self.orchestrator is None or self.weight_sync is None or self._is_serving:
             yield
             return
-        self._is_serving, self._evaluations = True, Evaluations(self.args)
+        self._is_serving = True
+        self.evaluations.forget()
         try:
             self.orchestrator.start()
             yield
@@ -285,13 +286,14 @@ class RLTrainer(Trainer):
             self._layout = self._choose_layout(model)
         model.train()
         self._sync_metrics, self._waited_s = {}, 0.0
-        self.batch = batch = self._checkpoint_on_error(self._next_batch)
+        self.batch = batch = self.checkpoints.save_on_error(self._next_batch)
         start = time.monotonic()
         means, self._counts = TokenMeans(self._files.values_of(batch)), StepCounts()
         parts = batch.sizes.parts(self.args.updates_per_batch)
         batch_loss = torch.zeros((), device=self.args.device)
         for number, part in enumerate(parts):
             if number and not self.is_deepspeed_enabled:  # which has taken its step
+                self.checkpoints.weights_change()
                 if self.args.max_grad_norm:
                     self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
                 cast(torch.optim.Optimizer, self.optimizer).step()
@@ -341,10 +343,12 @@ class RLTrainer(Trainer):
         self._counts.add_part(sizes, is_computed, num_shared, part)
         loss_of_part = torch.zeros((), device=args.device)
         for number, rows in enumerate(plan):
+            if self.checkpoints.can_repeat_step:
+                self._interrupts.check_all(waits=False)
             if self.orchestrator is not None and args.world_size == 1:
                 # Stop now if the next batch has failed. With several ranks, the others would wait
                 # for this rank's gradients, so there _next_batch raises the error on all.
-                self._checkpoint_on_error(self.orchestrator.raise_if_failed)
+                self.checkpoints.save_on_error(self.orchestrator.raise_if_failed)
             microbatch = copy_to(
                 collate(samples, rows, weights, tokenizer.pad_token_id or 0, num_shared),
                 args.device,
@@ -359,13 +363,15 @@ class RLTrainer(Trainer):
                     loss = loss * args.world_size / denominator
                 loss_of_part += loss.detach()
                 if is_last:  # before the backward in which DeepSpeed takes its step
-                    self._checkpoint_on_error(
+                    self.checkpoints.save_on_error(
                         partial(raise_if_not_finite, loss_of_part, args.world_size)
                     )
+                    if self.is_deepspeed_enabled:
+                        self.checkpoints.weights_change()
                 self.accelerator.backward(loss)
-        check_gradient = partial(raise_if_gradient_not_finite, model, args.world_size)
-        # No checkpoint with DeepSpeed: its optimizer may have used the gradient already.
-        check_gradient() if self.is_deepspeed_enabled else self._checkpoint_on_error(check_gradient)
+        self.checkpoints.save_on_error(
+            partial(raise_if_gradient_not_finite, model, args.world_size)
+        )
         return loss_of_part
 
     def _choose_layout(self, model: nn.Module) -> Layout:
@@ -462,26 +468,37 @@ class RLTrainer(Trainer):
 
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
-        batch = None
-        try:
-            with self._gathering():
-                if self.orchestrator is not None:
-                    batch = self._retry_when_server_lost(
-                        partial(self._take_batch, self.orchestrator)
-                    )
-                    if self.args.max_off_policy_steps > 0:
-                        self._retry_when_server_lost(partial(self._submit_ahead, self.orchestrator))
-        except BaseException:
-            batch = None
-            raise
-        finally:
-            if self.args.world_size > 1:  # also after an error: the others wait
-                batch = broadcast_batch(batch, self.args.device)
-        if self.args.eval_strategy != "no":
-            ended = broadcast_metrics(self._evaluations.take_ended(), self.args.device)
-            log_results(self, ended)
-        assert batch is not None
+
+        def take(orchestrator: BatchSource) -> Batch:
+            batch = self._retry_when_server_lost(partial(self._take_batch, orchestrator))
+            if self.args.max_off_policy_steps > 0:
+                self._retry_when_server_lost(partial(self._submit_ahead, orchestrator))
+            return batch
+
+        batch = self._on_rank_0(take, broadcast_batch)
+        self.log_ended_evaluations()
         return batch
+
+    def _on_rank_0(
+        self,
+        work: Callable[[BatchSource], _T],
+        tell: Callable[[_T | Interrupted | None, torch.device], _T],
+    ) -> _T:
+        """Run `work` on rank 0, while the others help to gather weights. Return its result on every
+        rank, or raise Interrupted there if a signal has come.
+        """
+        self._interrupts.check_all(waits=True)
+        outcome: _T | Interrupted | None = None
+        try:
+            with self._serving(), self._gathering():
+                if self.orchestrator is not None:
+                    outcome = work(self.orchestrator)
+        except Interrupted as interrupted:
+            outcome = interrupted
+            raise
+        finally:  # also after an error: the others wait
+            told = tell(outcome, self.args.device)
+        return told
 
     def _take_batch(self, orchestrator: BatchSource) -> Batch:
         if not orchestrator.num_pending:  # first step, lost server, or max_off_policy_steps = 0
@@ -497,7 +514,7 @@ class RLTrainer(Trainer):
         max_off_policy_steps steps, except those that are pending already.
         """
         step = self.state.global_step
-        if self._evaluations.due is not None:  # also where no batch is requested any more
+        if self.evaluations.due is not None:  # also where no batch is requested any more
             self._sync_weights()
         first, last = step + 1 + orchestrator.num_pending, step + self.args.max_off_policy_steps
         for ahead in range(first, min(last, self.args.max_steps - 1) + 1):
@@ -520,38 +537,16 @@ class RLTrainer(Trainer):
                     raise
                 logger.warning("%s; waiting for it to come back", error)
                 self.orchestrator.discard()
-                self._evaluations.begin_again(self.state.global_step)
+                self.evaluations.begin_again(self.state.global_step)
                 self.weight_sync.wait_for_server()
                 logger.warning("the inference server is back; its weights are sent again")
         raise AssertionError("unreachable")
 
-    def _checkpoint_on_error(self, work: Callable[[], _T]) -> _T:
-        """Run `work`. If it fails, save a checkpoint of the steps so far, then raise the error."""
-        try:
-            return work()
-        except Exception:
-            self._save_unfinished()
-            raise
-
-    def _save_unfinished(self) -> None:
-        """Save a checkpoint of the steps done so far, unless save_strategy is "no"."""
-        step = self.state.global_step
-        if step == 0:
-            return
-        if self.args.save_strategy == "no":
-            logger.warning("none of the %d steps is saved, because save_strategy = 'no'", step)
-            return
-        if not has_checkpoint(self.args.output_dir or "", step):  # else this step is saved already
-            self._save_checkpoint(cast(nn.Module, self.model), trial=None)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        logger.warning("step %d is saved in %s", step, self.args.output_dir)
-
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Do as Trainer, and save what the orchestrator needs to continue after this step."""
-        if self.orchestrator is not None:
-            batches = self.orchestrator.state_dict(self.state.global_step)
-            cast(dict[str, Any], self.state.stateful_callbacks)[BATCHES] = batches
-        super()._save_checkpoint(*args, **kwargs)
+        """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
+        if self.args.eval_strategy != "no":
+            log_results(self, self._on_server(self.evaluations.end))
+        self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
 
     def _submit(self, step: int) -> None:
         assert self.orchestrator is not None and self.weight_sync is not None
@@ -571,7 +566,7 @@ class RLTrainer(Trainer):
         if self.weight_sync is None or self.orchestrator is None:
             return
         if self.weight_sync.policy_version != version:
-            self._evaluations.end(self.orchestrator)  # all of its rollouts have one version
+            self.evaluations.end(self.orchestrator)  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
             is_idle = self.orchestrator.num_pending == 0
             in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
@@ -579,7 +574,7 @@ class RLTrainer(Trainer):
             if self._check_agreement is not None and not is_split(model):  # it needs all ranks
                 self._check_agreement(model, self.weight_sync.model_name)
             self._check_agreement = None
-        self._evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
+        self.evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
 
     # --- Evaluation, logs -------------------------------------------------------------------------
 
@@ -601,12 +596,11 @@ class RLTrainer(Trainer):
 
         def now(orchestrator: BatchSource) -> None:
             orchestrator.wait()
-            self._evaluations.due = self.state.global_step
+            self.evaluations.due = self.state.global_step
             self._sync_weights()
-            self._evaluations.end(orchestrator)
+            self.evaluations.end(orchestrator)
 
-        ended = self._checkpoint_on_error(partial(self._on_server, now))
-        return log_results(self, ended, metric_key_prefix)
+        return log_results(self, self._on_server(now), metric_key_prefix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -615,35 +609,40 @@ class RLTrainer(Trainer):
         between two steps. If `metric_for_best_model` is set, as for `load_best_model_at_end`,
         `save_strategy="best"` and early stopping, Trainer needs the result at once and gets it.
         """
+        self.control.should_evaluate = False
+        if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
+            return {}
+        if self.is_world_process_zero():
+            self.evaluations.due = self.state.global_step
         if self.args.metric_for_best_model is not None:
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        if self.is_world_process_zero():
-            self._evaluations.due = self.state.global_step
-        self.control.should_evaluate = False
         return {}
+
+    def log_ended_evaluations(self) -> None:
+        """Log the evaluations that have ended on rank 0 by now. Every rank calls this."""
+        if self.args.eval_strategy != "no":
+            ended = self.evaluations.take_ended()
+            log_results(self, broadcast_metrics(ended, self.args.device))
 
     def _end_evaluations(self) -> None:
         """Wait for the evaluations that run or are due, and log them."""
 
         def end(orchestrator: BatchSource) -> None:
-            if self._evaluations.due is not None:
+            if self.evaluations.due is not None:
                 self._sync_weights()
-            self._evaluations.end(orchestrator)
+            self.evaluations.end(orchestrator)
 
         if self.args.eval_strategy != "no":
-            log_results(self, self._checkpoint_on_error(partial(self._on_server, end)))
+            log_results(self, self._on_server(end))
 
     def _on_server(self, work: Callable[[BatchSource], None]) -> dict[str, dict[str, float]]:
         """Run `work` on rank 0. Return the results of evaluations that then have ended."""
-        ended = None
-        try:
-            with self._serving(), self._gathering():
-                if self.orchestrator is not None:
-                    self._retry_when_server_lost(partial(work, self.orchestrator))
-            ended = self._evaluations.take_ended()
-        finally:  # also after an error: the others wait
-            ended = broadcast_metrics(ended, self.args.device)
-        return ended
+
+        def run(orchestrator: BatchSource) -> dict[str, dict[str, float]]:
+            self._retry_when_server_lost(partial(work, orchestrator))
+            return self.evaluations.take_ended()
+
+        return self.checkpoints.save_on_error(partial(self._on_rank_0, run, broadcast_metrics))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add means over the steps since the last line to Trainer's numbers."""

@@ -1,70 +1,116 @@
-"""A `verifiers` environment with tools: call a calculator, then answer with its result. Data is
-generated; nothing is downloaded."""
+"""A taskset of `verifiers.v1` with tools: call a calculator, then answer with its result. Data is
+generated; nothing is downloaded. Run as a program, it serves the tools over MCP."""
 
 import json
 import random
+from collections.abc import Iterator
 
-import verifiers as vf
-from datasets import Dataset
+import verifiers.v1 as vf
 
+__all__ = ["CalculatorTaskset"]
 
-def add(a: int, b: int) -> int:
-    """a plus b"""
-    return a + b
-
-
-def subtract(a: int, b: int) -> int:
-    """a minus b"""
-    return a - b
-
-
-def multiply(a: int, b: int) -> int:
-    """a times b"""
-    return a * b
-
-
-TOOLS = {"plus": add, "minus": subtract, "times": multiply}
-# The parts that all calls share, as the chat template of ../warm_start.py and vLLM's hermes parser
+# For each word the tool, and the function that it computes.
+TOOLS = {
+    "plus": ("add", int.__add__),
+    "minus": ("subtract", int.__sub__),
+    "times": ("multiply", int.__mul__),
+}
+# The parts that all calls share, as the chat template of warm_start.py and vLLM's hermes parser
 # spell them. Each is one token; otherwise a rollout would be twice as long.
 CALL = ["<tool_call>", '{"name": "', '", "arguments": {"a": ', ', "b": ', "}}", "</tool_call>"]
 EXTRA_TOKENS = ["<|tool|>", *CALL]
 
 
-def make_questions(
-    num_questions: int, seed: int, exclude: frozenset[str] = frozenset()
-) -> list[str]:
-    """Distinct questions such as "27 times 481", none of them in `exclude`."""
-    rng = random.Random(seed)
-    questions: dict[str, None] = {}
-    while len(questions) < num_questions:
-        a, b = (rng.randint(10, 999) for _ in range(2))
-        question = f"{a} {rng.choice(list(TOOLS))} {b}"
-        if question not in exclude:
-            questions[question] = None
-    return list(questions)
+class CalculatorConfig(vf.TasksetConfig):
+    num_tasks: int = 4096
+    held_out: bool = False
+    """Load the questions for evaluation instead; none of them is a training question."""
 
 
-def parse_question(question: str) -> tuple[str, dict[str, int]]:
-    """Return name and arguments of the call that answers the question."""
+class CalculatorData(vf.TaskData):
+    answer: str
+
+
+class Calculator(vf.Toolset[vf.SharedToolsetConfig]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    async def add(self, a: int, b: int) -> str:
+        """a plus b"""
+        return str(a + b)
+
+    @vf.tool
+    async def subtract(self, a: int, b: int) -> str:
+        """a minus b"""
+        return str(a - b)
+
+    @vf.tool
+    async def multiply(self, a: int, b: int) -> str:
+        """a times b"""
+        return str(a * b)
+
+
+class CalculatorTask(vf.Task[CalculatorData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def right_answer(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply.strip() == self.data.answer)
+
+    @vf.metric
+    async def right_call(self, trace: vf.Trace) -> float:
+        """Return 1 if the first call is the right one, else 0."""
+        first = trace.assistant_messages[0]
+        for call in first.tool_calls or []:
+            try:
+                arguments = json.loads(call.arguments)
+            except ValueError:
+                return 0.0
+            name, expected, _ = solve(self.data.prompt)
+            return float((call.name, arguments) == (name, expected))
+        return 0.0
+
+    @vf.metric
+    async def num_calls(self, trace: vf.Trace) -> float:
+        return float(len(trace.tool_messages))
+
+
+class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
+    @classmethod
+    def toolsets(cls, config: CalculatorConfig) -> list[vf.Toolset]:
+        return [Calculator(vf.SharedToolsetConfig())]
+
+    def load(self) -> Iterator[CalculatorTask]:
+        """Yield the tasks. Questions whose numbers add up to a multiple of 16 are held out."""
+        config, rng, seen = self.config, random.Random(0), set[str]()
+        while len(seen) < config.num_tasks:
+            question = make_question(rng)
+            _, arguments, answer = solve(question)
+            is_held_out = sum(arguments.values()) % 16 == 0
+            if question in seen or is_held_out != config.held_out:
+                continue
+            data = CalculatorData(idx=len(seen), prompt=question, answer=answer)
+            seen.add(question)
+            yield CalculatorTask(data, config.task)
+
+
+def make_question(rng: random.Random) -> str:
+    """Make a question such as "27 times 481"."""
+    return f"{rng.randint(10, 999)} {rng.choice(list(TOOLS))} {rng.randint(10, 999)}"
+
+
+def solve(question: str) -> tuple[str, dict[str, int], str]:
+    """Return name and arguments of the call that answers the question, and its result."""
     a, word, b = question.split()
-    return TOOLS[word].__name__, {"a": int(a), "b": int(b)}
-
-
-def run_tool(name: str, arguments: dict[str, int]) -> str:
-    return str({tool.__name__: tool for tool in TOOLS.values()}[name](**arguments))
-
-
-def make_split(questions: list[str]) -> Dataset:
-    answers = [run_tool(*parse_question(question)) for question in questions]
-    return Dataset.from_dict({"question": questions, "answer": answers})
+    name, compute = TOOLS[word]
+    return name, {"a": int(a), "b": int(b)}, str(compute(int(a), int(b)))
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Make demonstrations for ../warm_start.py: question, tool call, its result, answer. Each of
+    """Make demonstrations for warm_start.py: question, tool call, its result, answer. Each of
     these mistakes has probability `noise`: a guess instead of the call, a random tool instead of
     the right one, and for each copied digit a random digit.
     """
     rng = random.Random(seed)
+    functions = dict(TOOLS.values())
 
     def copied(number: int | str) -> str:
         """Copy with mistakes in any digit, but no new 0: JSON allows no leading 0."""
@@ -75,18 +121,18 @@ def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
         return "".join(digits)
 
     conversations = []
-    for question in make_questions(num, seed):
-        name, arguments = parse_question(question)
+    for _ in range(num):
+        question = make_question(rng)
+        name, arguments, result = solve(question)
         messages = [{"role": "user", "content": question}]
-        result = run_tool(name, arguments)
         if rng.random() < noise:
             guess = "".join(rng.choice("123456789") for _ in result)
             messages.append({"role": "assistant", "content": guess})
         else:
             if rng.random() < noise:
-                name = rng.choice([tool.__name__ for tool in TOOLS.values()])
+                name = rng.choice(list(functions))
             arguments = {key: int(copied(value)) for key, value in arguments.items()}
-            result = run_tool(name, arguments)
+            result = str(functions[name](*arguments.values()))
             call = {"type": "function", "function": {"name": name, "arguments": arguments}}
             messages += [
                 {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -97,34 +143,5 @@ def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
     return conversations
 
 
-def load_environment(
-    num_train: int = 4096, num_eval: int = 256, max_turns: int = 3, seed: int = 0
-) -> vf.Environment:
-    """Reward: 1 for the right answer after the tool calls, else 0. Metric: whether the first call
-    is the right one. `verifiers` adds the number of calls of each tool.
-
-    The held-out split shares no question with the training split.
-    """
-    held_out = make_questions(num_eval, seed=seed + 1)
-    train = make_questions(num_train, seed, exclude=frozenset(held_out))
-
-    def right_answer(completion, answer) -> float:
-        last = completion[-1]
-        return float(last.role == "assistant" and (last.content or "").strip() == answer)
-
-    def right_call(prompt, completion) -> float:
-        for call in completion[0].tool_calls or []:
-            try:
-                arguments = json.loads(call.arguments)
-            except ValueError:
-                return 0.0
-            return float((call.name, arguments) == parse_question(prompt[-1].content))
-        return 0.0
-
-    return vf.ToolEnv(
-        tools=list(TOOLS.values()),
-        max_turns=max_turns,
-        dataset=make_split(train),
-        eval_dataset=make_split(held_out),
-        rubric=vf.Rubric(funcs=[right_answer, right_call], weights=[1.0, 0.0]),
-    )
+if __name__ == "__main__":
+    Calculator.run()

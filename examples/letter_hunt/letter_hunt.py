@@ -1,23 +1,85 @@
-"""A game as a `verifiers` environment: find a secret letter in at most 5 guesses.
+"""A game as an environment of `verifiers.v1`: find a secret letter in at most 5 guesses.
 
 Each user turn names the range that holds the secret, such as "c-v". A wrong guess in the range
 narrows it; a guess outside leaves it unchanged. The only reward comes at the end: 1 if the letter
-was found.
+was found. Nothing is downloaded.
 """
 
 import random
+from collections.abc import Iterator
 
-import verifiers as vf
-from datasets import Dataset
+import verifiers.v1 as vf
+
+__all__ = ["LetterHuntEnv", "LetterHuntTaskset"]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MIN_LETTERS = 16  # in the range of a game
 NUM_GUESSES = 5  # enough for all 26 letters by halving
+NUM_HELD_OUT = 256  # of all 1276 games
 
-Game = tuple[str, str]  # the letters of the range, and the secret
+
+class LetterHuntConfig(vf.TasksetConfig):
+    instruction: str = (
+        "Find the secret letter. I tell you a range that holds it, such as c-v; you guess one "
+        "letter of it. Answer with this letter only.\n\n"
+    )
+    held_out: bool = False
+    """Load the games for evaluation instead; none of them is a training game."""
 
 
-def all_games() -> list[Game]:
+class LetterHuntData(vf.TaskData):
+    letters: str
+    """The range at the beginning, such as "cdefghijklmnopqrstuv"."""
+    secret: str
+
+
+class LetterHuntTask(vf.Task[LetterHuntData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def won(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.secret)
+
+    @vf.metric
+    async def legal(self, trace: vf.Trace) -> float:
+        """Return the share of guesses that are in the range."""
+        letters, num_legal = self.data.letters, 0
+        guesses = [message.content or "" for message in trace.assistant_messages]
+        for guess in guesses:
+            num_legal += is_inside(guess, letters)
+            letters = narrow(letters, guess, self.data.secret)
+        return num_legal / max(len(guesses), 1)
+
+
+class LetterHuntTaskset(vf.Taskset[LetterHuntTask, LetterHuntConfig]):
+    def load(self) -> Iterator[LetterHuntTask]:
+        """Yield the games. A game is a range and the secret in it."""
+        games = all_games()
+        random.Random(0).shuffle(games)
+        chosen = games[:NUM_HELD_OUT] if self.config.held_out else games[NUM_HELD_OUT:]
+        for idx, (letters, secret) in enumerate(chosen):
+            prompt = self.config.instruction + as_text(letters)
+            data = LetterHuntData(idx=idx, prompt=prompt, letters=letters, secret=secret)
+            yield LetterHuntTask(data, self.config.task)
+
+
+class LetterHuntEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"})
+
+
+class LetterHuntEnv(vf.Env[LetterHuntEnvConfig]):
+    async def run(self, task: LetterHuntTask, agents: vf.Agents) -> None:
+        """Narrow the range until the letter is found or `NUM_GUESSES` guesses are made."""
+        letters, secret = task.data.letters, task.data.secret
+        async with agents.player.interaction(task) as game:
+            reply = await game.turn()  # the answer to the task's prompt
+            for _ in range(NUM_GUESSES - 1):
+                if reply.terminated or reply.last_reply == secret:
+                    break
+                letters = narrow(letters, reply.last_reply, secret)
+                reply = await game.turn(as_text(letters))
+
+
+def all_games() -> list[tuple[str, str]]:
+    """Return the letters of the range, and the secret, of each possible game."""
     ranges = [
         LETTERS[start:stop]
         for start in range(len(LETTERS))
@@ -26,9 +88,13 @@ def all_games() -> list[Game]:
     return [(letters, secret) for letters in ranges for secret in letters]
 
 
+def is_inside(guess: str, letters: str) -> bool:
+    return len(guess) == 1 and guess in letters
+
+
 def narrow(letters: str, guess: str, secret: str) -> str:
-    """Return the range that is left after a wrong guess."""
-    if len(guess) != 1 or guess not in letters:
+    """Return the range that is left after a guess."""
+    if not is_inside(guess, letters) or guess == secret:
         return letters
     before, after = letters.split(guess)
     return before if secret in before else after
@@ -39,8 +105,8 @@ def as_text(letters: str) -> str:
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Make demonstrations for ../warm_start.py: games in which a guess is the middle of the range
-    or, with probability `noise`, a random letter.
+    """Make demonstrations for warm_start.py: games in which a guess is the middle of the range or,
+    with probability `noise`, a random letter.
     """
     rng = random.Random(seed)
     conversations = []
@@ -56,59 +122,3 @@ def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
             letters = narrow(letters, guess, secret)
         conversations.append({"messages": messages})
     return conversations
-
-
-class LetterHuntEnv(vf.MultiTurnEnv):
-    """Narrows the range until the letter is found or max_turns guesses are made."""
-
-    async def setup_state(self, state: vf.State) -> None:
-        state["letters"] = state["info"]["letters"]
-        state["guesses_inside"] = 0
-
-    async def add_trajectory_step(self, state: vf.State, trajectory_step: vf.TrajectoryStep):
-        await super().add_trajectory_step(state, trajectory_step)
-        guess = trajectory_step["completion"][-1].content
-        state["guesses_inside"] += len(guess) == 1 and guess in state["letters"]
-        state["found"] = guess == state["answer"]
-        if not state["found"]:
-            state["letters"] = narrow(state["letters"], guess, state["answer"])
-
-    @vf.stop
-    async def letter_found(self, state: vf.State) -> bool:
-        return state.get("found", False)
-
-    async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs) -> vf.Messages:
-        return [vf.UserMessage(content=as_text(state["letters"]))]
-
-
-def won(state: vf.State) -> float:
-    return float(state["found"])
-
-
-def legal(state: vf.State) -> float:
-    return state["guesses_inside"] / len(state["trajectory"])
-
-
-def make_split(games: list[Game]) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "question": [as_text(letters) for letters, _ in games],
-            "answer": [secret for _, secret in games],
-            "info": [{"letters": letters} for letters, _ in games],
-        }
-    )
-
-
-def load_environment(num_eval: int = 256, seed: int = 0) -> vf.Environment:
-    """Reward: 1 if the letter was found, else 0. Metric: legal, the share of guesses in the range.
-
-    A game is a range and the secret in it. No game of the held-out split is in the training split.
-    """
-    games = all_games()
-    random.Random(seed).shuffle(games)
-    return LetterHuntEnv(
-        max_turns=NUM_GUESSES,
-        dataset=make_split(games[num_eval:]),
-        eval_dataset=make_split(games[:num_eval]),
-        rubric=vf.Rubric(funcs=[won, legal], weights=[1.0, 0.0]),
-    )

@@ -1,10 +1,12 @@
-"""A `verifiers` environment: reverse a short string. Data is generated; nothing is downloaded."""
+"""A taskset of `verifiers.v1`: reverse a short string. Data is generated; nothing is downloaded."""
 
 import difflib
 import random
+from collections.abc import Iterator
 
-import verifiers as vf
-from datasets import Dataset
+import verifiers.v1 as vf
+
+__all__ = ["ReverseTextTaskset"]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 INSTRUCTION = (
@@ -12,27 +14,48 @@ INSTRUCTION = (
 )
 
 
-def make_texts(num_texts: int, min_length: int, max_length: int, held_out: bool) -> list[str]:
-    """Make distinct random strings, the same in the same order as ../reverse_text_v1. Strings whose
-    letters add up to a multiple of 16 are held out.
-    """
-    rng = random.Random(0)
-    texts: dict[str, None] = {}
-    while len(texts) < num_texts:
-        text = "".join(rng.choices(LETTERS, k=rng.randint(min_length, max_length)))
-        if (sum(map(ord, text)) % 16 == 0) == held_out:
-            texts[text] = None
-    return list(texts)
+class ReverseTextConfig(vf.TasksetConfig):
+    num_tasks: int = 4096
+    min_length: int = 3
+    max_length: int = 8
+    instruction: str = INSTRUCTION
+    held_out: bool = False
+    """Load the tasks for evaluation instead; they share no string with the training tasks."""
 
 
-def make_split(texts: list[str], instruction: str) -> Dataset:
-    return Dataset.from_dict(
-        {"question": [instruction + text for text in texts], "answer": [t[::-1] for t in texts]}
-    )
+class ReverseTextData(vf.TaskData):
+    answer: str
+
+
+class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def similarity(self, trace: vf.Trace) -> float:
+        """Return the similarity to the answer, 0 to 1 (difflib's ratio)."""
+        return difflib.SequenceMatcher(None, trace.last_reply, self.data.answer).ratio()
+
+    @vf.metric
+    async def exact_match(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+
+class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
+    def load(self) -> Iterator[ReverseTextTask]:
+        """Yield the tasks. Strings whose letters add up to a multiple of 16 are held out."""
+        config, rng, seen = self.config, random.Random(0), set[str]()
+        while len(seen) < config.num_tasks:
+            length = rng.randint(config.min_length, config.max_length)
+            text = "".join(rng.choices(LETTERS, k=length))
+            if text in seen or (sum(map(ord, text)) % 16 == 0) != config.held_out:
+                continue
+            data = ReverseTextData(
+                idx=len(seen), prompt=config.instruction + text, answer=text[::-1]
+            )
+            seen.add(text)
+            yield ReverseTextTask(data, config.task)
 
 
 def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Make demonstrations for ../warm_start.py: strings and their reversals. Each letter of a
+    """Make demonstrations for warm_start.py: strings and their reversals. Each letter of a
     reversal is replaced by a random one with probability `noise`.
     """
     rng = random.Random(seed)
@@ -43,32 +66,3 @@ def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
         roles = (("user", text), ("assistant", answer))
         conversations.append({"messages": [{"role": r, "content": c} for r, c in roles]})
     return conversations
-
-
-def load_environment(
-    num_train: int = 4096,
-    num_eval: int = 256,
-    min_length: int = 3,
-    max_length: int = 8,
-    instruction: str = INSTRUCTION,
-) -> vf.Environment:
-    """Reward: similarity to the reversed text, 0 to 1 (difflib's ratio). Metric: exact match.
-
-    The held-out split shares no string with the training split.
-    """
-    train = make_texts(num_train, min_length, max_length, held_out=False)
-    held_out = make_texts(num_eval, min_length, max_length, held_out=True)
-    parser = vf.Parser()
-
-    def similarity(completion, answer) -> float:
-        return difflib.SequenceMatcher(None, parser.parse_answer(completion) or "", answer).ratio()
-
-    def exact_match(completion, answer) -> float:
-        return float((parser.parse_answer(completion) or "").strip() == answer)
-
-    return vf.SingleTurnEnv(
-        dataset=make_split(train, instruction),
-        eval_dataset=make_split(held_out, instruction),
-        parser=parser,
-        rubric=vf.Rubric(funcs=[similarity, exact_match], weights=[1.0, 0.0], parser=parser),
-    )

@@ -442,7 +442,7 @@ def test_an_empty_dataset_is_refused(tmp_path):
 
 
 def test_a_module_beside_the_toml_is_found_without_installing_it():
-    env = load_environment("reverse_text", {"num_train": 8, "num_eval": 2}, search_path=EXAMPLE)
+    env = load_environment("classic_reverse_text", {"num_train": 8, "num_eval": 2}, EXAMPLE)
     assert len(env.get_dataset()) == 8
 
 
@@ -450,13 +450,13 @@ def test_an_unknown_environment_is_one_clear_error(tmp_path):
     with pytest.raises(
         InvalidEnvironmentError, match=r"cannot load environment 'no_such_env'.*No module named"
     ):
-        load_environment("no_such_env", search_path=tmp_path)
-    with pytest.raises(InvalidEnvironmentError, match="unexpected keyword argument 'colour'"):
-        load_environment("reverse_text", {"colour": 1}, search_path=EXAMPLE)
+        load_environment("no_such_env", None, tmp_path)
+    with pytest.raises(InvalidEnvironmentError, match=r"takes no 'num_trian'; did you .*_train"):
+        load_environment("classic_reverse_text", {"num_trian": 1}, EXAMPLE)
 
 
 def test_the_example_keeps_its_splits_apart():
-    module = load_example("reverse_text")
+    module = load_example("classic_reverse_text")
     env = module.load_environment(
         num_train=500, num_eval=100, min_length=3, max_length=3, instruction=""
     )

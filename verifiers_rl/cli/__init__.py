@@ -1,1 +1,1 @@
-"""The commands `vf-rl` and `vf-train`; `vf-vllm` is in `inference/server.py`."""
+"""The commands `vf-rl`, `vf-train` and `vf-setup`; `vf-vllm` is in `inference/server.py`."""

@@ -124,7 +124,7 @@ class Preflight:
 
     def run(self) -> int:
         start = time.monotonic()
-        print(f"vf-rl: checking {self.config.path}", flush=True)
+        print(f"vf-rl: checking {', '.join(map(str, self.config.files))}", flush=True)
         options, gpus, model, server = "trainer options", "GPUs", "model config", "server"
         self.line(gpus, self.check_gpus)
         self.line("versions", self.check_versions)
@@ -197,10 +197,10 @@ class Preflight:
     def check_options(self) -> str:
         check_trainer_options(self.config)
         self.config.load_own_code()
-        options = {"use_cpu": self.config.trainer_gpus == 0, **self.config.trainer_args}
+        options = {"use_cpu": True} if self.config.trainer_gpus == 0 else {}
         if "GPUs" not in self.passed:
-            options |= {"use_cpu": True, "bf16": False}  # for the checks that need no GPU
-        self.args = args = self.config.config_class()(**options)
+            options = {"use_cpu": True, "bf16": False}  # for the checks that need no GPU
+        self.args = args = self.config.make_args(**options)
         self.client = InferenceClient(
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout
         )
@@ -287,7 +287,10 @@ class Preflight:
     def check_first_prompt(self) -> str:
         self.prompt = self.runner.first_prompt
         self.prompt_ids = self.tokenizer.apply_chat_template(
-            self.prompt, add_generation_prompt=True, return_dict=False
+            self.prompt,
+            add_generation_prompt=True,
+            return_dict=False,
+            **self.args.chat_template_kwargs,
         )
         num_tokens, longest = len(self.prompt_ids), self.args.max_seq_len
         if num_tokens >= longest:
@@ -367,6 +370,7 @@ class Preflight:
 
     def check_served_tokenizer(self) -> str:
         body = {"messages": self.prompt, "add_generation_prompt": True}
+        body["chat_template_kwargs"] = self.args.chat_template_kwargs
         there, here = self._post("/tokenize", body)["tokens"], self.prompt_ids
         if there == here:
             return f"the same {len(here)} tokens for the first prompt"
@@ -380,20 +384,30 @@ class Preflight:
         )
 
     def check_rollout(self) -> str:
-        from verifiers_rl.types import Slots
+        from verifiers_rl.types import Slots, Split
 
         model, sampling = self.client.served_model_name, self.args.sampling_args()
+        splits: tuple[Split, ...] = ("train", "eval")
+        firsts = [  # in each environment; those of training are not tried in evaluations, too
+            (split, start)
+            for split in splits
+            for start, env in zip(
+                [0, *accumulate(self.runner.sizes(split))],
+                [env for env in self.config.envs if env.only in (None, split)],
+                strict=False,
+            )
+            if split == "train" or env.only == "eval"
+        ]
 
         async def roll_out() -> Any:
             one = Slots(1)
-            firsts = [0, *accumulate(self.runner.sizes("train"))][:-1]  # in each environment
             try:
                 await self.runner.open()
                 return [
                     rollout
-                    for index in firsts
+                    for split, index in firsts
                     for rollout in await self.runner.run_group(
-                        "train", index, 1, model, sampling, 0, one
+                        split, index, 1, model, sampling, 0, one
                     )
                 ]
             finally:

@@ -14,13 +14,14 @@ from typing import IO
 
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
+from verifiers_rl.process.secret_names import environment_without_secrets
 
 STOP_GRACE_S = 20.0
 
 
 class Child:
     """A child process in its own process group. Its output goes to a file, to our output with a
-    prefix, or to our output unchanged.
+    prefix, or to our output unchanged. It does not inherit the variables of an `env_file`.
 
     Attributes:
         last_lines: the last lines that were printed with a prefix.
@@ -43,7 +44,7 @@ class Child:
         self.process = subprocess.Popen(
             command,
             env={
-                **os.environ,
+                **environment_without_secrets(),
                 **env,
                 "VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()),
                 "PYTHONUNBUFFERED": "1",
@@ -117,6 +118,12 @@ def ended_within(child: Child, seconds: float) -> bool:
     return True
 
 
+def status_of(child: Child) -> int:
+    """Return the exit status of a child that has ended; 128 + signal if a signal ended it."""
+    status = child.process.returncode
+    return 128 - status if status < 0 else status
+
+
 def answers(client: InferenceClient) -> bool:
     try:
         client.status()
@@ -148,5 +155,5 @@ def flag_problem(lines: list[str], config: RunConfig) -> str | None:
         flags = (word.replace("-", "_") for word in re.findall(r"--(?:no-)?([\w-]+)", text))
         for flag in flags:
             if flag in config.inference_args:
-                return f"{config.path}: [inference.args] {flag}: {text}"
+                return f"{config.place('inference', 'args', flag)} {flag}: {text}"
     return None

@@ -1,22 +1,26 @@
-"""The one TOML that `vf-rl` and `vf-train` read.
+"""The configuration that `vf-rl` and `vf-train` read: one TOML, or several that are composed.
 
 model = "Qwen/Qwen3-0.6B"        # a name on the hub or a folder;
                                  # ./ and ../ are relative to this file
+env_file = "secrets.env"         # NAME=VALUE lines for environments, or a list of such files
+import_from = ["../shared"]      # more folders with modules; this file's own is one
 
 [env.taskset]                    # of verifiers.v1; [env] has the keys of its EnvConfig
-id = "reverse_text_v1"           # installed, or a module beside this file
+id = "reverse_text"              # installed, or a module beside this file; or owner/name
 [env.harness]                    # of its only agent; short for [env.agent.harness]
 id = "null"
 [env.eval_taskset]               # what differs in the taskset of evaluations
 
-[env]                            # or a classic environment (verifiers<0.4)
-id = "reverse_text"
-[env.args]                       # keyword arguments of its load_environment
+[env]                            # or by its id alone
+id = "reverse_text"              # a taskset, or a classic environment (verifiers<0.4)
+[env.args]                       # keys of the taskset, or arguments of its load_environment
 
                                  # or several: [[env]], each one of these and also
                                  # name = "..."  prefix of its metrics, by default its id
                                  # weight = 1    its share of the groups
                                  # sampling = {max_tokens = 64}  in place of [trainer.args]'s
+                                 # only = "eval"  for evaluations only, or "train"
+                                 # eval_examples = 50  at most so many in an evaluation
 
 [inference]
 gpus = 1                         # 0: CPU
@@ -32,27 +36,46 @@ class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import json
+import os
+import re
 import sys
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from verifiers_rl.cli import flat
+from verifiers_rl.cli.env_file import read_env_files
+from verifiers_rl.cli.layers import (
+    COMMAND_LINE,
+    Tables,
+    TomlError,
+    Tree,
+    Value,
+    find,
+    layer_of,
+    merge,
+    nearest_hint,
+    newest,
+    overrides_of,
+    plain,
+    put,
+    read_layer,
+    table_name,
+    values_in,
+)
 from verifiers_rl.inference.checkpoint import model_error
+from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
-
-class TomlError(ValueError):
-    """The TOML cannot be used; the message names the file, the key and the fix."""
+__all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError is of layers
 
 
 @dataclass
 class EnvTable:
-    """One [env] or [[env]]: classic ones have `id` and `args`, those of verifiers.v1 `v1`."""
+    """One [env] or [[env]], by its `id` and `args`, or by the keys of verifiers.v1's, `v1`."""
 
     id: str = ""
     args: dict[str, Any] = field(default_factory=dict)
@@ -60,26 +83,33 @@ class EnvTable:
     weight: float = 1.0
     sampling: dict[str, Any] = field(default_factory=dict)
     v1: dict[str, Any] | None = None
+    only: Any = None
+    eval_examples: int | None = None
 
     def __post_init__(self) -> None:
-        self.name = self.name or self.id
+        self.name = self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
 
-    def load(self, search_path: Path) -> Any:
+    def load(self, *folders: Path) -> Any:
+        """Load it, from what is installed or from these folders."""
         if self.v1 is None:
-            from verifiers_rl.envs.base import check_classic
+            from verifiers_rl.envs.make import load_by_id
 
-            check_classic(f"[env] id={self.id!r} without [env.taskset]")
-            from verifiers_rl.envs.classic import load_environment
-
-            return load_environment(self.id, self.args, search_path)
+            return load_by_id(self.id, self.args, folders)
         from verifiers_rl.envs.v1 import load_v1_environment
 
-        return load_v1_environment(self.v1, search_path)
+        return load_v1_environment(self.v1, *folders)
 
 
 @dataclass
 class RunConfig:
-    """A checked TOML. `model` is resolved; `folder` is the TOML's own."""
+    """A checked configuration. `model` is resolved.
+
+    Attributes:
+        path: of its file; of several, the last.
+        files: all of its files.
+        words: the words of a command that give the same configuration.
+        tree: all keys in our layout, each with where it is from.
+    """
 
     path: Path
     model: str
@@ -90,10 +120,62 @@ class RunConfig:
     trainer_gpus: int = 1
     trainer_args: dict[str, Any] = field(default_factory=dict)
     trainer_class_name: str = ""
+    files: list[Path] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    tree: Tree = field(default_factory=dict)
+    env_files: list[Path] = field(default_factory=list)
+    import_from: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.files = self.files or [self.path]
+        self.words = self.words or ["@", str(self.path)]
 
     @property
-    def folder(self) -> Path:
-        return self.path.parent
+    def folders(self) -> list[Path]:
+        """Where its modules are: beside its files, the last one first, and `import_from`."""
+        beside = [path.parent for path in reversed(self.files)]
+        return list(dict.fromkeys([*beside, *self.import_from]))
+
+    def source(self, *path: str) -> str:
+        """Where a key or a table is from: the file, or all files if none of them has it."""
+        found = find(self.tree, path)
+        first = next(values_in(found), None) if found is not None else None
+        return first.source if first is not None else ", ".join(map(str, self.files))
+
+    def place(self, *path: str) -> str:
+        """Where the value of a key is from, for an error about it: the source and the table."""
+        found = find(self.tree, path)
+        if isinstance(found, Value):
+            return found.place
+        table = table_name(path[:-1])
+        return f"{self.source(*path)}: {table}" if table else f"{self.source(*path)}:"
+
+    def of_option(self, message: str) -> TomlError:
+        """Return the error that says where the option is from with which `message` begins. A key of
+        the flat layout is named as it is there.
+        """
+        name = (re.match(r"\w+", message) or [""])[0]
+        found = find(self.tree, ("trainer", "args", name))
+        if isinstance(found, Value):
+            own = found.key[-1]
+            return TomlError(f"{found.place} {own}{message.removeprefix(name)}")
+        return TomlError(f"{self.place('trainer', 'args', name)} {message}")
+
+    def make_args(self, **others: Any) -> Any:
+        """Make the RLConfig, or what the trainer's class has in its place.
+
+        Args:
+            others: options beside [trainer.args], which they replace.
+
+        Raises:
+            TomlError: a value cannot work.
+        """
+        from verifiers_rl.config import ConfigError
+
+        try:
+            return self.config_class()(**{**self.trainer_args, **others})
+        except (ConfigError, ValueError, TypeError) as error:
+            raise self.of_option(str(error)) from error
 
     def trainer_class(self) -> Any:
         """`RLTrainer`, or the class that [trainer] names.
@@ -107,14 +189,15 @@ class RunConfig:
             return RLTrainer
         from transformers import Trainer
 
-        make_importable(self.folder)
+        make_importable(self.folders)
+        place = self.place("trainer", "class")
         try:
             found = load_user_code(self.trainer_class_name, "class")
         except UserCodeError as error:
-            raise TomlError(f"{self.path}: [trainer] {error}") from error
+            raise TomlError(f"{place} {error}") from error
         if not (isinstance(found, type) and issubclass(found, Trainer)):
             raise TomlError(
-                f"{self.path}: [trainer] class={self.trainer_class_name!r}: must be a class that "
+                f"{place} class={self.trainer_class_name!r}: must be a class that "
                 "extends transformers.Trainer, as RLTrainer does"
             )
         return found
@@ -138,7 +221,7 @@ class RunConfig:
         """Load what the TOML names as "module:name", to see whether it can be.
 
         Raises:
-            ConfigError, TomlError: it cannot.
+            TomlError: it cannot.
         """
         args = self.trainer_args
         masks = args.get("gradient_masks")
@@ -147,113 +230,275 @@ class RunConfig:
         if self.trainer_class_name or any(names_user_code(str(name)) for name in names):
             import transformers  # noqa: F401  # before a module beside the TOML hides a library
 
-            make_importable(self.folder)
-            checked = self.config_class()(**{**args, "use_cpu": True, "bf16": False})
-            checked.make_loss()
-            checked.make_masks()
-            checked.make_advantage()
+            from verifiers_rl.option_rules import ConfigError
+
+            make_importable(self.folders)
+            check_trainer_args(self)
+            checked = self.make_args(use_cpu=True, bf16=False)
+            try:
+                checked.make_loss()
+                checked.make_masks()
+                checked.make_advantage()
+            except ConfigError as error:
+                raise self.of_option(str(error)) from error
 
     def load_envs(self) -> Any:
-        """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s.
+        """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
+        variables of `env_file` are in this process's environment from then on.
 
         Raises:
-            InvalidEnvironmentError: one cannot be loaded.
+            InvalidEnvironmentError: one cannot be loaded; the message names its file.
+            TomlError: `env_file` cannot be read.
         """
-        from verifiers_rl.envs.base import WeightedEnv
+        from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
-        loaded = [env.load(search_path=self.folder) for env in self.envs]
+        set_secrets(read_env_files(self.env_files))
+        loaded = []
+        for number, env in enumerate(self.envs):
+            try:
+                loaded.append(env.load(*self.folders))
+            except InvalidEnvironmentError as error:
+                raise InvalidEnvironmentError(self._of_env(number, str(error))) from error
         if not self.is_mix:
             return loaded[0]
         return [
-            WeightedEnv(env, table.name, table.weight, table.sampling)
+            WeightedEnv(env, table.name, table.weight, table.sampling, table.only,
+                        table.eval_examples)
             for env, table in zip(loaded, self.envs, strict=True)
-        ]
+        ]  # fmt: skip
+
+    def _of_env(self, number: int, message: str) -> str:
+        """Return the error of an environment with the source of its keys in front: of the key that
+        the message is about, or of the environment.
+        """
+        own = ["env", str(number)] if self.is_mix else ["env"]
+        about = re.match(r"\[env\.?([\w.]*)\] (?:has an unknown key )?'?(\w+)", message)
+        if about is not None:
+            path = [*own, *filter(None, about[1].split(".")), about[2]]
+            if isinstance(found := find(self.tree, path), Value):
+                item = f" [[env]] {number + 1}:" if self.is_mix else ""
+                return f"{found.source}:{item} {message}"
+        return f"{self.place(*own, 'id')} {message}"
 
 
-def load_run_config(path: Path, checks_model: bool = True) -> RunConfig:
-    """Read and check the TOML; nothing heavy is imported.
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def load_run_config(
+    files: Path | Sequence[Path],
+    overrides: Sequence[tuple[str, str]] = (),
+    checks_model: bool = True,
+    options: Iterable[str] = (),
+) -> RunConfig:
+    """Read, compose and check the configuration; nothing heavy is imported.
 
     Args:
+        files: a later one wins.
+        overrides: keys of the command line and their values, in order; they win over all files.
         checks_model: look whether there is such a model, on the hub too.
+        options: the program's own, which a mistyped key may have meant.
 
     Raises:
         TomlError: with one line that says what to change.
     """
-    path = path.expanduser().absolute()
-    try:
-        data = tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin with a mark
-    except OSError as error:
-        raise TomlError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TomlError(f"{path}: {error}") from error
+    given = [files] if isinstance(files, Path) else files
+    paths = [Path(os.path.abspath(path.expanduser())) for path in given]
+    ours, theirs = Tree(), Tree()
+    for number, path in enumerate(paths):
+        own, of_flat = flat.split(_one_spelling(read_layer(path, number), path), str(path))
+        ours, theirs = merge(ours, own), merge(theirs, of_flat)
+    for number, (key, text) in enumerate(overrides, len(paths)):
+        layer = layer_of(key, text, number)
+        own, of_flat = flat.split(layer, COMMAND_LINE)
+        ours, theirs = merge(ours, own), merge(theirs, of_flat)
+    translated, ours = flat.translate(theirs, ours)
+    words = [word for path in paths for word in ("@", str(path))]
+    return _checked(
+        RunConfig(
+            path=paths[-1],
+            model="",
+            envs=[],
+            files=paths,
+            words=[*words, *(f"--{key}={text}" for key, text in overrides)],
+            tree=newest(translated, ours),
+        ),
+        checks_model,
+        options,
+    )
 
-    def table(parent: dict[str, Any], name: str) -> dict[str, Any]:
-        value = parent.get(name.split(".")[-1], {})
-        if not isinstance(value, dict):
-            raise TomlError(f"{path}: [{name}] must be a table, not {value!r}")
-        return value
 
-    check_keys(data, ("model", "env", "inference", "trainer"), f"{path}: the top level")
-    inference, trainer = (table(data, name) for name in ("inference", "trainer"))
-    for name, section, what in (
-        ("inference", inference, "flags of the server"),
-        ("trainer", trainer, "options of the trainer"),
+def _one_spelling(layer: Tree, path: Path) -> Tree:
+    """Return a layer with the flags of the server in one spelling, so that a later layer replaces
+    them however they are written.
+
+    Raises:
+        TomlError: a flag is there in two spellings.
+    """
+    args = find(layer, ("inference", "args"))
+    if isinstance(args, dict) and not isinstance(args, Tables):
+        flags = Tree()
+        for key, value in args.items():
+            name = key.lstrip("-").replace("-", "_")
+            if name in flags:
+                raise TomlError(
+                    f"{path}: [inference.args] has {name!r} in two spellings; remove one, such as "
+                    f"{key!r}"
+                )
+            flags[name] = value
+        put(layer, ("inference", "args"), flags)
+    return layer
+
+
+def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> RunConfig:
+    """Fill in the fields from the tree.
+
+    Raises:
+        TomlError: a key is unknown, or has a value that cannot work.
+    """
+    tree, place = config.tree, config.place
+    top = (*flat.COMMON, *flat.OURS)
+    of_command = [f"--{key}" for key in (*top, *flat.FLAT)]
+    for key in tree:
+        if key not in top:
+            source = config.source(key)
+            known, shown = [*top, *flat.FLAT], key
+            if source == COMMAND_LINE:
+                known, shown = [*of_command, *options], f"--{key}"
+            raise TomlError(
+                f"{source}: the top level has an unknown key {shown!r}; "
+                f"{nearest_hint(shown, known)}"
+            )
+    for name, what in (
+        ("inference", "flags of the server"),
+        ("trainer", "options of the trainer"),
     ):
         advice = f"{what} belong into [{name}.args]"
-        known = ("gpus", "class", "args") if name == "trainer" else ("gpus", "args")
-        check_keys(section, known, f"{path}: [{name}]", advice)
+        known = ["gpus", "class", "args"] if name == "trainer" else ["gpus", "args"]
+        _check_keys(config, (name,), known, advice)
+    data = plain(tree)
+    inference, trainer = (data.get(name, {}) for name in flat.OURS)
     class_name = trainer.get("class", "")
     if "class" in trainer and not (isinstance(class_name, str) and names_user_code(class_name)):
-        raise TomlError(f"{path}: [trainer] class={class_name!r}: must be of the form module:name")
-    if not isinstance(data.get("model"), str) or not data["model"]:
-        raise TomlError(f"{path}: model is missing; set it to a string")
-    gpus = {}
+        raise TomlError(
+            f"{place('trainer', 'class')} class={class_name!r}: must be of the form module:name"
+        )
+    config.trainer_class_name = class_name
     for name, section in (("inference", inference), ("trainer", trainer)):
-        gpus[name] = section.get("gpus", 1)
-        if not isinstance(gpus[name], int) or isinstance(gpus[name], bool) or gpus[name] < 0:
-            raise TomlError(f"{path}: {name}.gpus={gpus[name]!r} must be an integer >= 0 (0: CPU)")
-    model = data["model"]
-    if model.startswith(("./", "../")):
-        model = str((path.parent / model).resolve())
-    if checks_model and (problem := model_error(model)):
-        if (path.parent / model).is_dir():
-            problem += f"; for the folder beside the TOML write './{model}'"
-        raise TomlError(f"{path}: {problem}")
-    config = RunConfig(
-        path=path,
-        model=model,
-        envs=_env_tables(path, data.get("env", {})),
-        is_mix=isinstance(data.get("env"), list),
-        inference_gpus=gpus["inference"],
-        inference_args=with_underscores(
-            table(inference, "inference.args"), f"{path}: [inference.args]"
-        ),
-        trainer_gpus=gpus["trainer"],
-        trainer_class_name=class_name,
-        trainer_args=table(trainer, "trainer.args"),
-    )
+        gpus = section.get("gpus", 1)
+        if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 0:
+            raise TomlError(f"{place(name, 'gpus')} gpus={gpus!r} must be an integer >= 0 (0: CPU)")
+        setattr(config, f"{name}_gpus", gpus)
+        setattr(config, f"{name}_args", _table(config, name, "args"))
     elsewhere = {
         "model": "model at the top level",
         "host": "vllm_server_host in [trainer.args]",
         "port": "vllm_server_port in [trainer.args]",
     }
     for name in elsewhere.keys() & config.inference_args.keys():
-        raise TomlError(f"{path}: [inference.args] has {name!r}; set {elsewhere[name]} instead")
+        where = place("inference", "args", name)
+        raise TomlError(f"{where} has {name!r}; set {elsewhere[name]} instead")
+    config.env_files = _paths(config, "env_file", Path.is_file, "file")
+    config.import_from = _paths(config, "import_from", Path.is_dir, "folder")
+    config.model = _model(config, checks_model)
+    config.envs = _env_tables(config)
+    config.is_mix = isinstance(tree.get("env"), Tables)
     return config
 
 
-def _env_tables(path: Path, data: Any) -> list[EnvTable]:
+def _check_keys(config: RunConfig, at: tuple[str, ...], known: list[str], advice: str = "") -> None:
+    """Raise TomlError for a key of this table that is not known, with the nearest known one."""
+    for key in _table(config, *at):
+        if key not in known:
+            raise TomlError(
+                f"{config.source(*at, key)}: {table_name(at)} has an unknown key {key!r}; "
+                f"{nearest_hint(key, known, advice)}"
+            )
+
+
+def _table(config: RunConfig, *at: str) -> dict[str, Any]:
+    """Return the data of a table; {} if there is none.
+
+    Raises:
+        TomlError: it is no table.
+    """
+    found = find(config.tree, at)
+    if found is None:
+        return {}
+    data = plain(found)
+    if not isinstance(data, dict):
+        raise TomlError(f"{config.source(*at)}: {table_name(at)} must be a table, not {data!r}")
+    return data
+
+
+def _folder_of(value: Value) -> Path:
+    """Return the folder to which paths in a value are relative."""
+    return Path.cwd() if value.source == COMMAND_LINE else Path(value.source).parent
+
+
+def _paths(config: RunConfig, key: str, exists: Any, kind: str) -> list[Path]:
+    """Return the paths that a key names: one, or a list of several.
+
+    Raises:
+        TomlError: it names none, or one does not exist.
+    """
+    value = config.tree.get(key)
+    if value is None:
+        return []
+    names = value.value if isinstance(value, Value) else None
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(value, Value) or not isinstance(names, list):
+        raise TomlError(
+            f"{config.source(key)}: {key}={plain(value)!r}: must be a string, or a list of strings"
+        )
+    paths = []
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise TomlError(f"{value.place} {key}={name!r}: must be the path of a {kind}")
+        path = Path(os.path.normpath(_folder_of(value) / Path(name).expanduser()))
+        if not exists(path):
+            raise TomlError(
+                f"{value.place} {key}={name!r}: there is no {kind} {path}; correct the path, which "
+                "is relative to what names it"
+            )
+        paths.append(path)
+    return paths
+
+
+def _model(config: RunConfig, checks_model: bool) -> str:
+    value = config.tree.get("model")
+    if isinstance(value, Value) and value.text is not None:
+        value = Value(value.text, value.source, value.key, value.layer)
+    if not isinstance(value, Value) or not isinstance(value.value, str) or not value.value:
+        raise TomlError(f"{config.place('model')} model is missing; set it to a string")
+    model, folder = value.value, _folder_of(value)
+    if model.startswith(("./", "../")):
+        model = str((folder / model).resolve())
+    if checks_model and (problem := model_error(model)):
+        if (folder / model).is_dir():
+            problem += f"; for the folder beside the TOML write './{model}'"
+        raise TomlError(f"{value.place} {problem}")
+    return model
+
+
+def _env_tables(config: RunConfig) -> list[EnvTable]:
     """[env] or the [[env]]s, checked."""
-    is_mix = isinstance(data, list)
-    if not isinstance(data, dict) and not (is_mix and data):
-        raise TomlError(f"{path}: env must be one [env] or several [[env]], not {data!r}")
+    found = config.tree.get("env", {})
+    is_mix = isinstance(found, Tables)
+    if not isinstance(found, dict):
+        raise TomlError(
+            f"{found.source}: env must be one [env] or several [[env]], not {found.value!r}"
+        )
     tables: list[EnvTable] = []
-    for number, env in enumerate(data if is_mix else [data]):
-        where = f"{path}: [[env]] {number + 1}" if is_mix else f"{path}: [env]"
-        if not isinstance(env, dict):
-            raise TomlError(f"{where} must be a table, not {env!r}")
+    for number in range(len(found) if is_mix else 1):
+        at = ("env", str(number)) if is_mix else ("env",)
+        env = _table(config, *at)
+        where = f"{config.source(*at)}: {table_name(at)}"
+
+        def place(key: str, at: tuple[str, ...] = at) -> str:
+            return config.place(*at, key)
+
         # One environment alone has no share, and its sampling is the run's.
-        ours = ("name", "weight", "sampling") if is_mix else ()
+        ours = ["name", "weight", "sampling", "only", "eval_examples"] if is_mix else []
         if "taskset" in env:  # its other keys are checked by verifiers
             v1 = {key: value for key, value in env.items() if key not in ours}
             taskset = env["taskset"]
@@ -261,73 +506,76 @@ def _env_tables(path: Path, data: Any) -> list[EnvTable]:
                 raise TomlError(f"{where}: taskset={taskset!r} must be a table with an id")
             env = {key: env[key] for key in ours if key in env} | {"id": taskset["id"], "v1": v1}
         else:
-            check_keys(env, ("id", "args", *ours), where)
+            _check_keys(config, at, ["id", "args", *ours])
         for key, kind in (("id", str), ("name", str), ("args", dict), ("sampling", dict)):
             if key in env and not isinstance(env[key], kind):
+                value = find(config.tree, (*at, key))
+                if kind is str and isinstance(value, Value) and value.text is not None:
+                    env[key] = value.text
+                    continue
                 expected = "string" if kind is str else "table"
-                raise TomlError(f"{where}: {key}={env[key]!r} must be a {expected}")
+                raise TomlError(f"{place(key)}: {key}={env[key]!r} must be a {expected}")
         if not env.get("id"):
             raise TomlError(f"{where}: id is missing; set it to a string")
         weight = env.get("weight", 1.0)
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not 0 < weight < float("inf"):
-            raise TomlError(f"{where}: weight={weight!r} must be a number > 0")
-        tables.append(EnvTable(**env))
-        if tables[-1].name in [table.name for table in tables[:-1]]:
+            raise TomlError(f"{place('weight')}: weight={weight!r} must be a number > 0")
+        if env.get("only") not in (None, "train", "eval"):
             raise TomlError(
-                f"{path}: two [[env]] are named {tables[-1].name!r}; give one another name"
+                f"{place('only')}: only={env['only']!r} must be 'train' or 'eval'; leave it out "
+                "for both"
+            )
+        limit = env.get("eval_examples", 1)
+        if type(limit) is not int or limit < 1:
+            raise TomlError(
+                f"{place('eval_examples')}: eval_examples={limit!r} must be an integer >= 1"
+            )
+        tables.append(EnvTable(**env))
+        if any(_share_a_name(tables[-1], other) for other in tables[:-1]):
+            raise TomlError(
+                f"{place('name')}: two [[env]] are named {tables[-1].name!r}; give one another name"
             )
     return tables
 
 
-def with_underscores(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """The keys of flags in one spelling, so that a key is found however it was written.
-
-    Raises:
-        TomlError: a flag is there in two spellings.
-    """
-    args: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.lstrip("-").replace("-", "_")
-        if name in args:
-            raise TomlError(f"{where} has {name!r} in two spellings; remove one, such as {key!r}")
-        args[name] = value
-    return args
-
-
-def check_keys(table: dict[str, Any], known: Iterable[str], where: str, advice: str = "") -> None:
-    """Raise TomlError for the first key that is not known, with the nearest known one, or else with
-    the advice.
-    """
-    known = list(known)
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            if advice and not near:
-                hint += f"; {advice}"
-            raise TomlError(f"{where} has an unknown key {key!r}; {hint}")
+def _share_a_name(one: EnvTable, other: EnvTable) -> bool:
+    """Return whether two environments of one split have one name."""
+    are_apart = {one.only, other.only} == {"train", "eval"}
+    return one.name == other.name and not are_apart
 
 
 def check_trainer_args(config: RunConfig) -> None:
-    """Raise TomlError for a key of [trainer.args] that is no field of the trainer's config.
-    Imports transformers.
+    """Give values of the command line the types of their options. Imports transformers.
+
+    Raises:
+        TomlError: a key of [trainer.args] is no field of the trainer's config.
     """
+    import typing
+
     from verifiers_rl.config import unknown_option_hint
+    from verifiers_rl.option_rules import of_type
 
-    known = {f.name for f in fields(config.config_class())}
-    if unknown := [name for name in config.trainer_args if name not in known]:
-        hints = "; ".join(
-            f"{name!r}; {unknown_option_hint(name, config.config_class())}" for name in unknown
-        )
-        raise TomlError(f"{config.path}: [trainer.args] has an unknown key {hints}")
+    kind = config.config_class()
+    known = {f.name for f in fields(kind)}
+    values = find(config.tree, ("trainer", "args"))
+    for name in config.trainer_args:
+        if name not in known:
+            hint = unknown_option_hint(name, kind)
+            place = config.place("trainer", "args", name)
+            raise TomlError(f"{place} has an unknown key {name!r}; {hint}")
+    declared = typing.get_type_hints(kind)
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(value, Value) and value.text is not None:
+            config.trainer_args[name] = of_type(value.value, value.text, declared[name])
 
 
-def make_importable(folder: Path) -> None:
-    """Modules in this folder, the TOML's, can be imported."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-        importlib.invalidate_caches()
+def make_importable(folders: Iterable[Path]) -> None:
+    """Modules in these folders, beside the TOML, can be imported. Of two, the first one's."""
+    for folder in reversed(list(folders)):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
 
 
 def server_flags(args: dict[str, Any]) -> list[str]:
@@ -346,6 +594,9 @@ def server_flags(args: dict[str, Any]) -> list[str]:
         else:
             flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
+
+
+# --- The command line -----------------------------------------------------------------------------
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
@@ -372,17 +623,49 @@ def folder_words(options: argparse.Namespace) -> list[str]:
     return ["--resume"] if options.resume is True else ["--resume", str(options.resume)]
 
 
-def toml_argument(argv: list[str]) -> tuple[Path, list[str]]:
-    """The file after `@` (or attached to it, or right after --check), and the other arguments.
+def toml_arguments(argv: list[str]) -> tuple[list[Path], list[str]]:
+    """The files after `@` (or attached to it, or right after --check), and the other words.
 
     Raises:
         TomlError: no `@ FILE`.
     """
-    for i, word in enumerate(argv):
-        if word == "--check" and argv[i + 1 :] and not argv[i + 1].startswith(("@", "-")):
-            return Path(argv[i + 1]), argv[: i + 1] + argv[i + 2 :]
-        if word == "@" and i + 1 < len(argv):
-            return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
-        if word.startswith("@") and len(word) > 1:
-            return Path(word[1:]), argv[:i] + argv[i + 1 :]
-    raise TomlError("no configuration: give one as `@ config.toml`")
+    files: list[Path] = []
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "@":
+            file = next(words, None)
+            if file is None:
+                raise TomlError("no file after @: give one as `@ config.toml`")
+            files.append(Path(file))
+        elif word.startswith("@"):
+            files.append(Path(word[1:]))
+        elif rest[-1:] == ["--check"] and not files and not word.startswith("-"):
+            files.append(Path(word))
+        else:
+            rest.append(word)
+    if not files:
+        raise TomlError("no configuration: give one as `@ config.toml`")
+    return files, rest
+
+
+def parse_command_line(
+    parser: argparse.ArgumentParser, argv: list[str], checks_model: bool = True
+) -> tuple[argparse.Namespace, RunConfig]:
+    """Return the program's own options, and the configuration of the files and the other keys.
+
+    Args:
+        parser: of the program's own options; made with `allow_abbrev=False`.
+
+    Raises:
+        TomlError: see `load_run_config`.
+    """
+    files, rest = toml_arguments(argv)
+    options, words = parser.parse_known_args(rest)
+    own = re.findall(r"--[a-z][\w-]+", parser.format_help())
+    if getattr(options, "dry_run", False):
+        checks_model = False
+    config = load_run_config(files, overrides_of(words), checks_model, own)
+    if options.overwrite:
+        config.trainer_args["overwrite_output_dir"] = True
+    return options, config

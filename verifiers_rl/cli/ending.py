@@ -18,8 +18,8 @@ SAVE_GRACE_S = 120.0  # between the request to end and SIGKILL; a checkpoint is 
 
 
 class Interrupt:
-    """Turns the first SIGINT or SIGTERM into KeyboardInterrupt, upon which the trainer saves a
-    checkpoint. A second signal ends the process at once.
+    """Turns the first SIGINT or SIGTERM into KeyboardInterrupt, and ends the process at once upon a
+    second one. `RLTrainer.train` has handlers of its own; these are for the time around it.
 
     Attributes:
         number: the signal that came; None before it.
@@ -36,12 +36,16 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The default action ends the process also while C code holds the main thread.
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
+        self.release()
         if self.number is not None:
             os.kill(os.getpid(), number)
         self.number = number
         raise KeyboardInterrupt
+
+    def release(self) -> None:
+        """Let signals end the process at once."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
 
     @property
     def exit_status(self) -> int:

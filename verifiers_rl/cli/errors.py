@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,15 @@ def folder_error(output_dir: str) -> str | None:
         )
 
 
-def fail(message: object) -> NoReturn:
-    print(f"vf-rl: error: {message}", file=sys.stderr)
+def files_error(folder: Path, names: Iterable[str]) -> str | None:
+    """Return why no files of these names can be made in the folder, or None."""
+    if problem := folder_error(str(folder)):
+        return problem.removeprefix("output_dir=")
+    if held := [name for name in names if (folder / name).exists()]:
+        return f"{folder} holds {', '.join(held)} already; choose another folder"
+    return None
+
+
+def fail(message: object, program: str = "vf-rl") -> NoReturn:
+    print(f"{program}: error: {message}", file=sys.stderr)
     sys.exit(1)

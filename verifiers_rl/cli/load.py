@@ -1,5 +1,5 @@
-"""Loads the environments of a TOML and the code that it names, and writes what is wrong with them,
-or nothing, into a file.
+"""Loads the environments of a configuration and the code that it names, and writes what is wrong
+with them, or nothing, into a file.
 
 `vf-rl` runs this module before it starts the server: an environment may start threads or CUDA, and
 hold memory, so it is loaded in a process that ends.
@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.config import TomlError, load_run_config, overrides_of, toml_arguments
 
 
 def main() -> None:
@@ -19,26 +19,26 @@ def main() -> None:
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
-    path, answer = map(Path, sys.argv[1:])
+    answer = Path(sys.argv[1])
     from verifiers_rl.envs.base import InvalidEnvironmentError
-    from verifiers_rl.option_rules import ConfigError
 
-    problem, what = "", "the TOML"
+    files, words = toml_arguments(sys.argv[2:])
+    config = load_run_config(files, overrides_of(words), checks_model=False)  # vf-rl has loaded it
+    problem = ""
     try:
-        config = load_run_config(path, checks_model=False)
         what = "the code that [trainer] names"
         config.load_own_code()
         what = "the environment's own code"
         config.load_envs()
-    except (InvalidEnvironmentError, ConfigError, TomlError) as error:
-        problem = str(error).removeprefix(f"{path}: ")
+    except (InvalidEnvironmentError, TomlError) as error:
+        problem = str(error)
     except Exception as error:  # of the environment's own code
         import traceback
 
         from verifiers_rl.data import describe_error
 
         traceback.print_exc()
-        problem = f"{what} fails: {describe_error(error)}"
+        problem = f"{config.source('env')}: {what} fails: {describe_error(error)}"
     unfinished = answer.with_suffix(".unfinished")
     unfinished.write_text(" ".join(problem.split()))
     unfinished.rename(answer)

@@ -53,13 +53,14 @@ class LoadedEnvironments:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._path = config.path
+        self._config = config
 
     def __enter__(self) -> LoadedEnvironments:
         self._folder = tempfile.TemporaryDirectory(prefix="vf-rl-")
         self._answer = Path(self._folder.name) / "answer"
-        command = [sys.executable, "-m", "verifiers_rl.cli.load", str(self._path)]
-        self._child = Child("environment", [*command, str(self._answer)], {}, None, inherit=False)
+        command = [sys.executable, "-m", "verifiers_rl.cli.load", str(self._answer)]
+        command += self._config.words
+        self._child = Child("environment", command, {}, None, inherit=False)
         self._deadline = time.monotonic() + ENV_DEADLINE_S
         return self
 
@@ -88,12 +89,12 @@ class LoadedEnvironments:
         if not self._answer.exists():
             self._child.wait_for_output()
             raise TomlError(
-                f"{self._path}: loading the environment ended with status "
+                f"{self._config.source('env')}: loading the environment ended with status "
                 f"{self._child.process.returncode}; see its output above"
             )
         if problem := self._answer.read_text():
             self._child.wait_for_output()
-            raise TomlError(f"{self._path}: {problem}")
+            raise TomlError(problem)
 
 
 def check_trainer_options(config: RunConfig) -> Any:
@@ -101,20 +102,17 @@ def check_trainer_options(config: RunConfig) -> Any:
     start. The result says nothing about devices.
     """
     from verifiers_rl.cli.config import check_trainer_args
-    from verifiers_rl.config import ConfigError
 
     check_trainer_args(config)
     for name in ("fsdp", "deepspeed"):
-        if config.trainer_args.get(name) and config.trainer_gpus < 2:
-            raise TomlError(
-                f"{config.path}: trainer.args.{name} spreads the trainer over GPUs; "
+        value = config.trainer_args.get(name)
+        if value and config.trainer_gpus < 2:
+            raise config.of_option(
+                f"{name}={value!r}: spreads the trainer over GPUs; "
                 f"trainer.gpus={config.trainer_gpus} must be at least 2"
             )
-    try:
-        # On the CPU: this process must not touch a GPU.
-        return config.config_class()(**{**config.trainer_args, "use_cpu": True, "bf16": False})
-    except (ConfigError, ValueError, TypeError) as error:
-        raise TomlError(f"{config.path}: [trainer.args] {error}") from error
+    # On the CPU: this process must not touch a GPU.
+    return config.make_args(use_cpu=True, bf16=False)
 
 
 def assign_gpus(config: RunConfig) -> tuple[str, str]:
@@ -126,8 +124,8 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
     """
     if not config.inference_gpus and (build := gpu_build_of_vllm()):
         raise TomlError(
-            f"{config.path}: inference.gpus=0, and {build} needs a GPU; set it to 1 or more, or "
-            "install vLLM's CPU build: `make CPU=1 install` in a clone"
+            f"{config.source('inference', 'gpus')}: inference.gpus=0, and {build} needs a GPU; set "
+            "it to 1 or more, or install vLLM's CPU build: `make CPU=1 install` in a clone"
         )
     check_parallel_sizes(config)
     wanted = config.inference_gpus + config.trainer_gpus
@@ -142,7 +140,7 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
         ids = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
     if wanted > len(ids):
         raise TomlError(
-            f"{config.path}: inference.gpus={config.inference_gpus} and "
+            f"{config.source('inference')}: inference.gpus={config.inference_gpus} and "
             f"trainer.gpus={config.trainer_gpus} need {wanted} GPUs, {len(ids)} are visible; "
             "lower them, or set both to 0 to run on the CPU"
         )
@@ -155,7 +153,8 @@ def check_parallel_sizes(config: RunConfig) -> None:
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise TomlError(
-                f"{config.path}: [inference.args] {name}={size!r} must be a whole number from 1 on"
+                f"{config.place('inference', 'args', name)} {name}={size!r} must be a whole number "
+                "from 1 on"
             )
     if not config.inference_gpus:
         return  # on a CPU each rank is only a process
@@ -167,8 +166,9 @@ def check_parallel_sizes(config: RunConfig) -> None:
     else:
         return
     shown = " * ".join(f"{name}={size}" for name, size in sizes.items())
+    place = config.place("inference", "args", next(iter(sizes)))
     raise TomlError(
-        f"{config.path}: [inference.args] {shown}: the product {product} must {must} "
+        f"{place} {shown}: the product {product} must {must} "
         f"inference.gpus={config.inference_gpus}; change one of them"
     )
 
@@ -229,7 +229,6 @@ def trainer_command(config: RunConfig, options: argparse.Namespace) -> list[str]
         *launcher,
         "-m",
         "verifiers_rl.cli.train",
-        "@",
-        str(config.path),
+        *config.words,
         *folder_words(options),
     ]

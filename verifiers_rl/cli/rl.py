@@ -1,4 +1,5 @@
-"""`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one TOML.
+"""`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
+or several, under keys of the command line (cli/config.py).
 
 The server gets the first GPUs and the trainer the next ones. In a terminal with tmux both run in a
 session of two panes, which continues when the terminal is closed; elsewhere they are child
@@ -18,13 +19,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
-from verifiers_rl.cli.children import STOP_GRACE_S, Child, answers, ended_early, ended_within
+from verifiers_rl.cli.children import (
+    STOP_GRACE_S,
+    Child,
+    answers,
+    ended_early,
+    ended_within,
+    status_of,
+)
 from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
     add_folder_options,
-    load_run_config,
-    toml_argument,
+    parse_command_line,
 )
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import fail
@@ -36,6 +43,7 @@ from verifiers_rl.cli.plan import (
     server_command,
     trainer_command,
 )
+from verifiers_rl.cli.resolved import dry_run
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
@@ -44,10 +52,13 @@ from verifiers_rl.report.run_folder import RunFolderError, closing_lines
 from verifiers_rl.report.trackers import tracker_error
 
 USAGE = (
-    "vf-rl @ config.toml [-s SESSION] [--no-tmux] [--server-log FILE]\n"
+    "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
     "       vf-rl --check @ config.toml\n"
-    "       vf-rl view RUN... | vf-rl report RUN... -o page.html"
+    "       vf-rl --dry-run @ config.toml\n"
+    "       vf-rl --eject [DIR]\n"
+    "       vf-rl view RUN... | vf-rl report RUN... -o page.html\n"
+    "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
 
 MAX_RESTARTS = 5  # in a row, without an answer of the server in between
@@ -71,7 +82,9 @@ def main() -> None:
 
 def run() -> int:
     """Check everything that can be wrong, then start the run. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="vf-rl", usage=USAGE, description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
         "--no-tmux", action="store_true", help="child processes, even in a terminal"
@@ -83,16 +96,30 @@ def run() -> int:
     parser.add_argument(
         "--check", action="store_true", help="only try everything a run needs, a line each"
     )
+    parser.add_argument(
+        "--eject",
+        nargs="?",
+        const=".",
+        metavar="DIR",
+        help="only copy trainer.py and orchestrator.py there, as the start of a fork",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only print the resolved configuration, and write it into the run's folder",
+    )
     # Passed inside a tmux session: the vf-rl that started it has loaded the environments.
     parser.add_argument("--in-session", action="store_true", help=argparse.SUPPRESS)
     if {"-h", "--help"} & set(sys.argv):
         parser.parse_args(["--help"])
+    if any(word.startswith("--eject") for word in sys.argv):
+        from verifiers_rl.cli.eject import eject
+
+        return eject(Path(parser.parse_args().eject))
     try:
-        path, rest = toml_argument(sys.argv[1:])
-        options = parser.parse_args(rest)
-        config = load_run_config(path)
-        if options.overwrite:
-            config.trainer_args["overwrite_output_dir"] = True
+        options, config = parse_command_line(parser, sys.argv[1:])
+        if options.dry_run:
+            return dry_run(config, options.resume)
         if options.check:
             from verifiers_rl.cli.check import check
 
@@ -104,7 +131,7 @@ def run() -> int:
             if problem := port_error(args.vllm_server_host, args.vllm_server_port):
                 raise TomlError(problem.replace("--port", "vllm_server_port in [trainer.args]"))
             if problem := tracker_error(args.report_to):
-                raise TomlError(f"{config.path}: [trainer.args] {problem}")
+                raise config.of_option(problem)
             if loading is not None:
                 loading.check()
         if options.server_log is not None:
@@ -151,6 +178,8 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
     server_env, trainer_env = ({"CUDA_VISIBLE_DEVICES": ids} for ids in gpus)
+    # A launcher of several ranks kills them after this time, by default 30 s.
+    trainer_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
     server_env[RESERVED_VARIABLE] = str(port)  # we reserved it, also for restarts
     client = InferenceClient(host, port, timeout_s)
     server = trainer = None
@@ -180,20 +209,20 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
                 print(f"vf-rl: {ended} and is not restarted; see its log", file=sys.stderr)
                 if not ended_within(trainer, timeout_s + 60.0):
                     raise InferenceServerError("the trainer did not end after its server")
-                return trainer.process.returncode or 1
+                return status_of(trainer) or 1
             delay_s = BACKOFF_S * 2.0 ** (num_deaths - 1)
             # A new line: the trainer's progress bar may be in the middle of one.
             print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
             if not ended_within(trainer, delay_s):
                 server = start_server()
-        return trainer.process.returncode
+        return status_of(trainer)
     except InferenceServerError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         print(
-            f"\nvf-rl: {stopped}: ending the trainer (a single process saves a checkpoint) "
-            f"(up to {SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
+            f"\nvf-rl: {stopped}: ending the trainer, which saves a checkpoint (up to "
+            f"{SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
             flush=True,
         )
         return 128 + signal.Signals[str(stopped)].value

@@ -97,7 +97,7 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
 
 
 def command_in_session(config: RunConfig, options: argparse.Namespace, log: Path) -> list[str]:
-    me = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(config.path)]
+    me = [sys.executable, "-m", "verifiers_rl.cli.rl", *config.words]
     return [*me, "--no-tmux", "--in-session", "--server-log", str(log), *folder_words(options)]
 
 

@@ -1,15 +1,20 @@
-"""`vf-train @ config.toml`: the trainer alone, against a `vf-vllm` server that runs already."""
+"""`vf-train @ config.toml`: the trainer alone, against a `vf-vllm` server that runs already.
+
+It takes several files and keys of the command line, as `vf-rl` does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from verifiers_rl.cli.ending import Interrupt, end_with
+from verifiers_rl.process.interrupts import Interrupted
 
-USAGE = "vf-train @ config.toml [--resume [CHECKPOINT] | --overwrite]"
+USAGE = "vf-train @ config.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]"
 
 
 def say(message: object, is_training: bool = False) -> None:
@@ -32,6 +37,9 @@ def main() -> None:
     interrupt.handle_signals()
     try:
         train(interrupt)
+    except Interrupted:  # train() has said what is saved
+        interrupt.release()  # a launcher ends this process when another rank has ended
+        raise
     except KeyboardInterrupt:
         if is_first_rank():
             say("interrupted before training")
@@ -47,28 +55,28 @@ def train(interrupt: Interrupt) -> None:
         TomlError,
         add_folder_options,
         check_trainer_args,
-        load_run_config,
         make_importable,
-        toml_argument,
+        parse_command_line,
     )
+    from verifiers_rl.cli.resolved import write_resolved
 
-    parser = argparse.ArgumentParser(prog="vf-train", usage=USAGE, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="vf-train", usage=USAGE, description=__doc__, allow_abbrev=False
+    )
     add_folder_options(parser)
     if {"-h", "--help"} & set(sys.argv):
         parser.parse_args(["--help"])
     try:
-        path, rest = toml_argument(sys.argv[1:])
-        options = parser.parse_args(rest)
-        config = load_run_config(path)
+        options, config = parse_command_line(parser, sys.argv[1:])
         check_trainer_args(config)  # which imports transformers, before the TOML's own modules
-        make_importable(config.folder)
+        make_importable(config.folders)
     except TomlError as error:
         fail(error)
     if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
         fail(
-            f"{config.path}: trainer.gpus={config.trainer_gpus} needs a process for each: "
-            f"accelerate launch --num_processes {config.trainer_gpus} -m verifiers_rl.cli.train "
-            f"@ {config.path}"
+            f"{config.source('trainer', 'gpus')}: trainer.gpus={config.trainer_gpus} needs a "
+            f"process for each: accelerate launch --num_processes {config.trainer_gpus} "
+            f"-m verifiers_rl.cli.train {shlex.join(config.words)}"
         )
 
     from verifiers_rl.config import ConfigError
@@ -79,11 +87,8 @@ def train(interrupt: Interrupt) -> None:
 
     trainer = None
     try:
-        trainer_args = dict(config.trainer_args)
-        if options.overwrite:
-            trainer_args["overwrite_output_dir"] = True
         trainer_class = config.trainer_class()
-        args = config.config_class()(**{"use_cpu": config.trainer_gpus == 0, **trainer_args})
+        args = config.make_args(**({"use_cpu": True} if config.trainer_gpus == 0 else {}))
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
             prepare_run_folder(
@@ -92,6 +97,7 @@ def train(interrupt: Interrupt) -> None:
                 overwrite=args.overwrite_output_dir,
                 max_steps=args.max_steps,
             )
+            write_resolved(config, args.output_dir)
         trainer = trainer_class(config.model, config.load_envs(), args)
         interrupt.handle_signals()  # verifiers' environments put handlers of their own
         trainer.train(resume_from_checkpoint=options.resume)
@@ -109,25 +115,6 @@ def train(interrupt: Interrupt) -> None:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         fail(error, is_training=True)
-    except KeyboardInterrupt:
-        if trainer is None:
-            raise
-        if is_first_rank():
-            say(what_is_left(trainer), is_training=True)
-        sys.exit(interrupt.exit_status)
-
-
-def what_is_left(trainer: Any) -> str:
-    """What an interrupted run has saved, and how to go on with it."""
-    from verifiers_rl.report.run_folder import newest_checkpoint
-
-    step, folder = trainer.state.global_step, trainer.args.output_dir
-    newest = newest_checkpoint(folder)
-    if newest is None:
-        return f"interrupted at step {step}; nothing of it is saved"
-    if newest.name == f"checkpoint-{step}":
-        return f"interrupted; step {step} is saved in {newest}; go on with --resume"
-    return f"interrupted at step {step}; the newest checkpoint is {newest}; go on with --resume"
 
 
 if __name__ == "__main__":

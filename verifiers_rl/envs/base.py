@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,23 @@ def check_classic(what: str) -> None:
             "`make CLASSIC=1 install`, or uv pip "
             "install -e '.[classic,vllm]' ([classic,cpu] --torch-backend=cpu), in a clone"
         )
+
+
+def module_name(env_id: str) -> str:
+    """Return the module of an id: that of verifiers' hub, owner/name@version, is installed as name,
+    with underscores.
+    """
+    return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def how_to_install(env_id: str) -> str:
+    """Return how to install an environment of verifiers' hub; "" for an id without an owner."""
+    return f"install it: prime env install {env_id}" if "/" in env_id else ""
+
+
+def beside(folders: Sequence[Path]) -> str:
+    """Return where a module was looked for, beside those that are installed, for an error."""
+    return f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
 
 
 def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
@@ -94,6 +112,8 @@ class RunnerOptions:
         eval_sampling_args: the same for each request of an evaluation.
         num_eval_tasks: tasks of a stream that evaluations use.
         tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
+        chat_template_kwargs: variables of the chat template, for measuring prompts. Those of a
+            request are among its sampling options.
     """
 
     base_url: str
@@ -108,6 +128,7 @@ class RunnerOptions:
     eval_sampling_args: dict[str, Any] | None = None
     num_eval_tasks: int = 64
     tools_in_process: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def sampling_of(self, split: Split, of_run: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling options of a request: the environment's own, or those of the run."""
@@ -181,14 +202,29 @@ class WeightedEnv:
         weight: its share of the groups, up to a common factor.
         sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}.
             `temperature` is not allowed: the trainer computes all logprobs at a single one.
+        only: "train" or "eval": it is used for this only. None: for both.
+        eval_examples: it has at most so many examples in an evaluation; None: `eval_examples` of
+            the run.
     """
 
     env: Any
     name: str
     weight: float = 1.0
     sampling_args: dict[str, Any] = field(default_factory=dict)
+    only: Split | None = None
+    eval_examples: int | None = None
 
     def __post_init__(self) -> None:
+        if self.only not in (None, "train", "eval"):
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: only={self.only!r} must be 'train' or 'eval'; leave "
+                "it out for both"
+            )
+        limit = self.eval_examples
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: eval_examples={limit!r} must be an integer >= 1"
+            )
         if not isinstance(self.weight, int | float) or not 0 < self.weight < math.inf:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: weight={self.weight!r} must be a number > 0"

@@ -5,6 +5,7 @@ samples.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 import importlib
 import inspect
@@ -24,6 +25,8 @@ from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     NotPortableError,
     RunnerOptions,
+    how_to_install,
+    module_name,
     text_of,
     versions_of_tokens,
 )
@@ -36,33 +39,52 @@ from verifiers_rl.types import Progress, Rollout, Sample, Slots, Split
 logger = logging.getLogger(__name__)
 
 
-def load_environment(
-    env_id: str, env_args: dict[str, Any] | None = None, search_path: Path | None = None
-) -> Any:
-    """Do as `verifiers.load_environment`, and also find a module in `search_path` that is not
+def load_environment(env_id: str, env_args: dict[str, Any] | None = None, *folders: Path) -> Any:
+    """Do as `verifiers.load_environment`, and also find a module in these folders that is not
     installed.
 
     Raises:
-        InvalidEnvironmentError: there is no such module, or its `load_environment` is missing or
-            raised.
+        InvalidEnvironmentError: there is no such module, or its `load_environment` is missing,
+            does not take an argument, or raised.
     """
-    if search_path is not None and str(search_path) not in sys.path:
-        sys.path.insert(0, str(search_path))
-        importlib.invalidate_caches()
-    where = f" (looked in {search_path} and the installed packages)" if search_path else ""
+    for folder in reversed(folders):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+            importlib.invalidate_caches()
+    args = env_args or {}
+    where = f" (looked in {', '.join(map(str, folders))} and the installed packages)"
     try:
-        env = vf.load_environment(env_id, **(env_args or {}))
+        env = vf.load_environment(env_id.split("@", 1)[0], **args)
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
         cause = error.__cause__ or error
+        hint = _unknown_argument(env_id, args)
+        if isinstance(cause, ImportError):
+            hint = how_to_install(env_id)
         raise InvalidEnvironmentError(
-            f"cannot load environment {env_id!r} with args {env_args or {}}{where}: "
-            f"{type(cause).__name__}: {cause}"
+            f"cannot load environment {env_id!r} with args {args}{where if folders else ''}: "
+            f"{type(cause).__name__}: {cause}" + (f"; {hint}" if hint else "")
         ) from error
     # The module may have loaded another environment and changed it. Workers load the environment by
     # its id and arguments, so these must be the ones given here.
     if isinstance(env, vf.Environment):
-        env.env_id, env.env_args = env_id, env_args or {}
+        env.env_id, env.env_args = env_id, args
     return env
+
+
+def _unknown_argument(env_id: str, args: dict[str, Any]) -> str:
+    """Return what is wrong with the names of the arguments; "" if nothing is."""
+    loads = getattr(sys.modules.get(module_name(env_id)), "load_environment", None)
+    if loads is None:
+        return ""
+    parameters = inspect.signature(loads).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return ""
+    unknown = [name for name in args if name not in parameters]
+    if not unknown:
+        return ""
+    near = difflib.get_close_matches(unknown[0], parameters, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(parameters) or 'none'}"
+    return f"it takes no {unknown[0]!r}; {hint}"
 
 
 def samples_from_trajectory(
@@ -420,7 +442,10 @@ class ClassicEnvironment(ClassicExampleRunner):
 
         def is_short(example: dict[str, Any]) -> bool:
             ids = tokenizer.apply_chat_template(
-                example["prompt"], add_generation_prompt=True, return_dict=False
+                example["prompt"],
+                add_generation_prompt=True,
+                return_dict=False,
+                **self.options.chat_template_kwargs,
             )
             return len(ids) <= max_prompt_len
 

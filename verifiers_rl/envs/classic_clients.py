@@ -164,7 +164,7 @@ def _make_renderer_client(client: Any, tokenizer: Any) -> Any:
             # The base passes on only options that it knows, and drops these silently.
             extra = {**sampling_args.get("extra_body", {})}
             extra.pop("return_token_ids", None)  # the base always gets them
-            for name in ("presence_penalty", "frequency_penalty"):
+            for name in ("presence_penalty", "frequency_penalty", "stop"):
                 if name in sampling_args:
                     extra[name] = sampling_args[name]
             sampling_args = {**sampling_args, "extra_body": extra}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import logging
-from collections.abc import Callable
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 from verifiers_rl.envs.base import (
@@ -13,12 +18,62 @@ from verifiers_rl.envs.base import (
     PortableEnvironment,
     RunnerOptions,
     WeightedEnv,
+    beside,
+    check_classic,
+    how_to_install,
+    module_name,
 )
-from verifiers_rl.envs.mixed import MixedEnvironment
+from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
 from verifiers_rl.types import EnvRunner, missing_members
 
 logger = logging.getLogger(__name__)
+
+
+def load_by_id(env_id: str, args: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
+    """Load what an id alone names: a classic environment, whose module has `load_environment`, or
+    else a taskset of verifiers.v1.
+
+    Args:
+        args: arguments of `load_environment`, or keys of the taskset's config.
+        folders: its module may be there, beside those that are installed.
+
+    Raises:
+        InvalidEnvironmentError: there is none, it cannot be loaded, or it is a classic one and the
+            installed verifiers has none of those.
+    """
+    for folder in reversed(folders):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    module = module_name(env_id)
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise InvalidEnvironmentError(
+                f"id={env_id!r}: its module imports {error.name!r}, which is missing"
+            ) from error
+        if find_spec(f"verifiers.v1.tasksets.{module}") is None:
+            known = [one.name for one in pkgutil.iter_modules([str(path) for path in folders])]
+            near = difflib.get_close_matches(module, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "install it, or correct the id"
+            raise InvalidEnvironmentError(
+                f"[env] id={env_id!r}: no module {module!r} is installed{beside(folders)}; "
+                f"{how_to_install(env_id) or hint}"
+            ) from error
+        found = None  # verifiers' own
+    is_classic = hasattr(found, "load_environment")
+    if is_classic and find_spec("verifiers.legacy") is None:
+        is_classic = not hasattr(found, "__all__")  # one that is of both kinds
+    if is_classic:
+        check_classic(f"[env] id={env_id!r}")
+        from verifiers_rl.envs.classic import load_environment
+
+        return load_environment(env_id, dict(args), *folders)
+    from verifiers_rl.envs.v1_loading import load_v1_environment
+
+    return load_v1_environment({"taskset": {"id": env_id, **args}}, *folders)
 
 
 def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> None:
@@ -162,6 +217,7 @@ def make_runner(
             eval_sampling_args=sampled.eval_sampling_args() if one.sampling_args else None,
             num_eval_tasks=args.eval_examples,
             tools_in_process=args.tools_in_process,
+            chat_template_kwargs=sampled.chat_template_kwargs,
         )
         parts.append(_runner(one.env, options))
         if len(mixed) > 1 and parts[-1].name != one.name:
@@ -173,4 +229,11 @@ def make_runner(
             parts[-1] = _in_workers(parts[-1], pool, args.env_workers, report)
         if description := parts[-1].description:
             report(description)
-    return parts[0] if len(parts) == 1 else MixedEnvironment(parts, [one.weight for one in mixed])
+    if len(parts) == 1 and mixed[0].only is None and mixed[0].eval_examples is None:
+        return parts[0]
+    return MixedEnvironment(
+        [
+            Part(part, one.weight, one.only, one.eval_examples)
+            for part, one in zip(parts, mixed, strict=True)
+        ]
+    )

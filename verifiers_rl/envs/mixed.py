@@ -1,10 +1,11 @@
-"""Several environments as one, mixed by weight."""
+"""Several environments as one: mixed by weight in training, one beside the other in evaluations."""
 
 from __future__ import annotations
 
 import asyncio
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -12,35 +13,69 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.types import EnvRunner, Rollout, Split
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of several environments.
+
+    Attributes:
+        runner: runs its groups.
+        weight: its share of the training groups, up to a common factor.
+        only: it is used for this split only; None: for both.
+        eval_examples: it has at most so many examples in an evaluation; None for no limit.
+    """
+
+    runner: EnvRunner
+    weight: float = 1.0
+    only: Split | None = None
+    eval_examples: int | None = None
+
+    def sizes(self, split: Split) -> list[int]:
+        """Return the sizes of this split in its environments, as far as they are used."""
+        sizes = self.runner.sizes(split)
+        if split == "eval" and self.eval_examples is not None:
+            sizes = [min(size, self.eval_examples) for size in sizes]
+        return sizes
+
+
 class MixedEnvironment:
     """An `EnvRunner` of several environments, whose examples are numbered consecutively.
 
     Raises:
-        InvalidEnvironmentError: two environments have the same name.
+        InvalidEnvironmentError: two environments of one split have the same name, or none is for
+            training.
     """
 
-    def __init__(self, parts: Sequence[EnvRunner], weights: Sequence[float]) -> None:
-        names = [part.name for part in parts]
-        if twice := [name for name in names if names.count(name) > 1]:
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts: dict[Split, list[Part]] = {
+            split: [part for part in parts if part.only in (None, split)]
+            for split in ("train", "eval")
+        }
+        for used in self._parts.values():
+            names = [part.runner.name for part in used]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise InvalidEnvironmentError(
+                    f"two environments are named {twice[0]!r}; give one another name"
+                )
+        if not self._parts["train"]:
             raise InvalidEnvironmentError(
-                f"two environments are named {twice[0]!r}; give one another name"
+                "no environment is for training: all have only='eval'; add one, or leave it out"
             )
-        self.parts = list(parts)
-        self.name = ", ".join(names)
-        self.description = "\n".join(part.description for part in parts if part.description)
+        self.parts = [part.runner for part in parts]
+        self.name = ", ".join(dict.fromkeys(part.name for part in self.parts))
+        self.description = "\n".join(part.description for part in self.parts if part.description)
         self.weights = [
-            weight * own / sum(part.weights)
-            for part, weight in zip(parts, weights, strict=True)
-            for own in part.weights
+            part.weight * own / sum(part.runner.weights)
+            for part in self._parts["train"]
+            for own in part.runner.weights
         ]
-        self.bounds_replies = all(part.bounds_replies for part in parts)
-        self.num_overlong_prompts = sum(part.num_overlong_prompts for part in parts)
-        self.first_prompt = parts[0].first_prompt
+        self.bounds_replies = all(part.bounds_replies for part in self.parts)
+        self.num_overlong_prompts = sum(part.num_overlong_prompts for part in self.parts)
+        self.first_prompt = self._parts["train"][0].runner.first_prompt
         # A sum, because each environment keeps its connections open for a while.
-        self.files_per_rollout = sum(part.files_per_rollout for part in parts)
+        self.files_per_rollout = sum(part.files_per_rollout for part in self.parts)
 
     def sizes(self, split: Split) -> list[int]:
-        return [size for part in self.parts for size in part.sizes(split)]
+        return [size for part in self._parts[split] for size in part.sizes(split)]
 
     async def open(self) -> None:
         await asyncio.gather(*(part.open() for part in self.parts))
@@ -49,7 +84,7 @@ class MixedEnvironment:
         await asyncio.gather(*(part.close() for part in self.parts))
 
     async def run_group(self, split: Split, index: int, *args: Any, **kwargs: Any) -> list[Rollout]:
-        starts = [0, *accumulate(self.sizes(split))]
+        parts = self._parts[split]
+        starts = [0, *accumulate(sum(part.sizes(split)) for part in parts)]
         which = bisect.bisect_right(starts, index) - 1
-        part = self.parts[which]
-        return await part.run_group(split, index - starts[which], *args, **kwargs)
+        return await parts[which].runner.run_group(split, index - starts[which], *args, **kwargs)

@@ -148,8 +148,10 @@ class V1ExampleRunner:
         self.tokenizer = tokenizer = options.tokenizer
         self._renderer = Renderer(tokenizer)
         self.special_ids: set[int] = set()
+        self.end_id = -1  # the token that ends the template's replies; -1: none
         if tokenizer is not None:
             self.special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+            self.end_id = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.name = name
         self._warned: set[tuple[str, str]] = set()  # agent, option
         # For each running trace, its replies with the policy versions of their tokens.
@@ -485,7 +487,10 @@ class V1Environment(V1ExampleRunner):
 
     def _is_overlong(self, task: vf.Task) -> bool:
         limit = self.max_prompt_len
-        return limit is not None and len(self.render(first_messages(task))) > limit
+        if limit is None:
+            return False
+        template = self.options.chat_template_kwargs
+        return len(self.render(first_messages(task), **template)) > limit
 
     def sizes(self, split: Split) -> list[int]:
         """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""

@@ -59,7 +59,9 @@ class TokenClient(vf.Client):
         extra = {k: v for k, v in own.pop("extra_body", {}).items() if v is not None}
         options = self._sampling | extra | own
         template = {"tools": body.get("tools")}
-        template |= options.pop("chat_template_kwargs", body.get("chat_template_kwargs", {}))
+        for layer in (body, self._sampling, extra, own):  # a later one wins
+            template |= layer.get("chat_template_kwargs") or {}
+        options.pop("chat_template_kwargs", None)
         try:
             prompt_ids = self._prompt_ids(body["messages"], turn, template)
         except ValueError as error:  # the prompt has an image
@@ -126,13 +128,15 @@ class TokenClient(vf.Client):
         self, messages: list[Any], num_new: int, last_token: int, template: dict[str, Any]
     ) -> list[int] | None:
         """Return what the template writes after a reply that ended with `last_token`, for the last
-        `num_new` messages; None if no reply ends with this token.
+        `num_new` messages; None if it cannot be told.
 
         A short reply stands in for the real one. The tokens of the real one are known, and the
-        template may render it otherwise than it was sampled.
+        template may render it otherwise than it was sampled. A reply that ended with no special
+        token, as one does at a `stop` string, is followed by the token that ends the template's
+        replies.
         """
-        if last_token not in self._env.special_ids:
-            return None
+        is_ended = last_token in self._env.special_ids
+        end = last_token if is_ended else self._env.end_id
         question = {"role": "user", "content": "?"}
         reply = {**messages[-num_new - 1], "content": "."}
         reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
@@ -141,9 +145,9 @@ class TokenClient(vf.Client):
             after = self._env.render([question, reply, *messages[-num_new:]], **template)
         except TemplateError:
             return None  # the template refuses such a conversation
-        ends = [at for at, token in enumerate(after) if token == last_token]
-        num_before = before.count(last_token)
-        return after[ends[num_before] + 1 :] if len(ends) > num_before else None
+        ends = [at for at, token in enumerate(after) if token == end]
+        num_before = before.count(end)
+        return after[ends[num_before] + is_ended :] if len(ends) > num_before else None
 
     async def relay(self, *args: Any, **kwargs: Any) -> Any:
         raise ProviderError("streamed replies cannot be trained on", status_code=400)

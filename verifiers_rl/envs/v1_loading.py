@@ -16,7 +16,7 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -26,7 +26,12 @@ from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
-from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    beside,
+    how_to_install,
+    module_name,
+)
 from verifiers_rl.envs.local_tools import runs_here
 
 logger = logging.getLogger(__name__)
@@ -39,22 +44,25 @@ GLOBAL_DEFAULT = "bash"  # verifiers' harness if neither agent nor taskset names
 # --- From a TOML ----------------------------------------------------------------------------------
 
 
-def load_v1_environment(table: Mapping[str, Any], search_path: Path | None = None) -> vf.Env:
+def load_v1_environment(table: Mapping[str, Any], *folders: Path) -> vf.Env:
     """Make the environment of a TOML's table. Its keys are `harness` (of the only agent),
     `eval_taskset`, and whatever else verifiers' `EnvConfig` takes.
+
+    Args:
+        folders: modules may be there, beside those that are installed.
 
     Raises:
         InvalidEnvironmentError: an id is not installed, or verifiers refuses a key or a value; one
             line names it.
     """
-    if search_path is not None:
-        if str(search_path) not in sys.path:
-            sys.path.insert(0, str(search_path))
-        let_tool_servers_import_from(search_path)
+    for folder in reversed(folders):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+        let_tool_servers_import_from(folder)
     table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     of_evaluation = table.pop("eval_taskset", None)
     try:
-        _check_ids(table, search_path)
+        _check_ids(table, folders)
         if "harness" in table:
             roles = _roles(table)
             if "agent" not in roles:
@@ -156,7 +164,7 @@ def nearest(name: str, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def _check_ids(table: Mapping[str, Any], search_path: Path | None) -> None:
+def _check_ids(table: Mapping[str, Any], folders: Sequence[Path]) -> None:
     """Import what the ids name.
 
     Raises:
@@ -172,7 +180,7 @@ def _check_ids(table: Mapping[str, Any], search_path: Path | None) -> None:
     for where, plugin_id, group, import_plugin in ids:
         if isinstance(plugin_id, str) and plugin_id:
             dotted = f"env.{where}" if where else "env"
-            _import(dotted, plugin_id, f"verifiers.v1.{group}", import_plugin, search_path)
+            _import(dotted, plugin_id, f"verifiers.v1.{group}", import_plugin, folders)
 
 
 def _import(
@@ -180,32 +188,27 @@ def _import(
     plugin_id: str,
     group: str,
     import_plugin: Callable[[str], ModuleType],
-    search_path: Path | None,
+    folders: Sequence[Path],
 ) -> None:
     try:
         import_plugin(plugin_id)
     except ModuleNotFoundError as error:
-        module = _module_name(plugin_id)
+        module = module_name(plugin_id)
         missing = getattr(error.__cause__, "name", None)
         if missing not in (None, module, f"{group}.{module}"):
             raise InvalidEnvironmentError(
                 f"[{where}] id={plugin_id!r}: its module imports {missing!r}, which is missing"
             ) from error
-        places = [*sys.modules[group].__path__, *([str(search_path)] if search_path else [])]
+        places = [*sys.modules[group].__path__, *map(str, folders)]
         known = sorted(found.name for found in pkgutil.iter_modules(places))
         near = difflib.get_close_matches(
             module, {*known, *(found.name for found in pkgutil.iter_modules())}, 1
         )
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        beside = f" nor beside the TOML in {search_path}" if search_path else ""
         raise InvalidEnvironmentError(
-            f"[{where}] id={plugin_id!r}: no module {module!r} is installed{beside}; {hint}"
+            f"[{where}] id={plugin_id!r}: no module {module!r} is installed"
+            f"{beside(folders)}; {how_to_install(plugin_id) or hint}"
         ) from error
-
-
-def _module_name(plugin_id: str) -> str:
-    """Return the module name that verifiers makes from an id of its hub."""
-    return plugin_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
 # --- From a taskset -------------------------------------------------------------------------------

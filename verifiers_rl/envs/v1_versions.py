@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,8 @@ from verifiers.v1 import MessageNode, errors, runtimes
 from verifiers.v1.runtimes import subprocess as local_runtime
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.utils import loaders
+
+from verifiers_rl.process.secret_names import is_secret
 
 # Whether a harness can ask before each tool call if the taskset refuses it.
 CAN_GATE_TOOLS = hasattr(RolloutSession, "decide_tool")
@@ -47,20 +48,6 @@ make_nodes_cheap()
 
 # verifiers looks for the class of an agent's harness in each rollout: among modules, then in one.
 loaders.harness_class = functools.cache(loaders.harness_class)
-
-_SECRET_NAME = re.compile(
-    r"(TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$)"
-    r"|(^|_)(API|ACCESS|PRIVATE)?(KEYS?|PATS?|PASS|AUTH)(_|$)|._PWD$"
-)
-_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
-
-
-def is_secret(variable: str, value: str = "") -> bool:
-    """Return whether an environment variable holds a secret that programs must not know. Its name
-    says so, or its value is a URL with a password.
-    """
-    by_name = _SECRET_NAME.search(variable.upper())
-    return by_name is not None or _PASSWORD_IN_URL.search(value) is not None
 
 
 class _OsWithoutSecrets:

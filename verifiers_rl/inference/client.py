@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from verifiers_rl.process.interrupts import raise_if_interrupted
 from verifiers_rl.process.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
@@ -136,6 +137,7 @@ class InferenceClient:
         Raises:
             InferenceServerError: the server did not answer within `timeout_s` seconds, or it is not
                 `vf-vllm`, or the token is wrong.
+            Interrupted: a signal asks the run to end.
         """
         deadline = time.monotonic() + self.timeout_s
         with WaitingLine(
@@ -148,6 +150,7 @@ class InferenceClient:
             try:
                 return self.status()
             except ServerLostError as error:
+                raise_if_interrupted()
                 line.show()
                 if time.monotonic() >= deadline:
                     raise InferenceServerError(

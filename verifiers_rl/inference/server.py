@@ -51,6 +51,7 @@ from verifiers_rl.inference.token_route import TokenRequest, current_request, ta
 from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan, needs_lora_flag
+from verifiers_rl.sync.transports.meeting import OthersLeftError
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
 
@@ -365,8 +366,8 @@ class WeightSyncRoutes:
 
         require(body, host=str, port=int, secret=str, world_size=int, backend=str)
         require(body, timeout_s=float, plan=dict, trainer=str)
-        if body["backend"] not in ("nccl", "ipc", "tcp"):
-            raise BadRequest(f"backend={body['backend']!r}: must be nccl, ipc or tcp")
+        if body["backend"] not in ("nccl", "tcp"):
+            raise BadRequest(f"backend={body['backend']!r}: must be nccl or tcp")
         try:
             plan = TransferPlan.from_json(body["plan"])
         except ValueError as error:
@@ -648,11 +649,13 @@ async def tell_workers(engine: Any, method: str, timeout_s: float, *args: Any) -
     has passed, vLLM would take the workers' late answers for the answers to its next call.
 
     Raises:
-        WorkerError: with the first worker's error.
+        WorkerError: with a worker's error. If one worker failed and the others only heard that it
+            left, with the error of the one that failed.
     """
-    for error in await ask_workers(engine, method, 2 * timeout_s + 30.0, *args):
-        if error is not None:
-            raise WorkerError(error)
+    answers = await ask_workers(engine, method, 2 * timeout_s + 30.0, *args)
+    errors = [answer for answer in answers if answer is not None]
+    if errors:
+        raise WorkerError(min(errors, key=lambda error: error.startswith(OthersLeftError.__name__)))
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:

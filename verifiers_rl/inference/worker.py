@@ -24,7 +24,7 @@ from verifiers_rl.inference.vllm_versions import (
     repack_for_cpu,
 )
 from verifiers_rl.sync.buckets import receive_buckets
-from verifiers_rl.sync.plan import TransferPlan, bucket_num_bytes
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.transports import Meeting, Transport, gpu_uuid, make_transport
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,6 @@ class WeightSyncWorker:
                 request["timeout_s"],
             ),
             self.device,
-            max(bucket_num_bytes(bucket) for bucket in plan.buckets()),
         )
 
     def _receive(self, timeout_s: float) -> None:

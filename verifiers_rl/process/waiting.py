@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from verifiers_rl.process.interrupts import raise_if_interrupted
+
 QUIET_S = 5.0  # shorter waits are not worth a line
 LONGEST_SILENCE_S = 60.0
 LOOK_S = 1.0  # between two looks at what is awaited
@@ -54,11 +56,13 @@ def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str
 
     Raises:
         TimeoutError: there was no result after `deadline_s` seconds; the future is not done then.
+        Interrupted: a signal asks the run to end.
     """
     deadline = time.monotonic() + deadline_s
     with WaitingLine(describe) as line:
         while (left_s := deadline - time.monotonic()) > 0:
             if wait([future], timeout=min(left_s, LOOK_S)).done:
                 return future.result()
+            raise_if_interrupted()
             line.show()
     raise TimeoutError

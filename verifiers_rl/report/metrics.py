@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
-from transformers.trainer_callback import ProgressCallback
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
-from verifiers_rl.report.model_card import write_model_card
 from verifiers_rl.report.run_folder import (
     CURVES,
     as_line,
@@ -192,6 +191,13 @@ class StepWindow(TrainerCallback):
             result[name] = max(values) if name in MAXIMA else sum(values) / len(values)
         return {**result, "step_s": seconds, "tokens_per_s": result["num_tokens"] / seconds}
 
+    def state(self) -> dict[str, Any]:
+        """Return the window for a checkpoint."""
+        return {"steps": self.steps, "seconds": self._seconds}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.steps, self._seconds = list(state["steps"]), state["seconds"]
+
 
 # Dense bfloat16 operations a second, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -315,33 +321,46 @@ class RewardProgressCallback(ProgressCallback):
             self.training_bar.write(f"step {state.global_step}  {line}")
 
 
+def replace_progress_bar(trainer: Trainer) -> None:
+    """Put our progress bar in place of Trainer's."""
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(RewardProgressCallback())
+
+
 class RunFilesCallback(TrainerCallback):
-    """Writes metrics.jsonl into the run's folder during training, and curves.png at the end. Each
-    checkpoint gets a README.md about the steps so far.
+    """Writes metrics.jsonl into the run's folder during training, and curves.png at the end.
 
     Args:
-        env: the environment, as passed to `RLTrainer`.
+        evaluates_again: returns the step whose evaluation a resumed run begins anew, or None.
     """
 
-    def __init__(self, env: Any = None) -> None:
-        self.env = env
+    def __init__(self, evaluates_again: Callable[[], int | None] = lambda: None) -> None:
+        self._evaluates_again = evaluates_again
         self._rows_before: list[dict[str, Any]] = []  # from evaluate() before train()
         self._has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave only rows of this run in metrics.jsonl: those of an `evaluate()` before it and, in
-        a resumed run, those up to its checkpoint. A resumed run repeats the later steps.
+        a resumed run, those up to its checkpoint. A resumed run repeats the later steps, the
+        evaluation that was not logged at the checkpoint, and the row at the end of a run.
         """
         if not state.is_world_process_zero:
             return
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         rows, target = self._rows_before, metrics_file(args.output_dir)
         if state.global_step > 0 and target.is_file():
-            done = [row for row in read_metrics(target) if row["step"] <= state.global_step]
+            done = [row for row in read_metrics(target) if self._stays(row, state.global_step)]
             rows = [row for row in rows if row not in done] + done
             rows.sort(key=lambda row: row["step"])
         write_metrics(target, rows)
         self._rows_before, self._has_begun = [], True
+
+    def _stays(self, row: dict[str, Any], step: int) -> bool:
+        is_again = row["step"] == self._evaluates_again() and any(
+            n.startswith("eval_") for n in row
+        )
+        return row["step"] <= step and not is_again and "train_runtime" not in row
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -357,11 +376,6 @@ class RunFilesCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             plot_curves(metrics_file(args.output_dir), Path(args.output_dir) / CURVES)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and checkpoint.is_dir():
-            write_model_card(checkpoint, kwargs["model"], args, state, self.env)
 
 
 class EarlyWarnings(TrainerCallback):

@@ -16,6 +16,7 @@ from verifiers_rl.config import RLConfig
 from verifiers_rl.report.run_folder import (
     CARD,
     CARD_MARK,
+    MERGED,
     METRICS,
     closing_lines,
     is_hub_name,
@@ -32,7 +33,7 @@ _INHERITED = (
 _LEFT_OUT = re.compile(
     "(lora|vllm|eval|weight_sync|micro)_.*|use_lora|overwrite_output_dir|env_workers|"
     "max_concurrent|max_tokens_per_microbatch|generation_timeout|num_rollouts_to_print|client_type|"
-    "tools_in_process"
+    "tools_in_process|save_final"
 )
 
 
@@ -45,7 +46,14 @@ def finish_run_folder(model: Any, args: RLConfig, state: Any, env: Any = None) -
     print("\n".join(closing_lines(folder)), flush=True)
 
 
-def write_model_card(folder: Path, model: Any, args: RLConfig, state: Any, env: Any = None) -> None:
+def write_model_card(
+    folder: Path,
+    model: Any,
+    args: RLConfig,
+    state: Any,
+    env: Any = None,
+    is_merged: bool = False,
+) -> None:
     """Write README.md for the model or adapter that is saved in the folder. A README.md that
     somebody else wrote stays.
 
@@ -53,20 +61,32 @@ def write_model_card(folder: Path, model: Any, args: RLConfig, state: Any, env: 
         model: the trained model, with its adapter.
         state: the Trainer's state.
         env: the environment, as passed to `RLTrainer`.
+        is_merged: the folder has the model with its adapter merged in.
     """
     path = folder / CARD
     if path.is_file() and not is_our_card(path) and not _is_empty_card(path.read_text()):
         return
-    path.write_text(model_card(model, args, state, env))
+    has_merged = (folder / MERGED / CARD).is_file()
+    path.write_text(model_card(model, args, state, env, is_merged, has_merged))
 
 
-def model_card(model: Any, args: RLConfig, state: Any, env: Any = None) -> str:
+def model_card(
+    model: Any,
+    args: RLConfig,
+    state: Any,
+    env: Any = None,
+    is_merged: bool = False,
+    has_merged: bool = False,
+) -> str:
     adapter = _adapter_of(model)
     base = str((adapter or {}).get("base_model_name_or_path") or model.name_or_path)
     named = f"`{base}`" if base else "a model without a name"
     what = f"All weights of {named}, trained"
     if adapter is not None:
         what = f"A {_describe_adapter(adapter)} for {named}, trained"
+        if is_merged:
+            what = f"{named} with a {_describe_adapter(adapter)} merged in, trained"
+            what, adapter = what[0].upper() + what[1:], None
     name = args.run_name or "rl"
     lines = [
         "---",
@@ -101,6 +121,8 @@ def model_card(model: Any, args: RLConfig, state: Any, env: Any = None) -> str:
             *("```", *(f"{option} = {value!r}" for option, value in options.items()), "```", ""),
         ]
     folder_name = Path(args.output_dir or "").resolve().name  # as in the run's closing lines
+    if has_merged:
+        lines += [f"The folder `{MERGED}` has the base model with this adapter merged in.", ""]
     if command := serve_command("vllm serve", ".", folder_name, adapter):
         lines += ["To serve it, in this folder:", "", "```", command, "```", ""]
     return "\n".join(lines)

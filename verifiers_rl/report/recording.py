@@ -3,7 +3,7 @@ trackers.
 
     trainer's thread                          writer's thread
     on_step_end: a job    ──── queue ──────►  lines, arrays of tokens, one write for each file
-    on_save, end: wait    ◄───────────────    done, or its error
+    sync, end: wait       ◄───────────────    done, or its error
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from verifiers_rl.report.token_values import (
     choose_samples,
     token_arrays,
 )
-from verifiers_rl.report.trackers import send_table
+from verifiers_rl.report.trackers import name_wandb_project, send_table
 from verifiers_rl.types import Batch, Rollout, Split
 
 logger = logging.getLogger(__name__)
@@ -121,10 +121,11 @@ class RolloutFiles(TrainerCallback):
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
-            `processing_class` and the trackers among its callbacks.
+            `evaluations`, `processing_class` and the trackers among its callbacks.
     """
 
     def __init__(self, trainer: Any) -> None:
+        name_wandb_project(trainer.args)
         self._trainer = trainer
         self._folder = Path(trainer.args.output_dir)
         self._is_main = trainer.args.process_index == 0
@@ -160,7 +161,9 @@ class RolloutFiles(TrainerCallback):
             self._close(status)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave only rows up to this step: a resumed run repeats the later ones."""
+        """Leave only rows up to this step: a resumed run repeats the later ones, and the evaluation
+        that had not ended at the checkpoint.
+        """
         if not self._is_main:
             return
         if state.global_step == 0:
@@ -172,7 +175,8 @@ class RolloutFiles(TrainerCallback):
         if args.log_rollouts:
             if args.log_tokens_of:
                 self._texts.prepare()
-            self._writer = RolloutWriter(self._folder, state.global_step)
+            again = self._trainer.evaluations.due
+            self._writer = RolloutWriter(self._folder, state.global_step, again)
             self._thread = WriterThread(str(self._folder / "rollouts.jsonl"))
             for step, groups in self._before:
                 self._submit(partial(self._append, "eval", step, groups))
@@ -254,8 +258,8 @@ class RolloutFiles(TrainerCallback):
         self._writer.close()
         self._writer = None
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait until the disk has all rollouts up to the checkpoint."""
+    def sync(self) -> None:
+        """Wait until the disk has all rollouts so far."""
         if self._thread is not None and self._writer is not None:
             self._submit(self._writer.sync)
             self._thread.wait()

@@ -220,15 +220,21 @@ class RolloutWriter:
     Args:
         folder: of the run; made if it does not exist.
         up_to_step: rows of later steps are removed; None: all rows stay.
+        evaluates_again: the rows of this step's evaluation are removed; None: they stay.
     """
 
-    def __init__(self, folder: str | Path, up_to_step: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        up_to_step: int | None = None,
+        evaluates_again: int | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.envs: list[str] = list(read_run(self.folder).get("envs", []))
         self._recover()
         if up_to_step is not None:
-            self._cut(up_to_step)
+            self._cut(up_to_step, evaluates_again)
         self._lines = (self.folder / ROLLOUTS).open("ab", buffering=0)
         self._index = (self.folder / INDEX).open("ab", buffering=0)
         self.num_rows = os.fstat(self._index.fileno()).st_size // RECORD.itemsize
@@ -294,13 +300,20 @@ class RolloutWriter:
             write_run(self.folder, {"envs": self.envs})
         _replace(self.folder / INDEX, index.tobytes())
 
-    def _cut(self, up_to_step: int) -> None:
-        """Remove the rows of later steps. An evaluation of an earlier step may come behind them."""
+    def _cut(self, up_to_step: int, evaluates_again: int | None) -> None:
+        """Remove the rows of later steps, and those of the evaluation of a step. An evaluation of
+        an earlier step may come behind them.
+        """
         for path in (self.folder / TOKENS).glob("step-*.npz"):
             if int(path.stem.removeprefix("step-")) > up_to_step:
                 path.unlink()
         index = _read_index_or_none(self.folder)
-        if index is None or not (is_late := index["step"] > up_to_step).any():
+        if index is None:
+            return
+        is_late = index["step"] > up_to_step
+        if evaluates_again is not None:
+            is_late |= (index["step"] == evaluates_again) & (index["flags"] & IS_EVAL > 0)
+        if not is_late.any():
             return
         first = int(is_late.argmax())
         kept = index[first:][~is_late[first:]]

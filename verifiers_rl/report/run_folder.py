@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from verifiers_rl.report.rollouts import remove_rollouts
+from verifiers_rl.report.rollouts import read_run, remove_rollouts
 from verifiers_rl.sync import not_plain, reason_against_serving
 
 METRICS = "metrics.jsonl"
@@ -24,9 +24,13 @@ CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_STATE = "trainer_state.json"  # Trainer writes it last, so a checkpoint without it is unfinished
-# Where the state of the run in that file has what the orchestrator needs to continue.
-BATCHES = "Orchestrator"
+STATE = "trainer_state.json"  # Trainer writes it last, so a checkpoint without it is unfinished
+RL_STATE = "rl_state.json"  # in a checkpoint: what our own parts need to continue
+UNFINISHED = (
+    "_unfinished"  # a folder that is written now; it has no use after the process has ended
+)
+ABANDONED = "_abandoned"  # a folder for checkpoints behind one that a run went back to
+MERGED = "merged"  # the final model with its adapter merged in
 _MODEL = (
     *("adapter_config.json", "adapter_model*.safetensors", "adapter_model.bin"),
     *("model*.safetensors", "pytorch_model*.bin"),
@@ -40,19 +44,22 @@ _BESIDE_MODEL = (
 )
 
 
+MODEL_FILES = (*_MODEL, *_BESIDE_MODEL)
+
+
 class RunFolderError(ValueError):
     """A run cannot start in this folder; the message names the folder and the fix."""
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """Return the finished checkpoint with the most steps, or None."""
-    checkpoints = [path for path in _checkpoints(Path(output_dir)) if (path / _STATE).is_file()]
-    return max(checkpoints, key=_step_in_name, default=None)
+    return next(iter(reversed(checkpoints_of(Path(output_dir)))), None)
 
 
-def has_checkpoint(output_dir: str | Path, step: int) -> bool:
-    """Return whether the folder has a finished checkpoint of this step."""
-    return (Path(output_dir) / f"checkpoint-{step}" / _STATE).is_file()
+def checkpoints_of(folder: Path) -> list[Path]:
+    """Return the finished checkpoints of a run, from the first step on."""
+    found = [path for path in _checkpoints(folder) if (path / STATE).is_file()]
+    return sorted(found, key=_step_in_name)
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -72,7 +79,7 @@ def prepare_run_folder(
 
     Raises:
         RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
-            such checkpoint, or the checkpoint has max_steps steps already.
+            such checkpoint, or the run is finished.
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -98,7 +105,9 @@ def prepare_run_folder(
             f"({', '.join(found)}); choose another output_dir or run_name"
         )
     step = _steps_done(checkpoint)
-    if step >= max_steps:
+    # A run that was killed behind its last step still has its final model to save.
+    is_finished = not is_own or read_run(folder).get("status", "finished") == "finished"
+    if step > max_steps or (step == max_steps and is_finished):
         raise RunFolderError(f"{checkpoint} is already at step {step} of {max_steps}: "
                              "raise max_steps")  # fmt: skip
     return checkpoint
@@ -109,12 +118,13 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     resume from, or None.
 
     Args:
-        args: the `RLConfig`.
+        args: the `RLConfig`; its `resume_from_checkpoint` stands for `resume` if that is not set.
         resume: True for the newest checkpoint, or the path of one.
 
     Raises:
         RunFolderError: on rank 0; see `prepare_run_folder`.
     """
+    resume = resume or args.resume_from_checkpoint
     if args.process_index > 0:  # rank 0 checks, and may have cleared it already
         return str(newest_checkpoint(args.output_dir)) if resume is True else resume or None
     checkpoint = prepare_run_folder(
@@ -128,12 +138,27 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     if checkpoint is None:
         return None
     print(f"resuming from {checkpoint}", flush=True)
+    if checkpoint.resolve().parent == Path(args.output_dir).expanduser().resolve():
+        _set_later_aside(checkpoint)
     return str(checkpoint)
+
+
+def _set_later_aside(checkpoint: Path) -> None:
+    """Rename the checkpoints of later steps. The run repeats these steps, and must not go on from
+    such a checkpoint if it is killed.
+    """
+    for later in _checkpoints(checkpoint.parent):
+        if _step_in_name(later) > _step_in_name(checkpoint):
+            target = later.with_name(ABANDONED) / later.name
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            later.rename(target)
+            print(f"{later.name} has steps that are repeated: it is now {target}", flush=True)
 
 
 def clear_run_folder(output_dir: str | Path) -> None:
     """Remove what a run wrote into its folder: its metrics, curves, rollouts and checkpoints, its
-    final model and the README.md of that. Everything else stays, also a model that no run saved.
+    final models and the README.md of each. Everything else stays, also a model that no run saved.
     """
     folder = Path(output_dir).expanduser()
     if not folder.is_dir():
@@ -141,6 +166,10 @@ def clear_run_folder(output_dir: str | Path) -> None:
     remove_rollouts(folder)
     for path in _checkpoints(folder):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    for name in (UNFINISHED, ABANDONED):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    if is_our_card(folder / MERGED / CARD):
+        shutil.rmtree(folder / MERGED)
     patterns = [METRICS, CURVES]
     if is_our_card(folder / CARD):
         patterns += [*_MODEL, *_BESIDE_MODEL, CARD]
@@ -162,13 +191,15 @@ def closing_lines(output_dir: str | Path) -> list[str]:
         return lines
     adapter = json.loads(config.read_text()) if config.is_file() else None
     lines.append(f"{'model' if adapter is None else 'adapter'}: {folder}")
+    served, name = folder, folder.resolve().name
+    if is_our_card(folder / MERGED / CARD):  # which a run without save_final="merged" removes
+        lines.append(f"merged: {folder / MERGED}")
+        served, adapter = folder / MERGED, None
     # vLLM's CPU build is a package of another name, under which `vllm serve` does not start.
     has_cpu_build = importlib.util.find_spec("vllm") and not _is_installed("vllm")
     # By default vLLM reserves nine tenths of the memory for its cache; vf-vllm gives it 1 GiB.
     program = "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model"
-    command = serve_command(
-        program if has_cpu_build else "vllm serve", str(folder), folder.resolve().name, adapter
-    )
+    command = serve_command(program if has_cpu_build else "vllm serve", str(served), name, adapter)
     lines.append(f"serve it: {command}" if command else "to serve it, merge it into its base model")
     return lines
 
@@ -332,26 +363,37 @@ def _checkpoint_to_resume(folder: Path, resume: Literal[True] | str) -> Path:
             )
         return checkpoint
     checkpoint = Path(resume).expanduser()
-    if not checkpoint.exists() and (folder / checkpoint / _STATE).is_file():
+    if not checkpoint.exists() and (folder / checkpoint / STATE).is_file():
         return folder / checkpoint
-    if not (checkpoint / _STATE).is_file():
+    if not (checkpoint / STATE).is_file():
         newest = newest_checkpoint(folder)
         hint = f"; the newest is {newest}" if newest else f"; output_dir={str(folder)!r} has none"
-        why = f"it has no {_STATE}" if checkpoint.is_dir() else "no such folder"
+        why = f"it has no {STATE}" if checkpoint.is_dir() else "no such folder"
         raise RunFolderError(f"cannot resume from {str(checkpoint)!r}: {why}{hint}")
     return checkpoint
 
 
-def batches_of(checkpoint: str) -> dict[str, Any]:
-    """Return what the orchestrator had saved in this checkpoint; {} if nothing."""
-    state = json.loads((Path(checkpoint) / _STATE).read_text())
-    return state.get("stateful_callbacks", {}).get(BATCHES, {})
+def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
+    """Return what our own parts have saved in a checkpoint, by name; {} if it is of Trainer alone.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    path = Path(checkpoint) / RL_STATE
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise RunFolderError(
+            f"cannot resume from {str(checkpoint)!r}: its {RL_STATE} cannot be read; choose another"
+        ) from error
 
 
 def _steps_done(checkpoint: Path) -> int:
     try:
-        return int(json.loads((checkpoint / _STATE).read_text())["global_step"])
+        return int(json.loads((checkpoint / STATE).read_text())["global_step"])
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
-            f"cannot resume from {str(checkpoint)!r}: its {_STATE} cannot be read; choose another"
+            f"cannot resume from {str(checkpoint)!r}: its {STATE} cannot be read; choose another"
         ) from error

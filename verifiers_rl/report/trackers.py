@@ -5,6 +5,7 @@ each line of logs to them; this module adds tables of rollouts, for those that c
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,21 @@ def tracker_error(report_to: Any) -> str | None:
         if is_available is not None and not is_available():
             return f"report_to={name!r}: it is not installed; uv pip install {name}"
     return None
+
+
+def name_wandb_project(args: Any) -> None:
+    """Let W&B log into the project and the entity of these options. It takes both from variables of
+    the environment; those stay where an option is not set.
+
+    Args:
+        args: the `RLConfig`.
+    """
+    if "wandb" not in args.report_to:
+        return
+    if args.project != type(args).project:
+        os.environ["WANDB_PROJECT"] = args.project
+    if args.wandb_entity is not None:
+        os.environ["WANDB_ENTITY"] = args.wandb_entity
 
 
 def from_low_to_high(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Backend = Literal["nccl", "ipc", "tcp"]
+Backend = Literal["nccl", "tcp"]
 
 
 ADAPTER_NAME = "policy"

@@ -7,11 +7,10 @@
                ═══════ buckets of packed tensors ════════►  load into the running model
                ◄─ HTTP: version n loaded, cache reset ────
 
-The transport is NCCL between GPUs, CUDA IPC where both sides share one, TCP elsewhere. Tensors
-travel packed in buckets of a bounded size, and each tensor is gathered, merged and cast when its
-bucket is packed. So the number of messages follows from the bytes, not from the number of tensors,
-and the extra memory does not grow with the model. With LoRA the adapter alone travels, or the
-merged weights.
+The transport is NCCL between GPUs, TCP elsewhere. Tensors travel packed in buckets of a bounded
+size, and each tensor is gathered, merged and cast when its bucket is packed. So the number of
+messages follows from the bytes, not from the number of tensors, and the extra memory does not grow
+with the model. With LoRA the adapter alone travels, or the merged weights.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from verifiers_rl.inference import InferenceServerError, RequestRefusedError, ServerLostError
+from verifiers_rl.process.waiting import result_of
 from verifiers_rl.sync.transports.meeting import new_secret
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ from verifiers_rl.sync.plan import (
     Backend,
     TensorSpec,
     TransferPlan,
-    bucket_num_bytes,
     needs_lora_flag,
 )
 from verifiers_rl.sync.sources import what_to_send
@@ -58,7 +58,7 @@ def _own_address(peer: str) -> str:
 
 
 def choose_backend(
-    wanted: Literal["auto", "nccl", "ipc", "tcp"], own: str | None, workers: Sequence[str | None]
+    wanted: Literal["auto", "nccl", "tcp"], own: str | None, workers: Sequence[str | None]
 ) -> Backend:
     """Choose the transport between this GPU and the workers' GPUs (uuids; None for a CPU).
 
@@ -66,19 +66,13 @@ def choose_backend(
         InferenceServerError: the wanted transport cannot work between them.
     """
     on_gpus = own is not None and all(worker is not None for worker in workers)
-    shared = on_gpus and all(worker == own for worker in workers)
     distinct = on_gpus and len({own, *workers}) == 1 + len(workers)
     if wanted == "auto":
-        return "ipc" if shared else "nccl" if distinct else "tcp"
+        return "nccl" if distinct else "tcp"
     if wanted == "nccl" and not distinct:
         raise InferenceServerError(
             "weight_sync_backend='nccl' needs a GPU of its own for the trainer and for each of the "
             "server's workers, but that is not the case here; use 'auto'"
-        )
-    if wanted == "ipc" and not shared:
-        raise InferenceServerError(
-            "weight_sync_backend='ipc' needs trainer and server on the same single GPU, but that "
-            "is not the case here; use 'auto'"
         )
     return wanted
 
@@ -88,7 +82,7 @@ class WeightSync:
 
     Args:
         client: HTTP to the server.
-        backend: "nccl", "ipc", "tcp", or "auto" for what the GPUs on both sides allow.
+        backend: "nccl", "tcp", or "auto" for what the GPUs on both sides allow.
         lora_sync: for a PEFT model, send the "adapter" or the "merged" weights.
         timeout_s: deadline of the meeting and of one push.
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
@@ -98,7 +92,7 @@ class WeightSync:
     def __init__(
         self,
         client: InferenceClient,
-        backend: Literal["auto", "nccl", "ipc", "tcp"] = "auto",
+        backend: Literal["auto", "nccl", "tcp"] = "auto",
         lora_sync: Literal["adapter", "merged"] = "adapter",
         timeout_s: float = 300.0,
         bucket_bytes: int = 16 * 2**20,
@@ -163,11 +157,10 @@ class WeightSync:
             "trainer": self._trainer,
             "plan": asdict(self._plan),
         }
-        largest = max(bucket_num_bytes(bucket) for bucket in self._plan.buckets())
 
         def meet() -> Transport:
             try:
-                return make_transport(backend, meeting, device, largest, listener)
+                return make_transport(backend, meeting, device, listener)
             except RuntimeError as error:
                 raise WorkersLeftError(f"the server's workers did not come: {error}") from error
 
@@ -279,7 +272,7 @@ class WeightSync:
         work: Callable[[], Any],
         give_up: Callable[[], None] = lambda: None,
     ) -> tuple[Any, Any]:
-        """Run both parts of a collective: the server's by HTTP, ours in a thread.
+        """Run both parts of a collective, each in a thread: the server's by HTTP, and ours.
 
         If the server refuses, its workers never join the collective. So this thread waits for the
         server's answer, and our part runs in a daemon thread, which may be left behind and ends at
@@ -287,7 +280,18 @@ class WeightSync:
 
         Returns:
             The server's reply, and what our part returned.
+
+        Raises:
+            Interrupted: a signal asks the run to end; both threads are left behind.
         """
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)  # raised below, in the caller's thread
+
         result: list[Any] = []
         errors: list[Exception] = []
 
@@ -300,8 +304,10 @@ class WeightSync:
 
         thread = threading.Thread(target=run, name="weight-sync", daemon=True)
         thread.start()
+        threading.Thread(target=ask, name="weight-sync-request", daemon=True).start()
         try:
-            reply = call()
+            # The request has a deadline of its own, and this one is later.
+            reply = result_of(answer, 4 * self.timeout_s + 120.0, lambda: "the server")
         except Exception as error:
             follows_from_ours = not isinstance(error, (ServerLostError, RequestRefusedError))
             if errors and follows_from_ours and not isinstance(errors[0], WorkersLeftError):

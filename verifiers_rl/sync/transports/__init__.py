@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from verifiers_rl.sync.plan import Backend
-from verifiers_rl.sync.transports.ipc import SharedBufferTransport
 from verifiers_rl.sync.transports.meeting import GuestStore, HostStore, host_meeting, join_meeting
 from verifiers_rl.sync.transports.nccl import ProcessGroupTransport
 from verifiers_rl.sync.transports.tcp import SocketTransport
@@ -58,14 +57,12 @@ def make_transport(
     backend: Backend,
     meeting: Meeting,
     device: torch.device,
-    bucket_bytes: int,
     listener: socket.socket | None = None,
 ) -> Transport:
     """Meet the other ranks. Rank 0 is the trainer, and waits for the workers on `listener`.
 
     Args:
         device: of this process's model.
-        bucket_bytes: size of the largest buffer.
 
     Raises:
         RuntimeError: the other ranks did not come, or went away.
@@ -82,8 +79,6 @@ def make_transport(
     store: HostStore | GuestStore = (
         HostStore(connections, timeout_s) if listener else GuestStore(connections[0], timeout_s)
     )
-    if backend == "ipc":
-        return SharedBufferTransport(store, meeting.rank, world_size, device, bucket_bytes)
     return ProcessGroupTransport(store, meeting.rank, world_size, device, timeout_s)
 
 

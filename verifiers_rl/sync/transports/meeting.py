@@ -15,6 +15,7 @@ import base64
 import hmac
 import json
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -33,11 +34,17 @@ _PROOF = 32
 _RANK = struct.Struct("!I")
 _LENGTH = struct.Struct("!I")
 _MAX_FRAME = 2**20
+WORKER_LEFT = "a worker of the server left"
+TRAINER_LEFT = "the trainer left, or closed because another worker did,"
 _NO_DELAY = (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class MeetingError(RuntimeError):
     """The others did not come, are not who they should be, or went away."""
+
+
+class OthersLeftError(MeetingError):
+    """Another process left the meeting: it failed, died or gave up. It knows why, or its log."""
 
 
 def new_secret() -> str:
@@ -189,9 +196,12 @@ def close_all(connections: Any) -> None:
 
 
 class HostStore(dist.Store):
-    """torch's key-value store, kept by the trainer for its workers. The ranks of NCCL and of CUDA
-    IPC find each other through it. Unlike with torch's TCPStore, only processes that have a
-    connection of the meeting can read and write.
+    """torch's key-value store, kept by the trainer for its workers. The ranks of NCCL find each
+    other through it. Unlike with torch's TCPStore, only processes that have a connection of the
+    meeting can read and write.
+
+    A worker that leaves ends the meeting for all: every connection is closed, which tells the other
+    workers not to wait for messages that will not come.
     """
 
     def __init__(self, connections: Sequence[socket.socket], timeout_s: float) -> None:
@@ -200,7 +210,7 @@ class HostStore(dist.Store):
         self._changed = threading.Condition()
         self._connections = connections
         self._timeout_s = timeout_s
-        self._num_left = 0
+        self._has_ended = False
         for connection in connections:
             connection.settimeout(None)  # a worker may send no request for a long time
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
@@ -231,21 +241,24 @@ class HostStore(dist.Store):
             return self._values.pop(key, None) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for the keys; raise MeetingError if one is not set in time or all workers left."""
+        """Wait for the keys; raise MeetingError if one is not set in time or a worker left."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
 
         def is_decided() -> bool:
-            is_alone = self._num_left == len(self._connections)
-            return is_alone or all(key in self._values for key in keys)
+            return self._has_ended or all(key in self._values for key in keys)
 
         with self._changed:
             is_in_time = self._changed.wait_for(is_decided, timeout_s)
             if any(key not in self._values for key in keys):
+                if is_in_time:
+                    raise OthersLeftError(WORKER_LEFT)
                 raise MeetingError(
-                    "the server's workers went away"
-                    if is_in_time
-                    else f"no answer of a worker within {timeout_s:g} s (vllm_server_timeout)"
+                    f"no answer of a worker within {timeout_s:g} s (vllm_server_timeout)"
                 )
+
+    def who_left(self) -> str | None:
+        """Return who left the meeting, as the beginning of a sentence, or None."""
+        return WORKER_LEFT if self._has_ended else None
 
     def close(self) -> None:
         close_all(self._connections)
@@ -260,8 +273,9 @@ class HostStore(dist.Store):
             pass  # it left
         finally:
             with self._changed:
-                self._num_left += 1
+                self._has_ended = True
                 self._changed.notify_all()
+            self.close()
 
     def _answer(self, name: str, arguments: list[Any]) -> list[Any]:
         answer: Any = None
@@ -314,6 +328,21 @@ class GuestStore(dist.Store):
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         self._call("wait", list(keys), min(seconds, self._timeout_s))
 
+    def who_left(self) -> str | None:
+        """Return who left the meeting, as the beginning of a sentence, or None."""
+        if not self._lock.acquire(blocking=False):
+            return None  # a call is under way, and finds out itself
+        try:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            # The trainer only answers, so there is nothing to read but the connection's end.
+            is_over = bool(poll.poll(0)) and not self._connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            is_over = True  # it broke, or this side closed it
+        finally:
+            self._lock.release()
+        return TRAINER_LEFT if is_over else None
+
     def close(self) -> None:
         close_all([self._connection])
 
@@ -323,7 +352,7 @@ class GuestStore(dist.Store):
                 _send_message(self._connection, list(message))
                 status, answer = _receive_message(self._connection)
         except OSError as error:
-            raise MeetingError(f"the trainer went away: {error}") from error
+            raise OthersLeftError(f"{TRAINER_LEFT}: {error}") from error
         if status != "ok":
             raise MeetingError(answer)
         return answer

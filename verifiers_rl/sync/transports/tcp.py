@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers_rl.sync.transports.meeting import close_all, receive_into
+from verifiers_rl.sync.transports.meeting import OthersLeftError, close_all, receive_into
 
 
 class SocketTransport:
@@ -55,7 +55,7 @@ class SocketTransport:
         try:
             future.result()
         except OSError as error:
-            raise RuntimeError(f"the connection for weights broke: {error}") from error
+            raise OthersLeftError(f"the connection for weights broke: {error}") from error
 
     def abandon(self) -> None:
         self.close()

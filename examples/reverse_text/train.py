@@ -1,18 +1,18 @@
 """The task of rl.toml, as a script that imports RLTrainer. Make the model and start a server first:
 
-    python examples/warm_start.py examples/reverse_text_v1/reverse_text_v1.py \\
-        examples/reverse_text_v1/outputs/warm_start
-    vf-vllm --model examples/reverse_text_v1/outputs/warm_start --dtype float32 --enforce-eager \\
+    python examples/warm_start.py examples/reverse_text/reverse_text.py \\
+        examples/reverse_text/outputs/warm_start
+    vf-vllm --model examples/reverse_text/outputs/warm_start --dtype float32 --enforce-eager \\
         --max-model-len 64 --enable-lora --max-lora-rank 16
-    python examples/reverse_text_v1/train.py
+    python examples/reverse_text/train.py
 
-With several GPUs: `accelerate launch examples/reverse_text_v1/train.py`.
+With several GPUs: `accelerate launch examples/reverse_text/train.py`.
 """
 
 from pathlib import Path
 from typing import Any
 
-from reverse_text_v1 import ReverseTextConfig, ReverseTextTaskset
+from reverse_text import ReverseTextConfig, ReverseTextTaskset
 
 from verifiers_rl import RLConfig, RLTrainer
 
@@ -24,7 +24,7 @@ def make_taskset() -> ReverseTextTaskset:
 
     def make(**options: Any) -> ReverseTextTaskset:
         # An empty instruction: the tiny model knows one task only.
-        config = ReverseTextConfig(id="reverse_text_v1", instruction="", **options)
+        config = ReverseTextConfig(id="reverse_text", instruction="", **options)
         return ReverseTextTaskset(config)
 
     taskset = make()
@@ -34,7 +34,7 @@ def make_taskset() -> ReverseTextTaskset:
 
 def main() -> None:
     args = RLConfig(
-        run_name="reverse_text_v1",
+        run_name="reverse_text",
         output_dir=str(HERE / "outputs" / "train"),
         max_steps=200,
         batch_size=128,

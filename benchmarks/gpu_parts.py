@@ -1,0 +1,171 @@
+"""The checks of gpu_check.py that no other script runs. Each prints a line `figure: ...`.
+
+    python benchmarks/gpu_parts.py demo --folder FOLDER [--mode full] [--trainer-gpus 0] [--graphs]
+    python benchmarks/gpu_parts.py sharded ddp|fsdp2|zero2|zero3
+
+demo: the example of `make demo` with its server on a GPU, in bfloat16; its mean reward must rise.
+sharded: 3 steps of a small model on 2 GPUs and on one, in float32; the weights must be the same.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+NUM_STEPS = 3
+LARGEST = 1e-3  # of the difference between both sets of weights, over the size of the update
+
+
+def demo(options: argparse.Namespace) -> None:
+    from learning import run
+
+    changes = {
+        "inference": {"gpus": options.server_gpus},
+        "inference.args": {
+            "dtype": "bfloat16" if options.server_gpus else "float32",
+            "enforce_eager": not options.graphs,
+        },
+        "trainer": {"gpus": options.trainer_gpus},
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder.absolute()
+    log = folder / f"{options.mode}_0" / "log.txt"
+    log.unlink(missing_ok=True)
+    try:
+        found = run(options.mode, 0, options.steps, folder, changes)
+    except subprocess.CalledProcessError as error:
+        print(log.read_text(errors="replace")[-8000:] if log.exists() else error.stdout)
+        raise
+    (transport,) = set(re.findall(r"MB a push, over (\w+) to", log.read_text(errors="replace")))
+    print(
+        f"figure: reward {found['reward_before']:.3f} -> {found['reward_after']:.3f}, "
+        f"{found['step_s']:.2f} s a step, over {transport}"
+    )
+    if options.expect not in (None, transport):
+        sys.exit(f"weights travelled over {transport}, not {options.expect}")
+    if not found["reward_after"] > found["reward_before"]:
+        sys.exit("the reward did not rise")
+
+
+def train(path: Path) -> None:
+    """Train on this rank; rank 0 writes the weights that a server would get."""
+    import torch
+
+    from examples.warm_start import make_tokenizer
+    from tests.helpers import StubSink, StubSource, make_tiny_model
+    from verifiers_rl import RLConfig, RLTrainer
+    from verifiers_rl.sync.gather import announced
+    from verifiers_rl.sync.sources import what_to_send
+
+    class Sink(StubSink):
+        def push(self, model: Any, policy_version: int, in_flight: str) -> dict[str, float]:
+            sources, _ = what_to_send(model, "merged")
+            with torch.no_grad(), announced(sources, model) as announced_sources:
+                weights = {
+                    name: source.make().detach().float().cpu().clone()
+                    for name, source in announced_sources.items()
+                }
+            torch.save(weights, path)
+            return super().push(model, policy_version, in_flight)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = RLConfig(
+            output_dir=folder,
+            use_cpu=not torch.cuda.is_available(),
+            bf16=False,
+            use_lora=False,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            micro_batch_size=4,
+            max_seq_len=64,
+            max_steps=NUM_STEPS,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        RLTrainer(
+            make_tiny_model(), None, args, make_tokenizer(),
+            orchestrator=StubSource(), weight_sync=Sink(),
+        ).train()  # fmt: skip
+
+
+def launcher(kind: str) -> list[str]:
+    """Return the command that starts 2 ranks of a script."""
+    import torch
+
+    if not torch.cuda.is_available() and kind == "ddp":
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    if kind == "ddp":
+        return [*command, "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
+    return [*command, "--config_file", f"examples/accelerate/{kind}.yaml"]
+
+
+def sharded(options: argparse.Namespace) -> None:
+    import torch
+
+    from tests.helpers import make_tiny_model
+
+    start = {name: p.detach() for name, p in make_tiny_model().named_parameters()}
+    with tempfile.TemporaryDirectory() as folder:
+        trained = []
+        for name, command, env in (
+            ("one", [sys.executable], {"CUDA_VISIBLE_DEVICES": first_gpu()}),
+            (options.kind, launcher(options.kind), {}),
+        ):
+            path = Path(folder) / name
+            subprocess.run(
+                [*command, __file__, "train", str(path)],
+                check=True,
+                cwd=ROOT,
+                env={**os.environ, **env},
+            )
+            trained.append(torch.load(path))
+    one, split = trained
+    if one.keys() != split.keys():
+        sys.exit(f"other tensors: {one.keys() ^ split.keys()}")
+    error = sum((one[name] - split[name]).square().sum().item() for name in one)
+    norm = sum((one[name] - start[name]).square().sum().item() for name in one)
+    value = (error / norm) ** 0.5
+    print(f"figure: difference / update after {NUM_STEPS} steps: {value:.2g}")
+    if not norm or not value <= LARGEST:
+        sys.exit(f"the weights differ by more than {LARGEST:g} of the update")
+
+
+def first_gpu() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
+    one = parts.add_parser("demo")
+    one.add_argument("--folder", type=Path, required=True)
+    one.add_argument("--mode", choices=["lora", "full"], default="lora")
+    one.add_argument("--steps", type=int, default=100)
+    one.add_argument("--server-gpus", type=int, default=1, help="0: a CPU, in float32")
+    one.add_argument("--trainer-gpus", type=int, default=1)
+    one.add_argument("--graphs", action="store_true", help="with CUDA graphs")
+    one.add_argument("--expect", choices=["nccl", "tcp"], help="how weights must travel")
+    two = parts.add_parser("sharded")
+    two.add_argument("kind", choices=["ddp", "fsdp2", "zero2", "zero3"])
+    three = parts.add_parser("train")
+    three.add_argument("path", type=Path)
+    options = parser.parse_args()
+    if options.part == "demo":
+        demo(options)
+    elif options.part == "sharded":
+        sharded(options)
+    else:
+        train(options.path)
+
+
+if __name__ == "__main__":
+    main()

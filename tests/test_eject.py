@@ -1,0 +1,130 @@
+"""`vf-rl --eject`: the copies train as the originals do, and an edit in either has an effect."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import verifiers_rl
+from tests.helpers import StubRunner, StubSink, load_example, make_tiny_model
+from verifiers_rl import RLConfig, RLTrainer
+from verifiers_rl.cli import rl
+
+PACKAGE = Path(verifiers_rl.__file__).parent
+NAMES = {"my_trainer.py": "trainer.py", "my_orchestrator.py": "orchestrator.py"}
+
+
+class Client:
+    base_url = "http://unused"
+
+    def __init__(self, *args): ...
+
+    def wait_until_ready(self):
+        return {"device": "cpu", "max_model_len": 32}
+
+    def check_model(self, config): ...
+
+
+@pytest.fixture
+def run_eject(monkeypatch, capsys):
+    """Runs vf-rl with these words. Returns its exit status and what it printed."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["vf-rl", *words])
+        with pytest.raises(SystemExit) as ended:
+            rl.main()
+        return ended.value.code, "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def import_fork(tmp_path, monkeypatch):
+    """Imports the trainer of the fork in tmp_path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def forget():
+        for name in NAMES:
+            sys.modules.pop(name.removesuffix(".py"), None)
+
+    def load():
+        forget()
+        importlib.invalidate_caches()
+        return importlib.import_module("my_trainer").RLTrainer
+
+    yield load
+    forget()
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains three steps on stub rollouts with a trainer and its orchestrator, but no server.
+    Returns the logged steps.
+    """
+    tokenizer = load_example("warm_start").make_tokenizer()
+    runner = StubRunner()
+    runner.weights, runner.bounds_replies = [1.0], True
+    monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", Client)
+    monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
+
+    def train(trainer_class):
+        args = RLConfig(
+            output_dir=str(tmp_path / "run"), overwrite_output_dir=True, use_cpu=True,
+            use_lora=False, batch_size=8, rollouts_per_example=4, micro_batch_size=8,
+            max_seq_len=32, max_steps=3, learning_rate=1e-2, logging_steps=1, seed=3,
+            save_strategy="no", disable_tqdm=True, num_rollouts_to_print=0,
+        )  # fmt: skip
+        trainer = trainer_class(make_tiny_model(), "env", args, tokenizer, weight_sync=StubSink())
+        trainer.train()
+        return [row for row in trainer.state.log_history if "loss" in row]
+
+    return train
+
+
+def test_the_copies_train_as_the_originals_and_an_edit_in_either_shows(
+    tmp_path, run_eject, import_fork, train
+):
+    status, said = run_eject("--eject", str(tmp_path))
+    assert status == 0 and 'class = "my_trainer:RLTrainer"' in said
+    fork = import_fork()
+    assert fork.__module__ == "my_trainer" and not issubclass(fork, RLTrainer)
+    original, copied = train(RLTrainer), train(fork)
+    assert len(copied) == 3
+    for name in ("loss", "grad_norm", "reward", "mismatch_kl", "entropy"):
+        assert [row[name] for row in copied] == [row[name] for row in original]
+
+    edits = {
+        "my_trainer.py": ('    "wait_s": ', '    "my_wait": 6.0,\n            "wait_s": '),
+        "my_orchestrator.py": ("in rollouts for sample in", "in rollouts[:4] for sample in"),
+    }
+    for name, (old, new) in edits.items():
+        text = (tmp_path / name).read_text()
+        assert text.count(old) == 1, name
+        (tmp_path / name).write_text(text.replace(old, new))
+    edited = train(import_fork())
+    assert [row["my_wait"] for row in edited] == [6.0] * 3
+    assert [row["num_samples"] for row in edited] == [4.0] * 3
+    assert [row["num_samples"] for row in copied] == [8.0] * 3
+
+
+def test_the_copies_are_the_originals_but_for_one_import(tmp_path, run_eject, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_eject("--eject")[0] == 0  # into this folder
+    for name, original in NAMES.items():
+        head, *lines = (tmp_path / name).read_text().splitlines()
+        assert f"{verifiers_rl.__version__}, {original}" in head
+        expected = (PACKAGE / original).read_text().splitlines()
+        changed = [pair for pair in zip(expected, lines, strict=True) if pair[0] != pair[1]]
+        own = ("from verifiers_rl.orchestrator import Orchestrator",
+               "from my_orchestrator import Orchestrator")  # fmt: skip
+        assert changed == ([own] if name == "my_trainer.py" else [])
+
+
+def test_a_fork_that_is_there_already_is_not_overwritten(tmp_path, run_eject):
+    (tmp_path / "my_orchestrator.py").write_text("mine")
+    status, said = run_eject("--eject", str(tmp_path))
+    assert status == 1
+    assert f"{tmp_path} holds my_orchestrator.py already; choose another folder" in said
+    assert (tmp_path / "my_orchestrator.py").read_text() == "mine"
+    assert not (tmp_path / "my_trainer.py").exists()

@@ -1,0 +1,124 @@
+"""Secrets for environments: they reach environments, and nothing else."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from verifiers_rl.cli.children import Child, ended_within
+from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.cli.env_file import read_env_files
+from verifiers_rl.cli.layers import TomlError
+from verifiers_rl.process import secret_names
+from verifiers_rl.process.secret_names import is_secret, is_secret_key, set_secrets
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """This process's environment, as it was before afterwards."""
+    monkeypatch.setattr(secret_names, "_set_here", set())
+    before = dict(os.environ)
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_lines_are_names_and_values(tmp_path):
+    file = tmp_path / "secrets.env"
+    file.write_text(
+        "# of the search\n\nSEARCH=abc=def  # mine\nexport KEY = 'x # y'\nEMPTY=\nQ=\"a b\"\n"
+    )
+    later = tmp_path / "later.env"
+    later.write_text("KEY=z\r\n")
+    values = {"SEARCH": "abc=def", "KEY": "x # y", "EMPTY": "", "Q": "a b"}
+    assert read_env_files([file]) == values
+    assert read_env_files([file, later]) == {**values, "KEY": "z"}
+
+
+@pytest.mark.parametrize("line", ["just-a-secret", "1A=x", "a b = c", "=x"])
+def test_a_wrong_line_is_named_and_not_shown(tmp_path, line):
+    file = tmp_path / "secrets.env"
+    file.write_text(f"A=1\n{line}\n")
+    with pytest.raises(TomlError, match=r"secrets\.env', line 2: must be NAME=VALUE") as caught:
+        read_env_files([file])
+    assert line not in str(caught.value)
+    with pytest.raises(TomlError, match=r"none\.env': No such file or directory"):
+        read_env_files([tmp_path / "none.env"])
+
+
+def test_files_are_relative_to_the_toml_and_may_be_several(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    for name in ("a.env", "sub/b.env"):
+        (tmp_path / name).write_text("A=1\n")
+    toml = tmp_path / "sub" / "config.toml"
+    for line in ('env_file = ["../a.env", "b.env"]', 'env_files = ["../a.env", "b.env"]'):
+        toml.write_text(f'{line}\nmodel = "m"\n[env]\nid = "e"\n')
+        config = load_run_config(toml, checks_model=False)
+        assert config.env_files == [tmp_path / "a.env", tmp_path / "sub" / "b.env"]
+    monkeypatch.chdir(tmp_path)
+    config = load_run_config(toml, [("env_file", "a.env")], checks_model=False)
+    assert config.env_files == [tmp_path / "a.env"]
+
+
+def test_environments_get_them_and_other_children_and_programs_do_not(
+    tmp_path, environment, monkeypatch
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    environment["OF_SHELL"] = "shell"
+    environment["HF_TOKEN"] = "of the shell"
+    (tmp_path / "secrets.env").write_text("PLAIN_NAME=hidden\nOF_SHELL=other\nHF_TOKEN=another\n")
+    toml = tmp_path / "config.toml"
+    toml.write_text('env_file = "secrets.env"\nmodel = "m"\n[env]\nid = "e"\n')
+    seen = {}
+    monkeypatch.setattr(
+        "verifiers_rl.envs.make.load_by_id", lambda *_: seen.update(os.environ) or "loaded"
+    )
+    config = load_run_config(toml, checks_model=False)
+    assert "PLAIN_NAME" not in environment  # not before an environment is loaded
+    assert config.load_envs() == "loaded"
+    assert (seen["PLAIN_NAME"], seen["OF_SHELL"]) == ("hidden", "shell")
+
+    # What vf-rl starts, as the server of --check, inherits what it would without the file.
+    program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    command = [sys.executable, "-c", program, str(tmp_path / "got")]
+    child = Child("server", command, {}, None, inherit=False)
+    assert ended_within(child, 20)
+    child.stop()
+    got = json.loads((tmp_path / "got").read_text())
+    assert "PLAIN_NAME" not in got and got["HF_TOKEN"] == "of the shell"
+
+    # What a model runs gets none, whatever its name. A worker inherits the list of names.
+    from verifiers_rl.envs.v1_versions import local_runtime
+
+    assert is_secret("PLAIN_NAME") and not is_secret("PATH")
+    assert not {"PLAIN_NAME", "OF_SHELL", "HF_TOKEN"} & local_runtime.os.environ.keys()
+    assert "PATH" in local_runtime.os.environ
+    assert "hidden" not in environment[secret_names.LISTED]
+
+
+def test_the_names_of_several_calls_add_up(environment):
+    set_secrets({"A_1": "x"})
+    set_secrets({"B_1": "y", "A_1": "z"})
+    assert (environment["A_1"], environment["B_1"]) == ("x", "y")
+    assert secret_names.listed() == ["A_1", "B_1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_one"),
+    [
+        ("api_key", "x", True),
+        ("hub_token", "x", True),
+        ("judge_password", "x", True),
+        ("note", "hf_AbCdEfGhIjKlMnOpQrStUv", True),
+        ("url", "https://me:word@example.org", True),
+        ("api_key", "", False),
+        ("api_key_var", "OPENAI_API_KEY", False),
+        ("max_tokens", 512, False),
+        ("answer_key", "solution", False),
+        ("eos_token", "<|im_end|>", False),
+        ("model", "Qwen/Qwen3-0.6B", False),
+    ],
+)
+def test_keys_that_hold_secrets_are_told_from_others(key, value, is_one):
+    assert is_secret_key(key, value) == is_one

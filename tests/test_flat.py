@@ -1,0 +1,289 @@
+"""The flat layout means what ours means."""
+
+import re
+import sys
+from dataclasses import fields
+
+import pytest
+
+from tests.helpers import ROOT
+from verifiers_rl import RLConfig
+from verifiers_rl.cli import flat
+from verifiers_rl.cli.config import load_run_config, overrides_of
+from verifiers_rl.cli.layers import TomlError
+
+FLAT = """
+model = "org/model"
+name = "mine"
+max_steps = 100
+batch_size = 256
+rollouts_per_example = 8
+learning_rate = 1e-4
+gradient_accumulation_steps = 1
+warmup_steps = 10
+lora_alpha = 32
+oversampling_factor = 2.0
+max_async_level = 2
+max_inflight_rollouts = 96
+seq_len = 4096
+loss = "rl"
+
+[sampling]
+max_tokens = 512
+temperature = 0.9
+top_p = 0.95
+top_k = 50
+min_p = 0.05
+repetition_penalty = 1.1
+presence_penalty = 0.1
+frequency_penalty = 0.2
+stop = ["</answer>"]
+include_stop_str_in_output = true
+enable_thinking = false
+reasoning_effort = "low"
+
+[[env]]
+id = "someone/alphabet-sort"
+args = { min_turns = 3 }
+weight = 2
+
+[[env]]
+[env.taskset]
+id = "number_guess"
+[env.harness]
+id = "null"
+
+[lora]
+enabled = true
+r = 8
+dropout = 0.1
+target_modules = ["q_proj"]
+
+[difficulty_filter]
+enabled = true
+min_reward_variance = 0.01
+min_reward = 0.1
+max_reward = 0.9
+
+[kl_penalty]
+enabled = true
+beta = 0.02
+target_kl = 0.1
+
+[wandb]
+project = "words"
+name = "mine"
+entity = "us"
+
+[eval]
+interval = 20
+num_examples = 30
+rollouts_per_example = 4
+eval_base_model = false
+
+[[eval.env]]
+id = "someone/alphabet-sort"
+args = { held_out = true }
+num_examples = 50
+
+[checkpoints]
+interval = 40
+"""
+OURS = """
+model = "org/model"
+[[env]]
+id = "someone/alphabet-sort"
+args = { min_turns = 3 }
+weight = 2
+only = "train"
+[[env]]
+only = "train"
+[env.taskset]
+id = "number_guess"
+[env.harness]
+id = "null"
+[[env]]
+id = "someone/alphabet-sort"
+args = { held_out = true }
+only = "eval"
+eval_examples = 50
+[trainer.args]
+run_name = "mine"
+max_steps = 100
+batch_size = 256
+rollouts_per_example = 8
+learning_rate = 1e-4
+warmup_steps = 10
+lora_alpha = 32
+max_oversampling = 2.0
+max_off_policy_steps = 2
+max_concurrent = 96
+max_seq_len = 4096
+max_tokens = 512
+temperature = 0.9
+top_p = 0.95
+top_k = 50
+min_p = 0.05
+repetition_penalty = 1.1
+presence_penalty = 0.1
+frequency_penalty = 0.2
+stop = ["</answer>"]
+include_stop_str_in_output = true
+chat_template_kwargs = { enable_thinking = false, reasoning_effort = "low" }
+use_lora = true
+lora_rank = 8
+lora_dropout = 0.1
+lora_target_modules = ["q_proj"]
+min_reward_variance = 0.01
+min_reward = 0.1
+max_reward = 0.9
+kl_beta = 0.02
+kl_target = 0.1
+report_to = ["wandb"]
+project = "words"
+wandb_entity = "us"
+eval_strategy = "steps"
+eval_steps = 20
+eval_examples = 50
+eval_rollouts_per_example = 4
+eval_on_start = false
+save_steps = 40
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(*texts, words=""):
+        files = []
+        for number, text in enumerate(texts):
+            files.append(tmp_path / f"{number}.toml")
+            files[-1].write_text(text)
+        return load_run_config(files, overrides_of(words.split()), checks_model=False)
+
+    return read
+
+
+def test_both_layouts_mean_the_same(read):
+    flat_one, ours = read(FLAT), read(OURS)
+    for name in ("model", "envs", "is_mix", "trainer_args", "inference_args", "trainer_gpus"):
+        assert getattr(flat_one, name) == getattr(ours, name), name
+    options = flat_one.make_args(use_cpu=True).to_dict()
+    assert options == ours.make_args(use_cpu=True).to_dict()
+    # The example has every key of the layout, but two second names.
+    shown = {line.split(" = ")[0] for line in FLAT.splitlines() if " = " in line}
+    moved = {key.rpartition(".")[2] for key in flat.MOVED} - {"rank", "alpha"}
+    assert moved <= shown
+    assert {env.name for env in flat_one.envs} == {"alphabet-sort", "number_guess"}
+
+
+def test_the_two_files_of_the_page_mean_the_same(read, tmp_path):
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    first, second = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[1:3]
+    assert "[sampling]" in first and "[trainer.args]" in second
+    (tmp_path / "secrets.env").write_text("")
+    flat_one, ours = read(first), read(second)
+    assert flat_one.envs == ours.envs and flat_one.env_files == ours.env_files
+    assert flat_one.trainer_args == ours.trainer_args
+
+
+def test_every_flat_key_sets_an_option_that_exists():
+    known = {option.name for option in fields(RLConfig)}
+    assert {name.split(".")[0] for name in flat.MOVED.values()} <= known
+    assert RLConfig(use_cpu=True).eval_examples == flat.EVAL_EXAMPLES
+    assert not {*flat.MOVED, *flat.MEANINGS} & flat.REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("[lora]\nenabled = false\n", {"use_lora": False}),
+        ("[lora]\nrank = 4\nalpha = 8\n", {"lora_rank": 4, "lora_alpha": 8}),
+        ("[difficulty_filter]\n", {"min_reward_variance": 1e-6}),
+        ("[difficulty_filter]\nenabled = true\n", {"min_reward_variance": 1e-6}),
+        ("[difficulty_filter]\nmin_reward = 0.2\n", {"min_reward": 0.2}),
+        ("[difficulty_filter]\nenabled = false\nmin_reward = 0.2\n", {}),
+        ("[kl_penalty]\nbeta = 0.1\n", {"kl_beta": 0.1}),
+        ("[kl_penalty]\nenabled = false\nbeta = 0.1\n", {}),
+        ("[wandb]\nproject = 'p'\n", {"report_to": ["wandb"], "project": "p"}),
+        ("[wandb]\n", {"report_to": ["wandb"]}),
+        (
+            "[eval]\n",
+            {"eval_strategy": "steps", "eval_steps": 100, "eval_on_start": True},
+        ),
+        (
+            "[eval]\ninterval = 5\nnum_examples = 9\n",
+            {"eval_strategy": "steps", "eval_steps": 5, "eval_examples": 9, "eval_on_start": True},
+        ),
+    ],
+)
+def test_what_a_table_leaves_out(read, text, options):
+    config = read('model = "m"\n' + text + '[[env]]\nid = "e"\n')
+    assert config.trainer_args == options
+    assert [env.only for env in config.envs] == [None]
+    config.make_args(use_cpu=True)
+
+
+def test_environments_of_evaluations_have_limits_of_their_own(read):
+    envs = '[[env]]\nid = "a"\n[eval]\n{}[[eval.env]]\nid = "b"\n[[eval.env]]\nid = "c"\n'
+    config = read('model = "m"\n' + envs.format("num_examples = 20\n") + "num_examples = 30\n")
+    limits = [(env.name, env.only, env.eval_examples) for env in config.envs]
+    assert limits == [("a", "train", None), ("b", "eval", 20), ("c", "eval", 30)]
+    assert config.trainer_args["eval_examples"] == 30
+    config = read('model = "m"\n' + envs.format("") + "num_examples = 9\n")
+    assert [env.eval_examples for env in config.envs] == [None, 256, 9]
+    assert config.trainer_args["eval_examples"] == 256
+
+
+def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
+    second = "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\nbatch_size = 64\n"
+    config = read(FLAT, second)
+    assert (config.inference_gpus, config.trainer_args["batch_size"]) == (0, 64)
+    assert config.trainer_args["temperature"] == 0.9
+    assert read(second, FLAT).trainer_args["batch_size"] == 256
+    # A later flat file switches off what an earlier one has set.
+    off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
+    config = read(FLAT, off)
+    assert not {"min_reward", "min_reward_variance", "kl_beta"} & config.trainer_args.keys()
+    words = "--sampling.temperature 0.5 --max_steps 3 --trainer.args.batch_size 32 --env.1.weight 4"
+    config = read(FLAT, words=words + " --eval.env.0.num_examples 7")
+    args = config.trainer_args
+    assert (args["temperature"], args["max_steps"], args["batch_size"]) == (0.5, 3, 32)
+    assert [env.weight for env in config.envs] == [2, 4, 1.0]
+    assert config.envs[2].eval_examples == 7 and args["eval_examples"] == 7
+    # Of two keys for one option on the command line, the last.
+    for words, steps in (
+        ("--max_steps 3 --trainer.args.max_steps 4", 4),
+        ("--trainer.args.max_steps 4 --max_steps 3", 3),
+    ):
+        assert read(FLAT, words=words).trainer_args["max_steps"] == steps
+
+
+def test_the_rest_of_the_code_never_sees_a_flat_key(read):
+    config = read(FLAT)
+    assert set(config.tree) == {"model", "env", "trainer"}
+    assert set(config.tree["trainer"]) == {"args"}
+
+
+def test_two_layouts_in_one_file_name_what_clashes(read):
+    with pytest.raises(TomlError, match=r"max_steps \(in ours \[trainer.args\] max_steps\), .*sam"):
+        read(FLAT + "[trainer.args]\nseed = 1\n")
+    with pytest.raises(TomlError, match=r"\[sampling\] of the flat one with \[inference\], \[tra"):
+        read('model = "m"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[sampling]\ntop_p = 1.0\n')
+
+
+def test_an_id_of_the_hub_is_the_module_that_its_package_installs(tmp_path, read, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "hub_game.py").write_text(
+        "import verifiers.v1 as vf\n\n__all__ = ['HubTaskset']\n\n\n"
+        "class HubConfig(vf.TasksetConfig):\n    num_tasks: int = 1\n\n\n"
+        "class HubTaskset(vf.Taskset[vf.Task, HubConfig]):\n    def load(self):\n"
+        "        for i in range(self.config.num_tasks):\n"
+        "            yield vf.Task(vf.TaskData(idx=i, prompt='?'), self.config.task)\n"
+    )
+    for table in (
+        'id = "someone/hub-game@1.2"\nargs = { num_tasks = 3 }\n',
+        'taskset = { id = "someone/hub-game", num_tasks = 3 }\n',
+    ):
+        (loaded,) = read(f'model = "m"\nmax_steps = 1\n[[env]]\n{table}').load_envs()
+        assert loaded.name == "hub-game" and len(list(loaded.env.taskset)) == 3

@@ -1,0 +1,102 @@
+"""`make gpu-check` itself, with checks that need no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+# In a process of its own, because it ends all its descendants.
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import gpu_check
+from gpu_check import Check, run_all, table
+
+gpu_check.GRACE_S = 0.5
+
+def python(code, *args):
+    return [sys.executable, "-c", code, *args]
+
+folder = Path(sys.argv[1])
+hangs = '''
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+own = subprocess.Popen(sleeper, start_new_session=True)
+# Its parent ends, so it is nobody's child.
+orphan = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True).pid)"
+read, write = os.pipe()
+subprocess.Popen([sys.executable, "-c", orphan, *sleeper], stdout=write).wait()
+open(sys.argv[1], "w").write(f"{os.getpid()} {own.pid} {os.read(read, 20).decode()}")
+time.sleep(600)
+'''
+checks = [
+    Check("good", python("print('figure: 1 | 2'); print('figure: 3 | 4')"), 20),
+    Check("bad", python("raise ValueError('no such | thing')"), 20),
+    Check("hangs", python(hangs, str(folder / "pids")), 5),
+    Check("silent", python("pass"), 20),
+    Check("needs more", python("1/0"), 20, num_gpus=8),
+    Check("needs a package", python("1/0"), 20, packages=["no_such_package"]),
+    Check("tests", python("print('2 passed in 1s')"), 20, figure=None, is_test=True),
+    Check("no tests", python("print('SKIPPED [1] x.py:1: no GPU'); print('1 skipped in 1s')"), 20,
+          figure=None, is_test=True),
+    Check("sees its environment", python("import os; print('figure:', os.environ['X'])"), 20,
+          env={"X": "y"}),
+]
+rows = run_all(checks, 2, folder, minutes=1)
+print("\\n".join(table(rows)))
+late = run_all(checks[:1], 2, folder, minutes=0.1)
+print("\\n".join(table(late)))
+"""
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_checks_that_fail_or_hang_do_not_stop_the_others_and_leave_nothing_behind(tmp_path):
+    done = run("-c", SCRIPT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    cells = {
+        line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:]
+        for line in done.stdout.splitlines()
+        if line.startswith("| ")
+    }
+    results = {name: found[0] for name, found in cells.items()}
+    assert cells.pop("check") == ["result", "s", "figure"]
+    assert results["good"] == "skipped (no time left)"  # the second time
+    assert "| good | pass | 0 | 3 / 4 |" in done.stdout
+    assert results["bad"] == "FAIL (status 1: ValueError: no such / thing)"
+    assert results["hangs"].startswith("FAIL (not done after 5 s: ")
+    assert results["silent"] == "FAIL (it printed no figure)"
+    assert results["needs more"] == "skipped (needs 8 GPUs)"
+    assert results["needs a package"] == "skipped (not installed: no_such_package)"
+    assert (results["tests"], cells["tests"][2]) == ("pass", "2 passed in 1s")
+    assert results["no tests"] == "skipped (SKIPPED [1] x.py:1: no GPU)"
+    assert cells["sees its environment"][2] == "y"
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 3
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_without_a_gpu_it_says_what_it_would_run_and_fails():
+    done = run("benchmarks/gpu_check.py")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "gpu-check: no GPU here (nvidia-smi names none); the above was not run\n"
+    )
+    assert "[nccl-worker]" in done.stdout  # a test that is marked gpu
+    # All of them together end within an hour.
+    deadlines = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    assert len(deadlines) > 12 and sum(deadlines) <= 58 * 60

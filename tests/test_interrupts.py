@@ -1,0 +1,148 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from verifiers_rl.process import interrupts as module
+from verifiers_rl.process.interrupts import Interrupted, Interrupts, raise_if_interrupted
+from verifiers_rl.process.waiting import result_of
+
+
+def kill(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_raised_at_the_next_check_and_nowhere_before(number, capfd):
+    before = signal.getsignal(number)
+    interrupts, passed = Interrupts(), []
+    with pytest.raises(Interrupted) as caught, interrupts.handled(None, says=True):
+        interrupts.check()
+        kill(number)
+        passed.append("the code behind the signal")
+        interrupts.check_all(waits=False)
+    assert passed and signal.getsignal(number) is before
+    assert caught.value.code == 128 + number and isinstance(caught.value, KeyboardInterrupt)
+    assert capfd.readouterr().err.count(f"{signal.Signals(number).name}: the microbatch") == 1
+    interrupts.check()  # of an earlier run
+
+
+def test_a_signal_that_nothing_raises_ends_the_run_when_it_is_done():
+    by_sigterm = pytest.raises(Interrupted, match="interrupted by SIGTERM")
+    with by_sigterm, Interrupts().handled(None, says=False):
+        kill(signal.SIGTERM)
+    with pytest.raises(ValueError, match="its own"), Interrupts().handled(None, says=False):
+        kill(signal.SIGTERM)
+        raise ValueError("its own error")
+
+
+def test_a_wait_ends_with_a_signal(monkeypatch):
+    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.01)
+    raise_if_interrupted()  # without a run
+    with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+        threading.Timer(0.1, kill, [signal.SIGINT]).start()
+        result_of(Future(), 30.0, lambda: "nothing")
+
+
+def test_other_threads_have_no_signals_and_are_not_interrupted():
+    before, errors = signal.getsignal(signal.SIGTERM), []
+
+    def run():
+        try:
+            with Interrupts().handled(None, says=False):
+                assert signal.getsignal(signal.SIGTERM) is before
+            raise_if_interrupted()
+        except BaseException as error:
+            errors.append(error)
+
+    with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+        kill(signal.SIGTERM)
+        before = signal.getsignal(signal.SIGTERM)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert errors == []
+
+
+def test_a_signal_that_was_ignored_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts().handled(None, says=False):
+            kill(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+STUCK = """
+import hashlib, sys
+from verifiers_rl.process import interrupts
+interrupts.SAME_S = 0.3
+with interrupts.Interrupts().handled(None, says=True):
+    print("begun", flush=True)
+    # Minutes in C, where Python's own handlers do not run.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+
+def test_a_second_signal_ends_a_process_at_once_also_while_it_is_in_c():
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # a launcher's copy of the first one
+        assert "SIGINT: the microbatch" in process.stderr.readline() + process.stderr.readline()
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class OtherRanks:
+    """Ranks that each got the signals of `numbers`, one for each agreement."""
+
+    def __init__(self, *numbers):
+        self.numbers, self.told = list(numbers), []
+
+    def begin_max(self, number):
+        largest = max(number, self.numbers.pop(0))
+        self.told.append(("begun", number))
+        return lambda: self.told.append(("awaited", largest)) or largest
+
+    def barrier(self, what, deadline_s):
+        self.told.append((what, deadline_s))
+
+
+def test_all_ranks_end_at_the_same_check(capfd):
+    ranks, interrupts = OtherRanks(0, 0, 15), Interrupts()
+    with pytest.raises(Interrupted, match="SIGTERM"), interrupts.handled(ranks, says=True):
+        interrupts.check_all(waits=True)
+        interrupts.check_all(waits=False)
+        assert ranks.told == [("begun", 0), ("awaited", 0), ("begun", 0)]
+        interrupts.check_all(waits=False)  # in which another rank has a signal
+        interrupts.check_all(waits=False)
+    assert ranks.told[3:] == [
+        ("awaited", 0),
+        ("begun", 0),
+        ("awaited", 15),
+        ("all ranks to end", module.EXIT_S),
+    ]
+    assert "SIGTERM: the microbatch" in capfd.readouterr().err
+
+
+def test_a_signal_of_ones_own_is_told_to_the_other_ranks_first():
+    ranks, interrupts = OtherRanks(0, 0), Interrupts()
+    with pytest.raises(Interrupted, match="SIGINT"), interrupts.handled(ranks, says=False):
+        kill(signal.SIGINT)
+        interrupts.check_all(waits=False)
+        assert ranks.told == [("begun", signal.SIGINT)]
+        interrupts.check_all(waits=False)

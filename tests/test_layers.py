@@ -1,0 +1,229 @@
+"""How files and keys of the command line become one configuration."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from verifiers_rl.cli import load, train
+from verifiers_rl.cli.config import check_trainer_args, load_run_config, overrides_of
+from verifiers_rl.cli.layers import TomlError, parse_value
+from verifiers_rl.cli.plan import check_trainer_options
+
+BASE = """
+model = "./model"
+[env.taskset]
+id = "number_guess"
+num_tasks = 64
+[inference.args]
+"max-model-len" = 2048
+[trainer.args]
+max_steps = 5
+lora_target_modules = ["q_proj", "v_proj"]
+loss_args = { eps_high = 3.0 }
+"""
+
+
+@pytest.fixture
+def compose(tmp_path):
+    """Writes files, each into a folder of its own, and loads them under these words."""
+
+    def compose(*texts, words=""):
+        files = []
+        for number, text in enumerate(texts):
+            files.append(tmp_path / str(number) / "config.toml")
+            files[-1].parent.mkdir(exist_ok=True)
+            files[-1].write_text(text)
+        words = words.split() if isinstance(words, str) else words
+        return load_run_config(files, overrides_of(words), checks_model=False)
+
+    return compose
+
+
+def test_a_later_file_wins_and_tables_merge_key_by_key(compose, tmp_path):
+    later = "[env.taskset]\nnum_tasks = 8\n[trainer.args]\nmax_steps = 7\nbatch_size = 32\n"
+    config = compose(BASE, later)
+    assert config.trainer_args["max_steps"] == 7 and config.trainer_args["batch_size"] == 32
+    assert config.trainer_args["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert config.envs[0].v1 == {"taskset": {"id": "number_guess", "num_tasks": 8}}
+    assert config.model == str(tmp_path / "0" / "model")  # relative to the file that has it
+    assert config.folders == [tmp_path / "1", tmp_path / "0"]
+
+
+def test_lists_and_arrays_of_tables_are_replaced(compose):
+    later = '[[env]]\nid = "c"\n[trainer.args]\nlora_target_modules = ["o_proj"]\n'
+    first = 'model = "m"\n[[env]]\nid = "a"\nweight = 2\n[[env]]\nid = "b"\n'
+    config = compose(first, later)
+    assert [(env.id, env.weight) for env in config.envs] == [("c", 1.0)]
+    assert config.trainer_args["lora_target_modules"] == ["o_proj"]
+    # A table in place of an array, and the other way around.
+    assert not compose(first, '[env]\nid = "c"\n').is_mix
+    assert compose('model = "m"\n[env]\nid = "a"\n', '[[env]]\nid = "c"\n').is_mix
+
+
+def test_a_flag_is_replaced_however_it_is_spelled(compose):
+    config = compose(BASE, "[inference.args]\nmax_model_len = 64\n")
+    assert config.inference_args == {"max_model_len": 64}
+    words = "--inference.args.max-model-len 32"
+    assert compose(BASE, words=words).inference_args == {"max_model_len": 32}
+
+
+def test_keys_of_the_command_line_win_over_all_files_and_the_last_one_over_all(compose, tmp_path):
+    words = "--trainer.args.max_steps 10 --trainer.args.max_steps=11 --inference.gpus 0 "
+    words += "--env.taskset.num-tasks 3 --trainer.args.loss_args.eps_high 2.5 --model ./here"
+    config = compose(BASE, "[trainer.args]\nmax_steps = 7\n", words=words)
+    assert config.trainer_args["max_steps"] == 11 and config.inference_gpus == 0
+    assert config.envs[0].v1["taskset"]["num_tasks"] == 3
+    assert config.trainer_args["loss_args"] == {"eps_high": 2.5}
+    assert config.model == str(Path.cwd() / "here")  # relative to where the command is given
+
+
+def test_items_of_an_array_have_numbers_on_the_command_line(compose):
+    text = 'model = "m"\n[[env]]\nid = "a"\n[[env]]\nid = "b"\nargs = { x = 1 }\n'
+    config = compose(text, words="--env.1.weight 3 --env.1.args.y two")
+    assert [(env.id, env.weight, env.args) for env in config.envs] == [
+        ("a", 1.0, {}), ("b", 3, {"x": 1, "y": "two"}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10", 10), ("1e-5", 1e-5), ("true", True), ('"10"', "10"), ("[1, 2]", [1, 2]),
+        ("{a = 1}", {"a": 1}), ('{"a": 1}', {"a": 1}), ('["a"]', ["a"]), ("word", "word"),
+        ("org/model", "org/model"), ("a = 1", "a = 1"), ("1\nb = 2", "1\nb = 2"), ("", ""),
+    ],
+)  # fmt: skip
+def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
+    assert parse_value(text) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("run_name 42", "run_name", "42"),  # declared as text
+        ("run_name=a b", "run_name", "a b"),
+        ("use_lora False", "use_lora", False),
+        ("tools_in_process", "tools_in_process", True),  # alone: true
+        ("learning_rate 1e-3", "learning_rate", 1e-3),
+        ("warmup_steps 2", "warmup_steps", 2),
+        ("min_reward -0.5", "min_reward", -0.5),  # a number, not an option
+        ("lora_target_modules q_proj v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
+        ("lora_target_modules all-linear", "lora_target_modules", ["all-linear"]),
+        ('lora_target_modules ["q_proj"]', "lora_target_modules", ["q_proj"]),
+        ("stop ###", "stop", ["###"]),
+        ("stop 42", "stop", ["42"]),
+        ("report_to wandb trackio", "report_to", ["wandb", "trackio"]),
+        ('loss_args {"eps_high": 4.0}', "loss_args", {"eps_high": 4.0}),
+        ("loss_args {eps_high=4.0}", "loss_args", {"eps_high": 4.0}),
+        ("env_workers 2", "env_workers", "2"),  # RLConfig makes a number of it
+        ("eval_strategy steps", "eval_strategy", "steps"),
+        ("max_tokens none", "max_tokens", None),
+        ("max_steps ten", "max_steps", "ten"),  # refused later, as it stands
+    ],
+)
+def test_a_value_of_the_command_line_has_the_type_of_its_option(compose, words, name, value):
+    key, _, rest = words.partition(" ")
+    option = f"--trainer.args.{key}" + ("" if "=" not in key else f" {rest}")
+    given = [option] if "=" in key else [option, *rest.split()]
+    if rest.startswith(("{", "[")):
+        given = [option, rest]
+    config = compose(BASE, words=given)
+    check_trainer_args(config)
+    assert config.trainer_args[name] == value
+    assert type(config.trainer_args[name]) is type(value)
+
+
+def test_an_id_and_a_model_of_digits_are_text(compose):
+    config = compose('model = "m"\n[env]\nid = "a"\n', words="--env.id 2048 --model 7")
+    assert (config.envs[0].id, config.model) == ("2048", "7")
+
+
+def test_the_words_of_a_configuration_give_it_again(compose):
+    words = ["--trainer.args.stop", "a b", "c", "--trainer.args.run_name=x y", "--inference.gpus=0"]
+    config = compose(BASE, "[trainer]\ngpus = 2\n", words=words)
+    files, rest = config.words[1:4:2], config.words[4:]
+    again = load_run_config([Path(file) for file in files], overrides_of(rest), checks_model=False)
+    for each in fields(config):
+        assert getattr(again, each.name) == getattr(config, each.name), each.name
+    assert again.trainer_args["stop"] == ["a b", "c"] and again.trainer_gpus == 2
+
+
+def test_an_error_names_the_file_that_has_the_value(compose, tmp_path):
+    later = "[trainer.args]\nlearning_rate = -1.0\n"
+    with pytest.raises(TomlError, match=r"/1/config\.toml: \[trainer\.args\] learning_rate=-1\.0"):
+        compose(BASE, later).make_args(use_cpu=True)
+    with pytest.raises(TomlError, match=r"/0/config\.toml: \[trainer\.args\] loss_args of loss="):
+        config = compose(BASE.replace("eps_high", "eps"), "[trainer.args]\nbatch_size = 32\n")
+        config.make_args(use_cpu=True)
+    with pytest.raises(TomlError, match=r"^the command line: \[trainer\.args\] seed=-1: must be"):
+        compose(BASE, words="--trainer.args.seed -1").make_args(use_cpu=True)
+    with pytest.raises(TomlError, match=r"/1/config\.toml: \[\[env\]\] 1: weight=0"):
+        compose(BASE, '[[env]]\nid = "a"\nweight = 0\n')
+    # A key that no file has: all files are named.
+    with pytest.raises(TomlError, match=r"/0/config\.toml, \S+/1/config\.toml: model is missing"):
+        compose('[env]\nid = "a"\n', "[trainer]\ngpus = 0\n")
+
+
+def test_modules_are_found_beside_every_file_and_in_further_folders(compose, tmp_path, monkeypatch):
+    (tmp_path / "shared").mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = compose('import_from = ["../shared"]\n' + BASE, "[trainer.args]\nmax_steps = 1\n")
+    assert config.folders == [tmp_path / "1", tmp_path / "0", tmp_path / "shared"]
+    for name, folder in (("loss_of_layers", "0"), ("masks_of_layers", "shared")):
+        (tmp_path / folder / f"{name}.py").write_text("def mine(inputs): ...\n")
+    words = "--trainer.args.loss loss_of_layers:mine --trainer.args.loss_args {} "
+    words += "--trainer.args.gradient_masks {masks_of_layers:mine={}}"
+    words = words.replace("masks_of_layers:mine=", '"masks_of_layers:mine"=')
+    config = compose('import_from = ["../shared"]\n' + BASE, "", words=words)
+    config.trainer_args["loss_args"] = {}
+    config.load_own_code()
+
+
+def test_the_configuration_reaches_the_process_that_loads_the_environments(
+    compose, tmp_path, monkeypatch
+):
+    config = compose(
+        'model = "m"\n[env]\nid = "of_layers"\n',
+        "[env.args]\nsize = 3\n",
+        words=["--env.args.note", "two words"],
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["load", str(tmp_path / "answer"), *config.words])
+    loaded = []
+    monkeypatch.setattr(
+        "verifiers_rl.envs.make.load_by_id",
+        lambda env_id, args, folders: loaded.append((env_id, args, list(folders))),
+    )
+    load.main()
+    assert (tmp_path / "answer").read_text() == ""
+    assert loaded == [
+        ("of_layers", {"size": 3, "note": "two words"}, [tmp_path / "1", tmp_path / "0"])
+    ]
+
+
+def test_vf_train_takes_several_files_and_keys(compose, tmp_path, monkeypatch, capsys):
+    compose(BASE.replace("./model", "org/model"), "[trainer]\ngpus = 0\n")
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda model: None)
+    words = ["@", f"{tmp_path}/0/config.toml", "@", f"{tmp_path}/1/config.toml"]
+    words += ["--trainer.args.batch_size", "100"]
+    monkeypatch.setattr(sys, "argv", ["vf-train", *words])
+    with pytest.raises(SystemExit):
+        train.main()
+    said = capsys.readouterr().err
+    assert "vf-train: error: the command line: [trainer.args] batch_size=100 is not" in said
+
+
+TOMLS = [
+    path for path in sorted(ROOT.rglob("*.toml"))
+    if path.name != "pyproject.toml" and not {".venv", "_build", "outputs"} & {*path.parts}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_toml_of_the_repository_is_a_valid_run(path, monkeypatch):
+    # The model is made or downloaded later.
+    monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda model: None)
+    check_trainer_options(load_run_config(path))

@@ -1,0 +1,143 @@
+"""`--dry-run`, and the resolved configuration in a run's folder."""
+
+import os
+import sys
+import tomllib
+
+import pytest
+
+from verifiers_rl.cli import rl
+from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.cli.resolved import RESOLVED, resolved_text, write_resolved
+
+FIRST = """
+model = "./model"
+env_file = "secrets.env"
+import_from = ["code"]
+[[env]]
+id = "number_guess"
+args = { api_key = "judge-secret", note = "kept" }
+[[env]]
+name = "second"
+taskset = { id = "number_guess", num_tasks = 3 }
+[inference.args]
+max_model_len = 64
+[trainer.args]
+hub_token = "hf_secret"
+loss_args = { eps_high = 3.0 }
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs vf-rl in this process, from another folder than that of its files."""
+    folder = tmp_path / "files"
+    (folder / "code").mkdir(parents=True)
+    (folder / "secrets.env").write_text("SEARCH=very-secret\n")
+    (folder / "first.toml").write_text(FIRST)
+    (folder / "flat.toml").write_text("max_steps = 7\n[sampling]\ntemperature = 0.9\n")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["vf-rl", *words])
+        try:
+            status = rl.run()
+        except SystemExit as ended:
+            status = ended.code
+        stdout, stderr = capsys.readouterr()
+        return status, stdout, stderr
+
+    return run
+
+
+FILES = ["@", "../files/first.toml", "@", "../files/flat.toml"]
+
+
+def test_a_dry_run_prints_and_writes_what_would_run_and_starts_nothing(run, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("subprocess.Popen.__init__", lambda *args, **_: started.append(args))
+    words = ["--trainer.gpus", "2", "--trainer.args.run_name", "42", "--env.0.weight=2"]
+    status, printed, said = run("--dry-run", *FILES, *words)
+    assert status == 0, said
+    written = tmp_path / "here" / "outputs" / "42" / RESOLVED
+    assert written.read_text() == printed and str(written) in said
+    assert os.listdir(written.parent) == [RESOLVED] and not started
+    data = tomllib.loads(printed)
+    assert data["model"] == str(tmp_path / "files" / "model")
+    assert data["env_file"] == [str(tmp_path / "files" / "secrets.env")]
+    assert data["import_from"] == [str(tmp_path / "files"), str(tmp_path / "files" / "code")]
+    args = data["trainer"]["args"]
+    assert (args["max_steps"], args["temperature"], args["run_name"]) == (7, 0.9, "42")
+    assert args["output_dir"] == str(written.parent)
+    assert data["env"][0]["weight"] == 2 and data["trainer"]["gpus"] == 2
+
+
+def test_no_secret_is_in_it_and_it_says_which_were_left_out(run):
+    status, printed, said = run("--dry-run", *FILES, "--trainer.gpus", "2")
+    assert status == 0
+    for secret in ("judge-secret", "hf_secret", "very-secret"):
+        assert secret not in printed + said
+    assert "# Left out, because its name or its form is that of a secret: env.0.args.api_key" in (
+        printed
+    )
+    assert "secret: trainer.args.hub_token" in printed
+    assert tomllib.loads(printed)["env"][0]["args"] == {"note": "kept"}
+
+
+def test_it_runs_as_it_is_from_any_folder_and_gives_itself_again(run, tmp_path, monkeypatch):
+    status, printed, _ = run("--dry-run", *FILES, "--trainer.gpus", "2")
+    assert status == 0
+    written = tmp_path / "here" / "outputs" / "rl" / RESOLVED
+    first = load_run_config(
+        [tmp_path / "files" / "first.toml", tmp_path / "files" / "flat.toml"],
+        [("trainer.gpus", "2")], checks_model=False,
+    )  # fmt: skip
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = load_run_config(written, checks_model=False)
+    assert (again.model, again.envs[1:], again.env_files, again.trainer_gpus) == (
+        first.model, first.envs[1:], first.env_files, 2,
+    )  # fmt: skip
+    assert again.folders == [written.parent, *first.folders]
+    kept = {k: v for k, v in first.trainer_args.items() if k != "hub_token"}
+    assert kept.items() <= again.trainer_args.items()
+    # Run again, it is not overwritten; what it says is the same but for its name.
+    status, repeated, _ = run("--dry-run", "@", str(written))
+    assert status == 0 and written.read_text() == printed
+    assert tomllib.loads(repeated)["trainer"] == tomllib.loads(printed)["trainer"]
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(run, tmp_path):
+    checkpoint = tmp_path / "here" / "outputs" / "rl" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 3}')
+    words = ["--dry-run", *FILES, "--trainer.gpus", "2"]
+    status, printed, said = run(*words)
+    assert (status, printed) == (1, "") and "holds a run already (checkpoint-3)" in said
+    assert run(*words, "--resume")[0] == run(*words, "--overwrite")[0] == 0
+    assert checkpoint.is_dir()
+    status, _, said = run(*words, "--trainer.args.max_steps", "0")
+    assert status == 1 and "the command line: [trainer.args] max_steps=0" in said
+
+
+def test_files_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero.json").write_text("{}")
+    config = tmp_path / "config.toml"
+    head = 'model = "m"\n[env]\nid = "e"\n[trainer.args]\n'
+    for option in ("deepspeed", "resume_from_checkpoint"):
+        config.write_text(f'{head}{option} = "zero.json"\n')
+        text = resolved_text(load_run_config(config, checks_model=False), "runs/a")
+        args = tomllib.loads(text)["trainer"]["args"]
+        assert args == {option: f"{tmp_path}/zero.json", "output_dir": f"{tmp_path}/runs/a"}
+
+
+def test_a_run_writes_it_into_its_folder_but_never_over_a_file_that_it_has_read(tmp_path):
+    config = tmp_path / RESOLVED
+    config.write_text('model = "m"\n[env]\nid = "e"\n')
+    read = load_run_config(config, checks_model=False)
+    assert write_resolved(read, str(tmp_path)) == config
+    assert config.read_text().startswith('model = "m"')
+    target = write_resolved(read, str(tmp_path / "run"))
+    assert tomllib.loads(target.read_text())["env"] == {"id": "e"}

@@ -1,0 +1,371 @@
+"""Checkpoints and the final model: complete or absent, whichever process ends when.
+
+    output_dir/_unfinished/checkpoint-N    all ranks write into this folder
+                                           one process brings it to the disk
+    output_dir/checkpoint-N                the folder gets its name; only then old ones are removed
+
+A killed run leaves at most `_unfinished`, which the next start removes. Beside what Trainer saves,
+a checkpoint has rl_state.json: the state of each part in `Checkpoints.kept`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback
+
+from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.distributed import HostGroup, mean_over_ranks
+from verifiers_rl.hub import HubTrainer, push_checkpoint
+from verifiers_rl.merging import save_merged
+from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
+from verifiers_rl.process.interrupts import Interrupted, say
+from verifiers_rl.report.metrics import StepWindow
+from verifiers_rl.report.model_card import finish_run_folder, write_model_card
+from verifiers_rl.report.run_folder import (
+    CARD,
+    MERGED,
+    METRICS,
+    RL_STATE,
+    STATE,
+    UNFINISHED,
+    checkpoints_of,
+    is_our_card,
+    newest_checkpoint,
+    rl_state_of,
+)
+from verifiers_rl.sync.sources import check_adapter
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+SAVE_S = 1800.0  # deadline for the slowest rank to write its part of a checkpoint
+
+
+class Kept(Protocol):
+    """A part of a run whose state a checkpoint keeps. Both methods run on every rank."""
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return what a run that continues at this step needs, as JSON can have it."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Checkpoints(TrainerCallback):
+    """Writes the checkpoints and the final model of a run, and reads what a checkpoint keeps.
+
+    Args:
+        trainer: the `RLTrainer`.
+        window: its steps since the last line of logs.
+
+    Attributes:
+        kept: parts whose state is in each checkpoint, by name. Rank 0's state is saved, and every
+            rank that has the part loads it. Add a part before `train()`.
+        run_dir: where Trainer writes now in place of output_dir; None while nothing is saved.
+    """
+
+    def __init__(self, trainer: Any, window: StepWindow) -> None:
+        self._trainer = trainer
+        self._folder = Path(trainer.args.output_dir)
+        self._hosts: HostGroup | None = None
+        self._is_running = False
+        self.kept: dict[str, Kept] = {
+            "evaluations": trainer.evaluations,
+            "position": Position(trainer, window),
+        }
+        if trainer.orchestrator is not None:
+            self.kept["orchestrator"] = trainer.orchestrator
+        self.run_dir: str | None = None
+        self._resumed: str | None = None
+        self._saved_step: int | None = None  # of the newest checkpoint of this run
+        self._changed_in: int | None = None  # the step that has changed weights before its end
+        self._uploaded: set[Path] = set()  # checkpoints that a running upload may read
+        self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and the state when it began
+
+    # --- The run ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def of_run(self, hosts: HostGroup | None, resume: str | None) -> Iterator[None]:
+        """Enter this around a run from the checkpoint `resume`, or from the start."""
+        self._hosts, self._resumed, self._is_running = hosts, resume, True
+        self._saved_step = self._changed_in = self._rng = None
+        try:
+            yield
+        finally:
+            self._hosts, self._is_running = None, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.local_process_index == 0:
+            shutil.rmtree(self._folder / UNFINISHED, ignore_errors=True)
+        if self._resumed is None:
+            return
+        self._saved_step = state.global_step
+        self._find_best()
+        states = rl_state_of(self._resumed)
+        for name, part in self.kept.items():
+            if name in states:
+                part.load_state_dict(states[name])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._rng = (state.global_step, rng_state())
+
+    def weights_change(self) -> None:
+        """Say that the weights change now, before the end of the step: from here on, a step that
+        is broken off cannot be repeated.
+        """
+        self._changed_in = self._trainer.state.global_step
+
+    @property
+    def can_repeat_step(self) -> bool:
+        """Whether the weights are still those with which this step began."""
+        return self._changed_in != self._trainer.state.global_step
+
+    # --- Saving -----------------------------------------------------------------------------------
+
+    def save(self, write: Callable[[], None], uploads: bool = True) -> None:
+        """Save a checkpoint of this step. Every rank calls this.
+
+        Args:
+            write: Trainer's own saving, into a folder below `run_dir`.
+            uploads: with `push_to_hub`, begin to upload it.
+        """
+        trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
+        self._sync_files()
+        states = {name: part.state_dict(step) for name, part in self.kept.items()}
+        folder = self._begin(f"checkpoint-{step}")
+        self.run_dir = str(folder.parent)
+        try:
+            write()
+        finally:
+            self.run_dir = None
+        self._saved_step = step
+        self._find_best()
+        if args.should_save:
+            trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
+            (folder / RL_STATE).write_text(json.dumps(states))
+            write_model_card(folder, trainer.model, args, trainer.state, trainer._env)
+        target = self._folder / folder.name
+        self._finish(folder, partial(put_in_place, folder, target))
+        if args.should_save:
+            self._remove_old()
+        if args.push_to_hub and uploads and push_checkpoint(trainer, target):
+            self._uploaded.add(target)
+
+    def save_unfinished(self) -> None:
+        """Save a checkpoint of the steps done so far, where the run ends inside a step, unless
+        save_strategy is "no". Every rank calls this. Outside of a run it does nothing.
+        """
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if step == 0 or step == self._saved_step or not self._is_running:
+            return
+        trainer.log_ended_evaluations()
+        if trainer.args.save_strategy == "no":
+            logger.warning("none of the %d steps is saved, because save_strategy = 'no'", step)
+            return
+        if not self.can_repeat_step:
+            logger.warning("step %d is not saved: the next one has changed its weights", step)
+            return
+        if self._rng is not None and self._rng[0] == step:
+            set_rng_state(self._rng[1])  # the step that is broken off will be repeated
+        write = partial(Trainer._save_checkpoint, trainer, trainer.model, trial=None)
+        self.save(write, uploads=False)  # the process would wait for it at its end
+        trainer.control = trainer.callback_handler.on_save(
+            trainer.args, trainer.state, trainer.control
+        )
+
+    def save_on_error(self, work: Callable[[], _T]) -> _T:
+        """Run `work`. If it fails, save a checkpoint of the steps so far, then raise the error."""
+        try:
+            return work()
+        except Exception:
+            self.save_unfinished()
+            step = self._trainer.state.global_step
+            if step and step == self._saved_step and self._trainer.is_world_process_zero():
+                logger.warning("step %d is saved in %s", step, self._folder)
+            raise
+
+    def save_interrupted(self, interrupted: Interrupted) -> None:
+        """Do as `save_unfinished`, and tell people what is saved."""
+        self.save_unfinished()
+        if not self._trainer.is_world_process_zero():
+            return
+        step, newest = self._trainer.state.global_step, newest_checkpoint(self._folder)
+        what = f"nothing of its {step} steps is saved"
+        if newest is not None:
+            what = f"the newest checkpoint is {newest}; go on with --resume, or with "
+            what += "train(resume_from_checkpoint=True)"
+        say(f"{interrupted} at step {step}; {what}")
+
+    def save_final(self) -> None:
+        """Save the final model into output_dir, with its card, and print the closing lines of the
+        run. Every rank calls this.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        folder = self._begin("final")
+        trainer.save_model(str(folder), _internal_call=True)
+
+        def place() -> None:
+            for path in sorted(folder.iterdir()):
+                put_in_place(path, self._folder / path.name)
+            folder.rmdir()
+
+        self._finish(folder, place)
+        if args.save_final != "merged":
+            if args.should_save and is_our_card(self._folder / MERGED / CARD):  # of fewer steps
+                remove_folder(self._folder / MERGED, self._folder / UNFINISHED)
+        else:
+            merged = self._begin(MERGED)
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            save_merged(model, trainer.processing_class, merged, writes=args.should_save)
+            if args.should_save:
+                write_model_card(merged, trainer.model, args, trainer.state, trainer._env, True)
+            self._finish(merged, partial(put_in_place, merged, self._folder / MERGED))
+        if trainer.is_world_process_zero():
+            finish_run_folder(trainer.model, args, trainer.state, trainer._env)
+
+    # --- All ranks --------------------------------------------------------------------------------
+
+    def _begin(self, name: str) -> Path:
+        """Return an empty folder, in which all ranks may write."""
+        folder = self._folder / UNFINISHED / name
+        if self._trainer.args.local_process_index == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        self._meet("all ranks to begin a checkpoint")
+        return folder
+
+    def _finish(self, folder: Path, place: Callable[[], None]) -> None:
+        """Bring to the disk what all ranks have written into a folder, then let rank 0 `place` it,
+        and one process of each other machine, if that has a disk of its own.
+        """
+        args = self._trainer.args
+        self._meet("all ranks to write their part of a checkpoint")
+        if args.local_process_index == 0 and folder.is_dir():
+            sync_tree(folder)
+        self._meet("all machines to have a checkpoint on their disks")
+        if args.process_index == 0:
+            place()
+        self._meet("a checkpoint to get its name")
+        if args.local_process_index == 0 and args.process_index > 0 and folder.is_dir():
+            place()
+
+    def _meet(self, what: str) -> None:
+        if self._hosts is not None:
+            self._hosts.barrier(what, SAVE_S)
+
+    # --- What is around a checkpoint --------------------------------------------------------------
+
+    def _sync_files(self) -> None:
+        """Wait until the disk has all rows of metrics and rollouts up to this step: a run that
+        goes on from the checkpoint does not write them again.
+        """
+        self._trainer._files.sync()
+        if self._trainer.is_world_process_zero() and (self._folder / METRICS).is_file():
+            sync(self._folder / METRICS)
+
+    def _find_best(self) -> None:
+        """Set the path of the best checkpoint. The one in trainer_state.json may be of a folder
+        that was moved.
+        """
+        state = self._trainer.state
+        best = self._folder / f"checkpoint-{state.best_global_step}"
+        if state.best_global_step and (
+            best.is_dir() or state.best_global_step == self._trainer.state.global_step
+        ):
+            state.best_model_checkpoint = str(best)
+
+    def _remove_old(self) -> None:
+        """Keep the newest save_total_limit checkpoints; the best one counts and always stays."""
+        limit = self._trainer.args.save_total_limit
+        if not limit or limit < 0:
+            return
+        best = self._trainer.state.best_model_checkpoint
+        found = checkpoints_of(self._folder)
+        kept = {found[-1].name, Path(best).name if best else found[-1].name}
+        push = getattr(self._trainer, "push_in_progress", None)
+        if push is None or push.is_done():
+            self._uploaded.clear()
+        removable = [p for p in found if p.name not in kept and p not in self._uploaded]
+        for path in removable[: max(len(found) - max(limit, len(kept)), 0)]:
+            remove_folder(path, self._folder / UNFINISHED)
+
+
+class SavingTrainer(HubTrainer):
+    """A Trainer that saves through `Checkpoints`."""
+
+    checkpoints: Checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.checkpoints.run_dir or super()._get_output_dir(trial)
+
+
+class Position:
+    """Where a run is between two lines of logs: what Trainer and the window of steps have summed.
+
+    Args:
+        trainer: the `RLTrainer`.
+        window: the steps since the last line of logs.
+    """
+
+    def __init__(self, trainer: Any, window: StepWindow) -> None:
+        self._trainer, self._window = trainer, window
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "window": self._window.state(),
+            "loss": mean_over_ranks(trainer._tr_loss, trainer.args.world_size),
+            "last_logged": trainer._globalstep_last_logged,
+            "total_loss": trainer._total_loss_scalar,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window.set_state(state["window"])
+        self._trainer._tr_loss += state["loss"]
+        self._trainer._globalstep_last_logged = state["last_logged"]
+        self._trainer._total_loss_scalar = state["total_loss"]
+
+
+def check_final(policy: Any, args: RLConfig) -> None:
+    """Raise ConfigError if the final model cannot be saved as `save_final` asks."""
+    if args.save_final == "adapter":
+        return
+    if not hasattr(policy, "peft_config"):
+        raise ConfigError(
+            f"save_final={args.save_final!r}: without effect where all weights are trained: the "
+            "final model is a plain one; leave it out"
+        )
+    try:
+        check_adapter(policy.peft_config["default"], "merged")
+    except ValueError as error:
+        raise ConfigError(f"save_final={args.save_final!r}: {error}") from error
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of the generators that Trainer saves with a checkpoint."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set the generators to what `rng_state` has returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,99 @@
+"""The configuration of a run as one TOML in our layout, which runs as it is, from any folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.layers import COMMAND_LINE, plain, values_in
+from verifiers_rl.process.secret_names import is_secret_key
+from verifiers_rl.report.run_folder import RunFolderError
+
+RESOLVED = "resolved.toml"  # in the run's folder
+
+
+def resolved_text(config: RunConfig, output_dir: str) -> str:
+    """Return the TOML of this configuration, without secrets.
+
+    Args:
+        output_dir: folder of the run.
+    """
+    import tomli_w
+
+    data = plain(config.tree)
+    first: dict[str, Any] = {"model": config.model}
+    if config.env_files:
+        first["env_file"] = [str(path) for path in config.env_files]
+    first["import_from"] = [str(path) for path in config.folders]
+    args = dict(config.trainer_args)
+    args.pop("overwrite_output_dir", None)  # is about one start
+    args["output_dir"] = str(Path(output_dir).absolute())
+    for name in ("deepspeed", "resume_from_checkpoint"):  # relative to where vf-rl was started
+        if isinstance(path := args.get(name), str) and Path(path).exists():
+            args[name] = str(Path(path).absolute())
+    trainer = {k: v for k, v in data.get("trainer", {}).items() if k != "args"} | {"args": args}
+    rest = {k: v for k, v in data.items() if k not in first and k not in ("trainer", "env_file")}
+    secrets: list[str] = []
+    told = _without_secrets({**first, **rest, "trainer": trainer}, "", secrets)
+    sources = [str(path) for path in config.files]
+    if any(value.source == COMMAND_LINE for value in values_in(config.tree)):
+        sources.append(COMMAND_LINE)
+    head = [f"# What vf-rl makes of {', '.join(sources)}. It runs as it is: vf-rl @ {RESOLVED}"]
+    head += [f"# Left out, because its name or its form is that of a secret: {k}" for k in secrets]
+    return "\n".join(head) + "\n" + tomli_w.dumps(told)
+
+
+def _without_secrets(value: Any, at: str, secrets: list[str]) -> Any:
+    """Return data without secrets, whose keys are added to `secrets`, and without None."""
+    if isinstance(value, list):
+        return [_without_secrets(v, f"{at}.{i}", secrets) for i, v in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, inner in value.items():
+        name = f"{at}.{key}".lstrip(".")
+        if is_secret_key(key, inner):
+            secrets.append(name)
+        elif inner is not None:
+            kept[key] = _without_secrets(inner, name, secrets)
+    return kept
+
+
+def write_resolved(config: RunConfig, output_dir: str) -> Path:
+    """Write the TOML of this configuration into the run's folder, unless it is what was read.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    target = Path(output_dir).expanduser().absolute() / RESOLVED
+    if target in config.files:
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(resolved_text(config, output_dir), "utf-8")
+    except OSError as error:
+        raise RunFolderError(
+            f"output_dir={output_dir!r} cannot be written: {error.strerror}; choose another"
+        ) from error
+    return target
+
+
+def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
+    """Print the resolved configuration, and write it into the run's folder. Its values are checked
+    as far as nothing has to be started or loaded for that. Returns the exit status.
+
+    Raises:
+        TomlError: a value cannot work.
+        RunFolderError: the run could not begin in its folder.
+    """
+    from verifiers_rl.cli.plan import check_folder, check_trainer_options
+
+    args = check_trainer_options(config)
+    check_folder(args, resume)
+    print(resolved_text(config, args.output_dir), end="")
+    sys.stdout.flush()
+    target = write_resolved(config, args.output_dir)
+    print(f"vf-rl: this is in {target}; nothing was started", file=sys.stderr)
+    return 0

@@ -1,0 +1,108 @@
+"""`vf-setup [DIR] [--example NAME]`: writes a workspace, a folder in which a run can begin.
+
+The files are those of examples/: a folder of it (without --example its skeleton of an environment
+of one's own), and what all workspaces share. A wheel has examples/ inside the package.
+
+In examples/, commands and paths are for the repository's root. In a workspace they are for the
+workspace, so `examples/NAME/` and `examples/` are removed from the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shlex
+from pathlib import Path
+
+import verifiers_rl
+from verifiers_rl.cli.errors import fail, files_error
+
+PACKAGE = Path(verifiers_rl.__file__).parent
+EXAMPLES = next(path for path in (PACKAGE / "examples", PACKAGE.parent / "examples")
+                if path.is_dir())  # fmt: skip
+SKELETON = "skeleton"
+TEXTS = (".json", ".md", ".py", ".toml", ".yaml")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="vf-setup", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: this folder"
+    )
+    parser.add_argument(
+        "--example", metavar="NAME", default=SKELETON,
+        help="one of --list; default: an environment, its test and a loss of your own to change",
+    )  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="show the examples")
+    options = parser.parse_args()
+    if options.list:
+        for name, about in examples().items():
+            default = " (default)" if name == SKELETON else ""
+            print(f"{name.replace('_', '-') + default:20}  {about}")
+        return
+    name = find_example(options.example)
+    files = workspace_files(name)
+    if problem := files_error(options.folder, dict.fromkeys(path.split("/")[0] for path in files)):
+        fail(problem, "vf-setup")
+    for path, content in files.items():
+        target = options.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    where = shlex.quote(str(options.folder))
+    print(f"vf-setup: wrote {', '.join(files)} into {where}")
+    print(f"vf-setup: README.md there says more; it begins with\n\n    cd {where}")
+    print("\n".join(f"    {line}" for line in first_commands(files["README.md"].decode())))
+
+
+def examples() -> dict[str, str]:
+    """Return the names of the examples, the skeleton first, and the title of each one's README."""
+    found = {}
+    names = sorted(path.parent.name for path in EXAMPLES.glob("*/rl.toml"))
+    for name in sorted(names, key=SKELETON.__ne__):
+        if name != "classic":  # which is for verifiers before 0.4
+            title = (EXAMPLES / name / "README.md").read_text().partition("\n")[0]
+            found[name] = title.partition(": ")[2]
+    return found
+
+
+def find_example(name: str) -> str:
+    """Return the name of the example's folder. Ends the program if there is none."""
+    known, wanted = list(examples()), name.replace("-", "_").lower()
+    if wanted not in known:
+        near = difflib.get_close_matches(wanted, known, 1)
+        shown = ", ".join(one.replace("_", "-") for one in known)
+        hint = f"did you mean {near[0].replace('_', '-')!r}?" if near else f"there are {shown}"
+        fail(f"--example {name!r}: no such example; {hint}", "vf-setup")
+    return wanted
+
+
+def workspace_files(name: str) -> dict[str, bytes]:
+    """Return the content of a workspace's files, by their paths in it."""
+    sources = {path.name: path for path in sorted((EXAMPLES / name).iterdir()) if path.is_file()}
+    sources.setdefault("train.py", EXAMPLES / "train.py")
+    if "warm_start.py" in sources["README.md"].read_text():  # a tiny model, for a CPU
+        sources["warm_start.py"] = EXAMPLES / "warm_start.py"
+    accelerate = sorted((EXAMPLES / "accelerate").iterdir())
+    sources |= {f"accelerate/{path.name}": path for path in accelerate}
+    files = {path: of_workspace(source, name) for path, source in sources.items()}
+    files["README.md"] += b"\n" + of_workspace(EXAMPLES / "workspace.md", name)
+    return files
+
+
+def of_workspace(path: Path, name: str) -> bytes:
+    """Return the content of a file, with paths as they are in a workspace."""
+    if path.suffix not in TEXTS:
+        return path.read_bytes()
+    text = path.read_text().replace(f"examples/{name}/", "").replace("examples/", "")
+    return text.replace("](../", "](").encode()
+
+
+def first_commands(readme: str) -> list[str]:
+    """Return the lines of the first block of commands."""
+    found = re.search(r"^```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    return found.group(1).splitlines() if found else []
+
+
+if __name__ == "__main__":
+    main()
