@@ -33,7 +33,7 @@ CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollo
 	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering example_environments)) \
 	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it
 
-.PHONY: help install demo test test-fast test-all gpu-check check format docs reference clean
+.PHONY: help install demo test test-fast test-all gpu-check check format docs reference page clean
 
 help:
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
@@ -98,6 +98,10 @@ docs: $(INSTALLED)
 # docs/reference.md, after a change of an option. tests/test_docs.py says when it is stale.
 reference: $(INSTALLED)
 	$(BIN)/python docs/make_reference.py
+
+# The chart library of `vf-rl view`, at the version that its record names; needs npm. A clone has it.
+page: $(INSTALLED)
+	$(BIN)/python tools/vendor_charts.py
 
 clean:
 	rm -rf docs/_build .venv .venv-classic .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache

@@ -307,7 +307,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 # --- Commands -------------------------------------------------------------------------------------
 
 # Programs of others; what they are given is theirs.
-OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "uv"}
+OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
 
 
 def commands(page):
@@ -322,9 +322,9 @@ def commands(page):
 
 
 @cache
-def help_of(program):
+def help_of(program, *commands):
     scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
-    command = [sys.executable, "-m", scripts[program].partition(":")[0], "--help"]
+    command = [sys.executable, "-m", scripts[program].partition(":")[0], *commands, "--help"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
@@ -368,7 +368,7 @@ def check_command(words, page):
             elif key.partition(".")[0] in (*flat.COMMON, *flat.OURS) or key in flat.MOVED:
                 assert "." in key or key in flat.MOVED, words
             else:
-                said = help_of(program)
+                said = help_of(program, *(word for word in rest[:1] if word in ("view", "report")))
                 assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)
     elif words[:2] == ["accelerate", "launch"]:
         from accelerate.commands.launch import launch_command_parser

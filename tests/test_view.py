@@ -536,6 +536,7 @@ def test_the_policy_of_the_file_allows_exactly_its_own_scripts_and_styles():
     assert sorted(re.findall(r"'sha256-([^']+)'", policy)) == sorted(digests)
 
 
+@pytest.mark.slow
 def test_the_file_keeps_to_its_size_with_whole_groups_from_all_over_the_run(tmp_path):
     write_fake_run(tmp_path / "run", 4000, 40)
     said = one_file.write_page(Runs([tmp_path]), tmp_path / "page.html", 500_000)

@@ -296,6 +296,7 @@ def test_a_rollout_has_its_timeline_its_calls_and_its_reasoning(open_page, addre
 # --- Runs that change, odd runs, hostile runs -----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_run_that_goes_on_and_one_that_is_resumed(open_page, tmp_path):
     def train(first, last, up_to=None):
         writer = RolloutWriter(tmp_path, up_to)
@@ -331,6 +332,7 @@ def test_the_page_follows_a_run_that_goes_on_and_one_that_is_resumed(open_page, 
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.locator("#banner.is-error").wait_for()
     assert "vf-rl view" in page.locator("#banner").inner_text()
+    page.close()
     assert all("Failed to fetch" in e or "ERR_CONNECTION" in e for e in open_page.errors)
     open_page.errors.clear()
 
@@ -378,6 +380,7 @@ def test_odd_runs_show_what_they_have_and_say_what_is_wrong(open_page, tmp_path)
         until(page, "document.querySelector('.count').textContent.includes('no run')")
         assert all("gone" in error or "404" in error for error in open_page.errors)
         open_page.errors.clear()
+        page.close()
     one_file.write_page(Runs([tmp_path]), tmp_path / "page.html", 2_000_000)
     page = open_page(f"file://{tmp_path}/page.html")
     page.locator(".card").first.wait_for()
@@ -403,6 +406,7 @@ def hostile_run(folder):
     write_lines(folder / "metrics.jsonl", {"step": 1, HOSTILE: 1.0, "reward": 0.5, "step_s": 1})
 
 
+@pytest.mark.slow
 def test_what_models_write_is_text_on_the_page_and_in_the_file(open_page, tmp_path):
     hostile_run(tmp_path / "run")
     one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)
@@ -420,6 +424,7 @@ def test_what_models_write_is_text_on_the_page_and_in_the_file(open_page, tmp_pa
             assert page.evaluate("window.hacked") is None
             assert page.locator("img").count() == 0 == page.locator("main script").count()
             assert not scrolls_sideways(page)
+            page.close()
 
 
 def test_the_file_works_alone_with_its_sample(open_page, two_runs, tmp_path):

@@ -6,7 +6,6 @@ import { colorOf, formatNumber, formatSeconds, h, isNumber } from "./dom.js";
 
 export const RUN_COLORS = ["--run0", "--run1", "--run2", "--run3", "--run4", "--run5", "--run6", "--run7"];
 const DASHES = [[], [8, 4], [2, 3]]; // for runs beyond the number of colors
-const HEIGHT = 170;
 
 // The mean over the past that forgets: 0 is the values themselves.
 export function smoothed(values, weight) {
@@ -49,20 +48,35 @@ export class Chart {
     this.stacked = stacked;
     this.now = h("p", { class: "now" });
     this.area = h("div", { class: "plot", tabindex: "0", role: "img" });
-    const info = about.text && h("details", { class: "info" },
-      h("summary", { "aria-label": `What is ${title}?` }, "i"), h("p", {}, about.text));
-    this.element = h("figure", { class: "chart", id: `chart-${name}` },
-      h("figcaption", {}, h("h3", {}, title), info), this.now, this.area);
+    const info =
+      about.text &&
+      h(
+        "details",
+        { class: "info" },
+        h("summary", { "aria-label": `What is ${title}?` }, "i"),
+        h("p", {}, about.text),
+      );
+    this.element = h(
+      "figure",
+      { class: "chart", id: `chart-${name}` },
+      h("figcaption", {}, h("h3", {}, title), info),
+      this.now,
+      this.area,
+    );
     this.area.addEventListener("keydown", (event) => this.#onKey(event));
     this.area.addEventListener("blur", () => this.#plot?.setCursor({ left: -10, top: -10 }));
     // Charts below the screen are drawn when they come into sight.
-    this.observer = new IntersectionObserver((entries) => {
-      this.#isShown = entries.at(-1).isIntersecting;
-      if (this.#isShown && this.#isStale) this.#draw();
-    }, { rootMargin: "200px" });
+    this.observer = new IntersectionObserver(
+      (entries) => {
+        this.#isShown = entries.at(-1).isIntersecting;
+        if (this.#isShown && this.#isStale) this.#draw();
+      },
+      { rootMargin: "200px" },
+    );
     this.observer.observe(this.area);
     this.resizes = new ResizeObserver(() => {
-      if (this.#plot && this.area.clientWidth) this.#plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
+      if (this.#plot && this.area.clientWidth)
+        this.#plot.setSize({ width: this.area.clientWidth, height: this.area.clientHeight });
     });
     this.resizes.observe(this.area);
   }
@@ -133,11 +147,16 @@ export class Chart {
     const text = colorOf("--muted");
     const line = colorOf("--line");
     const curves = this.stacked ? this.curves.toReversed() : this.curves;
-    const axis = { stroke: text, font: "11px system-ui, sans-serif", grid: { stroke: line, width: 1 }, ticks: { show: false } };
+    const axis = {
+      stroke: text,
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: line, width: 1 },
+      ticks: { show: false },
+    };
     const yFormat = this.about.unit === "s" ? formatSeconds : formatNumber;
     return {
       width: this.area.clientWidth,
-      height: HEIGHT,
+      height: this.area.clientHeight,
       legend: { show: false },
       padding: [8, 16, 0, 0],
       scales: {
@@ -145,7 +164,14 @@ export class Chart {
         y: { range: (u, min, max) => niceRange(min, max, this.stacked) },
       },
       axes: [
-        { ...axis, size: 26, gap: 3, grid: { show: false }, values: (u, ticks) => ticks.map(formatNumber), incrs: this.board.isTime ? undefined : STEP_INCREMENTS },
+        {
+          ...axis,
+          size: 26,
+          gap: 3,
+          grid: { show: false },
+          values: (u, ticks) => ticks.map(formatNumber),
+          incrs: this.board.isTime ? undefined : STEP_INCREMENTS,
+        },
         { ...axis, size: 56, gap: 4, values: (u, ticks) => ticks.map(yFormat) },
       ],
       series: [
@@ -160,14 +186,19 @@ export class Chart {
             dash: DASHES[Math.floor((number || 0) / RUN_COLORS.length) % DASHES.length],
             fill: this.stacked ? stroke : undefined,
             spanGaps: true,
-            points: { show: (u) => u.data[0].length < 40 && !isFaint, size: 5 },
+            points: { show: (u) => u.data[0].length < 40 && !isFaint && !this.stacked, size: 5 },
           };
         }),
       ],
       cursor: {
         sync: { key: this.board.key },
         drag: { x: true, y: false, setScale: false },
-        bind: { dblclick: () => () => { this.board.setZoom(null); return null; } },
+        bind: {
+          dblclick: () => () => {
+            this.board.setZoom(null);
+            return null;
+          },
+        },
         points: { size: 7 },
       },
       hooks: {
@@ -191,7 +222,8 @@ export class Chart {
   }
 
   #onClick(u) {
-    if (performance.now() - this.#lastDrag > 300 && isNumber(u.cursor.idx)) this.board.pin(this.#table[0][u.cursor.idx]);
+    if (performance.now() - this.#lastDrag > 300 && isNumber(u.cursor.idx))
+      this.board.pin(this.#table[0][u.cursor.idx]);
   }
 
   #onKey(event) {
@@ -212,7 +244,7 @@ export class Chart {
 
   // A line where a value begins to be a reason to look.
   #drawLimit(u) {
-    const limit = this.about.above || this.about.below;
+    const limit = this.about.above;
     if (!limit || limit < u.scales.y.min || limit > u.scales.y.max) return;
     const y = Math.round(u.valToPos(limit, "y", true));
     u.ctx.save();
@@ -234,21 +266,33 @@ export class Chart {
       const ys = own[i];
       let place = isNumber(idx) ? idx : ys.findLastIndex(isNumber);
       if (isNumber(idx) && ys[place] === null) place = nearest(ys, place);
-      return h("span", { class: "value" },
+      return h(
+        "span",
+        { class: "value" },
         h("i", { class: "swatch", css: { background: `var(${curve.color})` }, "aria-hidden": "true" }),
-        this.stacked || this.curves.filter((c) => !c.isFaint).length > 1 ? `${curve.short ?? curve.label} ` : "",
-        h("b", {}, format(ys[place])));
+        this.stacked || this.curves.filter((c) => !c.isFaint).length > 1
+          ? `${curve.short ?? curve.label} `
+          : "",
+        h("b", {}, format(ys[place])),
+      );
     });
-    const at = isNumber(idx) ? h("span", { class: "quiet" }, `${this.board.xLabel} ${formatNumber(xs[idx])}`) : null;
+    const at = isNumber(idx)
+      ? h("span", { class: "quiet" }, `${this.board.xLabel} ${formatNumber(xs[idx])}`)
+      : null;
     this.now.replaceChildren(...items.filter(Boolean), ...(at ? [at] : []));
   }
 
   #summary() {
-    return this.curves.filter((c) => !c.isFaint).map((curve) => {
-      const known = curve.ys.filter(isNumber);
-      if (!known.length) return `${this.name}, ${curve.label}: no values`;
-      return `${this.name}, ${curve.label}: from ${formatNumber(known[0])} to ${formatNumber(known.at(-1))}`;
-    }).join("; ") + ". Arrow keys move the cursor; Enter keeps a step.";
+    return (
+      this.curves
+        .filter((c) => !c.isFaint)
+        .map((curve) => {
+          const known = curve.ys.filter(isNumber);
+          if (!known.length) return `${this.name}, ${curve.label}: no values`;
+          return `${this.name}, ${curve.label}: from ${formatNumber(known[0])} to ${formatNumber(known.at(-1))}`;
+        })
+        .join("; ") + ". Arrow keys move the cursor; Enter keeps a step."
+    );
   }
 }
 
@@ -256,7 +300,7 @@ const STEP_INCREMENTS = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 
 
 function niceRange(min, max, fromZero) {
   if (min === null || max === null || min === undefined) return [0, 1];
-  if (fromZero || (min >= 0 && min < 0.6 * max)) return [0, max > 0 ? 1.06 * max : 1];
+  if (fromZero || (min >= 0 && (min < 0.6 * max || max === 0))) return [0, max > 0 ? 1.06 * max : 1];
   const pad = max > min ? 0.06 * (max - min) : Math.abs(min) * 0.1 || 1;
   return [min - pad, max + pad];
 }

@@ -14,6 +14,19 @@ export function h(tag, props = {}, ...children) {
   return element;
 }
 
+// Replace what is in an element. The focus and what is folded open stay at their places, because the
+// page does this while a person reads.
+export function redraw(root, children) {
+  const placesOf = (selector) => [...root.querySelectorAll(selector)];
+  const focusable = "a, button, input, summary";
+  const focused = placesOf(focusable).indexOf(document.activeElement);
+  const open = placesOf("details").map((details) => details.open);
+  root.replaceChildren(...children);
+  const details = placesOf("details");
+  if (details.length === open.length) details.forEach((one, i) => (one.open = open[i]));
+  if (focused >= 0) placesOf(focusable)[focused]?.focus({ preventScroll: true });
+}
+
 export function byId(id) {
   return document.getElementById(id);
 }
@@ -65,6 +78,7 @@ export function formatSeconds(seconds) {
   if (seconds === 0) return "0 s";
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 100) return `${trimmed(Number(seconds.toPrecision(3)))} s`;
+  if (seconds < 600) return `${(seconds / 60).toFixed(1)} min`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   if (seconds < 172800) return `${(seconds / 3600).toFixed(1)} h`;
   return `${(seconds / 86400).toFixed(1)} days`;
@@ -87,7 +101,11 @@ export function mean(values) {
 // --- Texts ----------------------------------------------------------------------------------------
 
 export function asText(value) {
-  return typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value);
+  return typeof value === "string"
+    ? value
+    : value === null || value === undefined
+      ? ""
+      : JSON.stringify(value);
 }
 
 // The arguments of a tool call, in lines if they are JSON.
@@ -109,7 +127,9 @@ export function colorOf(variable) {
 }
 
 export function isDark() {
-  const [r, g, b] = (getComputedStyle(document.body).backgroundColor.match(/[\d.]+/g) || [255, 255, 255]).map(Number);
+  const [r, g, b] = (getComputedStyle(document.body).backgroundColor.match(/[\d.]+/g) || [255, 255, 255]).map(
+    Number,
+  );
   return 0.299 * r + 0.587 * g + 0.114 * b < 128;
 }
 

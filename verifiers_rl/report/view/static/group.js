@@ -8,36 +8,89 @@ import { messageElement } from "./messages.js";
 export function mountGroup(root, app, { run, row, href, text }) {
   let isClosed = false;
   root.append(h("p", { class: "quiet" }, "Reading the group …"));
-  app.store.source.group(run, row.number).then(({ rollouts, num_more: numMore }) => {
-    if (!isClosed) show(rollouts, numMore);
-  }).catch((error) => {
-    if (!isClosed) root.replaceChildren(h("p", { class: "error" }, error.message));
-  });
+  app.store.source
+    .group(run, row.number)
+    .then(({ rollouts, num_more: numMore }) => {
+      if (!isClosed) show(rollouts, numMore);
+    })
+    .catch((error) => {
+      if (!isClosed) root.replaceChildren(h("p", { class: "error" }, error.message));
+    });
 
   function show(rollouts, numMore) {
     const numCommon = commonMessages(rollouts.map((one) => one.messages || []));
-    const sorted = rollouts.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
+    const sorted = rollouts.toSorted(
+      (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number,
+    );
     const prompt = (rollouts.find((one) => one.messages)?.messages || []).slice(0, numCommon);
     const rewards = rollouts.map((one) => one.reward).filter(isNumber);
     const failed = rollouts.length - rewards.length;
-    const sum = [formatCount(rollouts.length + numMore, "rollout"),
+    const sum = [
+      formatCount(rollouts.length + numMore, "rollout"),
       rewards.length ? `mean reward ${formatNumber(mean(rewards))}` : null,
-      new Set(rewards).size === 1 && rewards.length > 1 ? "all rewards are equal: nothing is learned from them" : null,
-      failed ? `${failed} without reward` : null, numMore ? `${numMore} are not shown` : null].filter(Boolean).join(", ");
+      new Set(rewards).size === 1 && rewards.length > 1
+        ? "all rewards are equal: nothing is learned from them"
+        : null,
+      failed ? `${failed} without reward` : null,
+      numMore ? `${numMore} are not shown` : null,
+    ]
+      .filter(Boolean)
+      .join(", ");
     root.replaceChildren(
-      h("p", {}, sum), groupHistogram(rewards),
-      prompt.length ? h("details", { class: "branch", open: true }, h("summary", {}, "What all of them read"), prompt.map((message) => messageElement(message))) : "",
-      h("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "Rollouts of the group" },
-        sorted.map((one) => h("section", { class: `column${one.number === row.number ? " is-chosen" : ""}`, "aria-label": `Rollout ${one.number}` },
-          h("header", {}, h("a", { href: href(one.number).replace(/([?&])tab=[^&]*&?/, "$1") }, `Rollout ${one.number}`),
-            h("span", { class: "reward" }, isNumber(one.reward) ? formatNumber(Number(one.reward.toFixed(4))) : "no reward"),
-            isNumber(one.advantage) ? h("span", { class: "quiet" }, `advantage ${signed(one.advantage)}`) : null),
-          one.is_unreadable ? h("p", { class: "error" }, "The line cannot be read.") : null,
-          one.error ? h("p", { class: "error" }, h("b", {}, `${asText(one.error.type)}: `), asText(one.error.message)) : null,
-          (one.messages || []).slice(numCommon).map((message) => messageElement(message, one.turns, text))))));
+      h("p", {}, sum),
+      groupHistogram(rewards),
+      prompt.length
+        ? h(
+            "details",
+            { class: "branch", open: true },
+            h("summary", {}, "What all of them read"),
+            prompt.map((message) => messageElement(message)),
+          )
+        : "",
+      h(
+        "div",
+        { class: "columns", tabindex: "0", role: "region", "aria-label": "Rollouts of the group" },
+        sorted.map((one) =>
+          h(
+            "section",
+            {
+              class: `column${one.number === row.number ? " is-chosen" : ""}`,
+              "aria-label": `Rollout ${one.number}`,
+            },
+            h(
+              "header",
+              {},
+              h("a", { href: href(one.number).replace(/([?&])tab=[^&]*&?/, "$1") }, `Rollout ${one.number}`),
+              h(
+                "span",
+                { class: "reward" },
+                isNumber(one.reward) ? formatNumber(Number(one.reward.toFixed(4))) : "no reward",
+              ),
+              isNumber(one.advantage)
+                ? h("span", { class: "quiet" }, `advantage ${signed(one.advantage)}`)
+                : null,
+            ),
+            one.is_unreadable ? h("p", { class: "error" }, "The line cannot be read.") : null,
+            one.error
+              ? h(
+                  "p",
+                  { class: "error" },
+                  h("b", {}, `${asText(one.error.type)}: `),
+                  asText(one.error.message),
+                )
+              : null,
+            (one.messages || []).slice(numCommon).map((message) => messageElement(message, one.turns, text)),
+          ),
+        ),
+      ),
+    );
   }
 
-  return { close() { isClosed = true; } };
+  return {
+    close() {
+      isClosed = true;
+    },
+  };
 }
 
 // How many messages all have in common before the first one that the policy wrote.
@@ -60,9 +113,36 @@ function groupHistogram(rewards) {
   const { low, high, counts } = found;
   const width = (high - low) / counts.length;
   const most = Math.max(...counts);
-  const text = (i) => `${formatNumber(low + i * width)}${width ? ` to ${formatNumber(low + (i + 1) * width)}` : ""}: ${formatCount(counts[i], "rollout")}`;
-  return h("figure", { class: "group-histogram" },
-    h("div", { class: "histogram", role: "img", "aria-label": `Rewards. ${counts.map((n, i) => (n ? text(i) : null)).filter(Boolean).join("; ")}` },
-      counts.map((n, i) => h("div", { class: "bin", title: text(i) }, n ? h("b", {}, n) : null, h("span", { css: { height: `${(n / most) * 100}%` } })))),
-    h("div", { class: "histogram-x" }, h("span", {}, formatNumber(low)), h("span", { class: "quiet" }, "reward"), h("span", {}, high > low ? formatNumber(high) : "")));
+  const text = (i) =>
+    `${formatNumber(low + i * width)}${width ? ` to ${formatNumber(low + (i + 1) * width)}` : ""}: ${formatCount(counts[i], "rollout")}`;
+  return h(
+    "figure",
+    { class: "group-histogram" },
+    h(
+      "div",
+      {
+        class: "histogram",
+        role: "img",
+        "aria-label": `Rewards. ${counts
+          .map((n, i) => (n ? text(i) : null))
+          .filter(Boolean)
+          .join("; ")}`,
+      },
+      counts.map((n, i) =>
+        h(
+          "div",
+          { class: "bin", title: text(i) },
+          n ? h("b", {}, n) : null,
+          h("span", { css: { height: `${(n / most) * 100}%` } }),
+        ),
+      ),
+    ),
+    h(
+      "div",
+      { class: "histogram-x" },
+      h("span", {}, formatNumber(low)),
+      h("span", { class: "quiet" }, "reward"),
+      h("span", {}, high > low ? formatNumber(high) : ""),
+    ),
+  );
 }

@@ -42,8 +42,12 @@ function readAddress() {
 
 // `app` is what a part sees of the page.
 const app = {
-  get store() { return store; },
-  get params() { return readAddress().params; },
+  get store() {
+    return store;
+  },
+  get params() {
+    return readAddress().params;
+  },
   // The address of a part. The choice of runs stays.
   link(name, params = {}) {
     return linkTo(name, { runs: this.params.getAll("runs"), ...params });
@@ -75,8 +79,11 @@ async function show() {
 }
 
 function showNav(name) {
-  byId("nav").replaceChildren(...Object.entries(PARTS).map(([key, { title }]) =>
-    h("a", { href: app.link(key), "aria-current": key === name ? "page" : null }, title)));
+  byId("nav").replaceChildren(
+    ...Object.entries(PARTS).map(([key, { title }]) =>
+      h("a", { href: app.link(key), "aria-current": key === name ? "page" : null }, title),
+    ),
+  );
 }
 
 function titleOf(name) {
@@ -88,7 +95,9 @@ function titleOf(name) {
 function onChange() {
   const { error, problem, source } = store;
   const banner = byId("banner");
-  const text = error ? `No answer: ${error}. Is \`vf-rl view\` still running? The page tries again.` : problem;
+  const text = error
+    ? `No answer: ${error}. Is \`vf-rl view\` still running? The page tries again.`
+    : problem;
   banner.hidden = !text;
   banner.classList.toggle("is-error", Boolean(error));
   banner.textContent = text;
@@ -138,7 +147,9 @@ function prepareTheme() {
     setTheme(theme);
     part?.update({ isTheme: true });
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => part?.update({ isTheme: true }));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+    part?.update({ isTheme: true }),
+  );
 }
 
 function prepareHelp() {
@@ -147,9 +158,22 @@ function prepareHelp() {
   const about = store.source.about;
   dialog.append(
     h("h2", { id: "help-title" }, "Keys"),
-    h("table", {}, h("tbody", {}, KEYS.map(([keys, what]) => h("tr", {}, h("th", { scope: "row" }, keys), h("td", {}, what))))),
-    h("p", { class: "quiet" }, "On a chart: drag to zoom all charts, double-click to zoom out, click to keep a step."),
-    about && h("p", { class: "quiet" }, `Written by verifiers_rl ${about.version}. Charts: uPlot (MIT licence).`),
+    h(
+      "table",
+      {},
+      h(
+        "tbody",
+        {},
+        KEYS.map(([keys, what]) => h("tr", {}, h("th", { scope: "row" }, keys), h("td", {}, what))),
+      ),
+    ),
+    h(
+      "p",
+      { class: "quiet" },
+      "On a chart: drag to zoom all charts, double-click to zoom out, click to keep a step.",
+    ),
+    about &&
+      h("p", { class: "quiet" }, `Written by verifiers_rl ${about.version}. Charts: uPlot (MIT licence).`),
     close,
   );
   byId("help-button").addEventListener("click", () => dialog.showModal());
@@ -177,8 +201,13 @@ function sayWhatIsMissing({ madeAt, parts }) {
     const curves = rowsOfOne > 1 ? `; each point of a curve is the mean of ${rowsOfOne} lines` : "";
     return `${parts.length > 1 ? `${name}: ` : ""}${rollouts}${curves}`;
   });
-  byId("top").after(h("p", { class: "banner", id: "sample" },
-    `A page of ${formatTime(madeAt)}. It holds ${lines.join(". ")}.`));
+  byId("top").after(
+    h(
+      "p",
+      { class: "banner", id: "sample" },
+      `A page of ${formatTime(madeAt)}. It holds ${lines.join(". ")}.`,
+    ),
+  );
 }
 
 async function begin() {

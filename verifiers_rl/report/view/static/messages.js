@@ -11,17 +11,51 @@ export function messageElement(message, turns = [], found = "") {
     isNumber(message.turn) ? `turn ${message.turn + 1}` : null,
     turn && isNumber(turn.num_sampled_tokens) ? formatCount(turn.num_sampled_tokens, "token") : null,
     turn?.finish_reason && turn.finish_reason !== "stop" ? asText(turn.finish_reason) : null,
-    isNumber(message.begin_s) && isNumber(message.end_s) ? formatSeconds(message.end_s - message.begin_s) : null,
-  ].filter(Boolean).join(" · ");
+    isNumber(message.begin_s) && isNumber(message.end_s)
+      ? formatSeconds(message.end_s - message.begin_s)
+      : null,
+  ]
+    .filter(Boolean)
+    .join(" · ");
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
   const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
-  return h("article", { class: `message role-${known}`, tabindex: "-1" },
-    h("header", {}, h("b", {}, role), message.tool_call_id ? h("span", { class: "quiet" }, ` to ${asText(message.tool_call_id)}`) : null, h("span", { class: "quiet" }, about)),
-    message.reasoning ? h("details", { class: "reasoning", open: asText(message.reasoning).length < 600 }, h("summary", {}, "Reasoning"), textElement(asText(message.reasoning), found)) : null,
-    message.content ? textElement(asText(message.content), found) : calls.length || message.reasoning ? null : h("p", { class: "quiet" }, "(empty)"),
-    calls.map((call) => h("div", { class: "call" },
-      h("header", {}, h("b", {}, marked(asText(call?.name) || "?", found)), h("span", { class: "quiet" }, ` call ${asText(call?.id)}`)),
-      textElement(prettyJson(asText(call?.arguments)), found))));
+  return h(
+    "article",
+    { class: `message role-${known}`, tabindex: "-1" },
+    h(
+      "header",
+      {},
+      h("b", {}, role),
+      message.tool_call_id ? h("span", { class: "quiet" }, ` to ${asText(message.tool_call_id)}`) : null,
+      h("span", { class: "quiet" }, about),
+    ),
+    message.reasoning
+      ? h(
+          "details",
+          { class: "reasoning", open: asText(message.reasoning).length < 600 },
+          h("summary", {}, "Reasoning"),
+          textElement(asText(message.reasoning), found),
+        )
+      : null,
+    message.content
+      ? textElement(asText(message.content), found)
+      : calls.length || message.reasoning
+        ? null
+        : h("p", { class: "quiet" }, "(empty)"),
+    calls.map((call) =>
+      h(
+        "div",
+        { class: "call" },
+        h(
+          "header",
+          {},
+          h("b", {}, marked(asText(call?.name) || "?", found)),
+          h("span", { class: "quiet" }, ` call ${asText(call?.id)}`),
+        ),
+        textElement(prettyJson(asText(call?.arguments)), found),
+      ),
+    ),
+  );
 }
 
 // A text as it was written. Of a long one the beginning is shown, and what a search has found is
@@ -31,7 +65,13 @@ function textElement(text, found) {
   const show = (limit) => {
     box.replaceChildren(...marked(text.slice(0, limit), found));
     if (text.length > limit) {
-      box.append(h("button", { type: "button", class: "more", onclick: () => show(limit * 10) }, `… ${(text.length - limit).toLocaleString("en")} more characters`));
+      box.append(
+        h(
+          "button",
+          { type: "button", class: "more", onclick: () => show(limit * 10) },
+          `… ${(text.length - limit).toLocaleString("en")} more characters`,
+        ),
+      );
     }
   };
   const place = found ? text.toLowerCase().indexOf(found.toLowerCase()) : -1;

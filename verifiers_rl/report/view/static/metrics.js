@@ -10,14 +10,29 @@ export const METRICS = {
   eval_reward: { text: "Mean reward of an evaluation (avg@k)." },
   "eval_pass@k": { text: "Share of evaluated examples with at least one reward of 1 or more." },
   advantage_abs: { text: "Mean size of the advantages over loss tokens. It should stay well above 0." },
-  uniform_group_share: { text: "Share of groups whose rollouts all have the same reward: they teach nothing.", above: 0.5, hint: "set min_reward_variance" },
+  uniform_group_share: {
+    text: "Share of groups whose rollouts all have the same reward: they teach nothing.",
+    above: 0.5,
+    hint: "set min_reward_variance",
+  },
   filtered_share: { text: "Share of generated groups that the filters left out." },
   loss: { text: "Its level says little, because the advantages of a group sum to 0." },
   grad_norm: { text: "Norm of the gradient before clipping. Spikes announce trouble." },
-  entropy: { text: "Mean entropy of the policy over loss tokens, nats. Near 0, exploration has ended.", below: 0.01, hint: "entropy_beta, a higher temperature" },
-  mismatch_kl: { text: "Estimate of KL(inference || trainer). Rising values predict collapse.", above: 0.05, hint: "the same dtype on both sides, fewer steps off-policy" },
+  entropy: {
+    text: "Mean entropy of the policy over loss tokens, nats. Near 0, exploration has ended.",
+    below: 0.01,
+    hint: "entropy_beta, a higher temperature",
+  },
+  mismatch_kl: {
+    text: "Estimate of KL(inference || trainer). Rising values predict collapse.",
+    above: 0.05,
+    hint: "the same dtype on both sides, fewer steps off-policy",
+  },
   importance_ratio: { text: "Mean of p_trainer / p_inference of the sampled tokens. Close to 1." },
-  importance_ratio_max: { text: "Largest importance ratio of the batch. Below 10 for one step off-policy.", above: 10 },
+  importance_ratio_max: {
+    text: "Largest importance ratio of the batch. Below 10 for one step off-policy.",
+    above: 10,
+  },
   clipped_share: { text: "Share of loss tokens whose ratio the loss capped or clipped.", above: 0.15 },
   masked_share: { text: "Share of loss tokens that the loss dropped.", above: 0.1 },
   clamped_share: { text: "Share of loss tokens whose log ratio was beyond 20.", above: 0 },
@@ -26,9 +41,18 @@ export const METRICS = {
   staleness_max: { text: "Staleness of the oldest token." },
   completion_tokens: { text: "Mean number of sampled tokens of a rollout. It should not jump." },
   num_turns: { text: "Mean number of model calls of a rollout." },
-  truncated_share: { text: "Share of rollouts that a length limit cut.", above: 0.1, kind: "truncated", hint: "raise max_tokens or max_seq_len" },
+  truncated_share: {
+    text: "Share of rollouts that a length limit cut.",
+    above: 0.1,
+    kind: "truncated",
+    hint: "raise max_tokens or max_seq_len",
+  },
   error_share: { text: "Share of rollouts that failed and were left out.", above: 0, kind: "failed" },
-  broken_turn_share: { text: "Share of later turns that did not continue the tokens before them.", above: 0, hint: "client_type" },
+  broken_turn_share: {
+    text: "Share of later turns that did not continue the tokens before them.",
+    above: 0,
+    hint: "client_type",
+  },
   restarted_share: { text: "Share of rollouts that began again because a rollout worker died.", above: 0 },
   num_masked_samples: { text: "Sequences of the batch without a loss token.", above: 0 },
   skipped_update_share: { text: "Share of steps without an update.", above: 0 },
@@ -47,16 +71,53 @@ export const METRICS = {
 
 // Sections of the page. A name with * stands for all that begin so.
 export const SECTIONS = [
-  { title: "Reward", names: ["reward", "eval_reward", "eval_pass@k", "reward_std", "uniform_group_share", "filtered_share"] },
-  { title: "Stability", names: ["entropy", "mismatch_kl", "importance_ratio_max", "grad_norm", "clipped_share", "masked_share", "masked_share/*", "reference_kl", "staleness_max", "loss"] },
-  { title: "Rollouts", names: ["completion_tokens", "num_turns", "truncated_share", "error_share", "timed_out_tokens", "broken_turn_share"] },
+  {
+    title: "Reward",
+    names: ["reward", "eval_reward", "eval_pass@k", "reward_std", "uniform_group_share", "filtered_share"],
+  },
+  {
+    title: "Stability",
+    names: [
+      "entropy",
+      "mismatch_kl",
+      "importance_ratio_max",
+      "grad_norm",
+      "clipped_share",
+      "masked_share",
+      "masked_share/*",
+      "reference_kl",
+      "staleness_max",
+      "loss",
+    ],
+  },
+  {
+    title: "Rollouts",
+    names: [
+      "completion_tokens",
+      "num_turns",
+      "truncated_share",
+      "error_share",
+      "timed_out_tokens",
+      "broken_turn_share",
+    ],
+  },
   { title: "Environment", names: ["env/*", "eval_*"] },
-  { title: "Speed", names: ["step_s", "tokens_per_s", "generation_s", "wait_s", "train_s", "sync_s", "mfu", "peak_memory_gb"] },
+  {
+    title: "Speed",
+    names: ["step_s", "tokens_per_s", "generation_s", "wait_s", "train_s", "sync_s", "mfu", "peak_memory_gb"],
+  },
 ];
 
 // Not curves: what they are is shown elsewhere, or says nothing about training.
-const NO_CURVE = new Set(["step", "epoch", "train_runtime", "train_samples_per_second",
-  "train_steps_per_second", "train_loss", "total_flos"]);
+const NO_CURVE = new Set([
+  "step",
+  "epoch",
+  "train_runtime",
+  "train_samples_per_second",
+  "train_steps_per_second",
+  "train_loss",
+  "total_flos",
+]);
 const NOT_OF_ENV = new Set(["eval_runtime", "eval_wait_s", "eval_num_rollouts"]);
 
 // What a step's seconds consist of. The rest of `step_s` is `other`.
@@ -64,7 +125,12 @@ export const PHASES = [
   { name: "wait_s", title: "Waiting for rollouts", color: "--wait", text: "generation has not finished yet" },
   { name: "sync_s", title: "Weight sync", color: "--sync", text: "new weights travel to the server" },
   { name: "train_s", title: "Training", color: "--train", text: "forward and backward" },
-  { name: "other", title: "Other", color: "--other", text: "the optimizer, waiting for evaluations, callbacks" },
+  {
+    name: "other",
+    title: "Other",
+    color: "--other",
+    text: "the optimizer, waiting for evaluations, callbacks",
+  },
 ];
 
 export function aboutMetric(name) {
@@ -78,12 +144,16 @@ export function inSections(names) {
   const take = (pattern) => {
     const found = pattern.endsWith("*")
       ? [...left].filter((name) => name.startsWith(pattern.slice(0, -1)) && !NOT_OF_ENV.has(name)).sort()
-      : [...left].filter((name) => name === pattern || (pattern.endsWith("@k") && name.startsWith("eval_pass@")));
+      : [...left].filter(
+          (name) => name === pattern || (pattern.endsWith("@k") && name.startsWith("eval_pass@")),
+        );
     for (const name of found) left.delete(name);
     return found;
   };
   // Environments have names of their own: NAME/reward is of one, as `group_share` tells.
-  const envs = [...left].filter((n) => n.endsWith("/group_share")).map((n) => n.slice(0, -"/group_share".length));
+  const envs = [...left]
+    .filter((n) => n.endsWith("/group_share"))
+    .map((n) => n.slice(0, -"/group_share".length));
   const sections = SECTIONS.map(({ title, names: patterns }) => {
     const own = title === "Environment" ? [...patterns, ...envs.map((env) => `${env}/*`)] : patterns;
     return { title, names: own.flatMap(take), isOpen: true };
@@ -96,7 +166,10 @@ export function inSections(names) {
 export function attention(columns, notFinite) {
   const found = [];
   for (const [name, [count, step]] of Object.entries(notFinite)) {
-    found.push({ name, text: `${name} was not a finite number ${count === 1 ? "once" : `${count} times`}, first in step ${step}` });
+    found.push({
+      name,
+      text: `${name} was not a finite number ${count === 1 ? "once" : `${count} times`}, first in step ${step}`,
+    });
   }
   for (const [name, { above, below, hint, kind }] of Object.entries(METRICS)) {
     const values = (columns[name] || []).filter((value) => value !== null).slice(-10);

@@ -7,13 +7,16 @@ import { swatch } from "./runs.js";
 // Rows {name, values}: a text for each run, undefined where the option has its default.
 export function optionRows(runs) {
   const argsOf = (run) => (run.run.args && typeof run.run.args === "object" ? run.run.args : {});
-  const versionsOf = (run) => (run.run.versions && typeof run.run.versions === "object" ? run.run.versions : {});
+  const versionsOf = (run) =>
+    run.run.versions && typeof run.run.versions === "object" ? run.run.versions : {};
   const names = (of) => [...new Set(runs.flatMap((run) => Object.keys(of(run))))].sort();
   const row = (name, of) => ({ name, values: runs.map((run) => optionText(of(run))) });
   return [
     row("model", (run) => run.run.model),
     row("max_steps", (run) => run.run.max_steps),
-    ...names(argsOf).filter((name) => !["max_steps", "output_dir", "run_name"].includes(name)).map((name) => row(name, (run) => argsOf(run)[name])),
+    ...names(argsOf)
+      .filter((name) => !["max_steps", "output_dir", "run_name"].includes(name))
+      .map((name) => row(name, (run) => argsOf(run)[name])),
     ...names(versionsOf).map((name) => row(`version of ${name}`, (run) => versionsOf(run)[name])),
   ];
 }
@@ -26,14 +29,40 @@ export function differences(runs) {
   return optionRows(runs).filter(({ values }) => new Set(values).size > 1);
 }
 
-export function optionTable(app, rows) {
+export function optionTable(app, rows, label) {
   const runs = app.store.shown;
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Options of the runs" },
-    h("table", { class: "options" },
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Option"),
-        runs.map((run) => h("th", { scope: "col" }, swatch(app, run.name), run.name)))),
-      h("tbody", {}, rows.map(({ name, values }) => h("tr", {}, h("th", { scope: "row" }, name),
-        values.map((value) => h("td", {}, value === undefined ? h("span", { class: "quiet" }, "default") : value)))))));
+  return h(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+    h(
+      "table",
+      { class: "options" },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", { scope: "col" }, "Option"),
+          runs.map((run) => h("th", { scope: "col" }, swatch(app, run.name), run.name)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map(({ name, values }) =>
+          h(
+            "tr",
+            {},
+            h("th", { scope: "row" }, name),
+            values.map((value) =>
+              h("td", {}, value === undefined ? h("span", { class: "quiet" }, "default") : value),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 export function mountOptions(root, app) {
@@ -56,12 +85,26 @@ export function mountOptions(root, app) {
     ].map((row) => ({ ...row, values: row.values.map((value) => value || "–") }));
     body.replaceChildren(
       h("p", { class: "quiet" }, "Options of RLConfig that differ from their defaults, from run.json."),
-      ...(shown.length > 1 ? [
-        h("section", { class: "panel" }, h("h3", {}, "What differs"), different.length ? optionTable(app, different)
-          : h("p", { class: "quiet" }, "No option differs between these runs.")),
-        h("section", { class: "panel" }, h("h3", {}, "Equal in all"), optionTable(app, same)),
-      ] : [h("section", { class: "panel" }, optionTable(app, rows))]),
-      h("section", { class: "panel" }, h("h3", {}, "The runs"), optionTable(app, times)));
+      ...(shown.length > 1
+        ? [
+            h(
+              "section",
+              { class: "panel" },
+              h("h3", {}, "What differs"),
+              different.length
+                ? optionTable(app, different, "Options that differ")
+                : h("p", { class: "quiet" }, "No option differs between these runs."),
+            ),
+            h(
+              "section",
+              { class: "panel" },
+              h("h3", {}, "Equal in all"),
+              optionTable(app, same, "Options that are equal"),
+            ),
+          ]
+        : [h("section", { class: "panel" }, optionTable(app, rows, "Options"))]),
+      h("section", { class: "panel" }, h("h3", {}, "The runs"), optionTable(app, times, "The runs")),
+    );
   }
 
   update();

@@ -1,6 +1,16 @@
 // How the runs are, in ten seconds: a card for each, what differs between them, and the curves.
 
-import { formatCount, formatNumber, formatSeconds, formatShare, formatTime, h, isNumber, mean } from "./dom.js";
+import {
+  formatCount,
+  formatNumber,
+  formatSeconds,
+  formatShare,
+  formatTime,
+  h,
+  isNumber,
+  mean,
+  redraw,
+} from "./dom.js";
 import { Chart, smoothed } from "./charts.js";
 import { aboutMetric, attention, inSections } from "./metrics.js";
 import { statusOf, swatch } from "./runs.js";
@@ -11,22 +21,55 @@ export function mountOverview(root, app) {
   const { store } = app;
   const cards = h("section", { class: "cards", "aria-label": "State of the runs" });
   const different = h("section", { class: "panel", "aria-label": "Different options", hidden: true });
-  const slider = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: "0", id: "smooth", oninput: () => draw() });
-  const axis = h("select", { id: "axis", onchange: () => { board.isTime = axis.value === "hours"; board.setZoom(null); draw(); } },
-    h("option", { value: "step" }, "step"), h("option", { value: "hours" }, "hours of training"));
-  const zoomOut = h("button", { type: "button", hidden: true, onclick: () => board.setZoom(null) }, "Zoom out");
+  const slider = h("input", {
+    type: "range",
+    min: "0",
+    max: "0.98",
+    step: "0.02",
+    value: "0",
+    id: "smooth",
+    oninput: () => draw(),
+  });
+  const axis = h(
+    "select",
+    {
+      id: "axis",
+      onchange: () => {
+        board.isTime = axis.value === "hours";
+        board.setZoom(null);
+        draw();
+      },
+    },
+    h("option", { value: "step" }, "step"),
+    h("option", { value: "hours" }, "hours of training"),
+  );
+  const zoomOut = h(
+    "button",
+    { type: "button", hidden: true, onclick: () => board.setZoom(null) },
+    "Zoom out",
+  );
   const pinned = h("p", { class: "pinned", role: "status", hidden: true });
-  const controls = h("div", { class: "controls" },
-    h("label", {}, "Smooth ", slider), h("label", {}, "Over ", axis), zoomOut);
+  const controls = h(
+    "div",
+    { class: "controls" },
+    h("label", {}, "Smooth ", slider),
+    h("label", {}, "Over ", axis),
+    zoomOut,
+  );
   const body = h("div", {});
   root.append(cards, different, controls, pinned, body);
 
   const charts = new Map();
   const maps = new Map();
   let layout = "";
+  let compared = "";
   const board = {
-    key: "steps", zoom: null, isTime: false,
-    get xLabel() { return this.isTime ? "hour" : "step"; },
+    key: "steps",
+    zoom: null,
+    isTime: false,
+    get xLabel() {
+      return this.isTime ? "hour" : "step";
+    },
     setZoom(zoom) {
       this.zoom = zoom;
       zoomOut.hidden = !zoom;
@@ -38,10 +81,29 @@ export function mountOverview(root, app) {
       const stepOf = (run) => (this.isTime ? stepAtHour(store.metrics(run.name), x) : Math.round(x));
       pinned.replaceChildren(
         h("span", {}, this.isTime ? `Hour ${formatNumber(x)}: ` : `Step ${x}: `),
-        ...(runs.length ? runs.map((run) => h("a", {
-          href: app.link("rollouts", { run: run.name, from_step: stepOf(run), to_step: stepOf(run) }),
-        }, `rollouts${runs.length > 1 ? ` of ${run.name}` : ""}`)) : [h("span", { class: "quiet" }, "no rollouts were written")]),
-        h("button", { type: "button", "aria-label": "Close", onclick: () => { pinned.hidden = true; } }, "×"));
+        ...(runs.length
+          ? runs.map((run) =>
+              h(
+                "a",
+                {
+                  href: app.link("rollouts", { run: run.name, from_step: stepOf(run), to_step: stepOf(run) }),
+                },
+                `rollouts${runs.length > 1 ? ` of ${run.name}` : ""}`,
+              ),
+            )
+          : [h("span", { class: "quiet" }, "no rollouts were written")]),
+        h(
+          "button",
+          {
+            type: "button",
+            "aria-label": "Close",
+            onclick: () => {
+              pinned.hidden = true;
+            },
+          },
+          "×",
+        ),
+      );
     },
   };
 
@@ -56,7 +118,10 @@ export function mountOverview(root, app) {
       const own = places.map((i) => ys[i]);
       const curve = { label: run.name, color: store.color(run.name), number: store.number(run.name) };
       if (weight && own.length > 2) {
-        return [{ ...curve, xs, ys: own, isFaint: true }, { ...curve, xs, ys: smoothed(own, weight) }];
+        return [
+          { ...curve, xs, ys: own, isFaint: true },
+          { ...curve, xs, ys: smoothed(own, weight) },
+        ];
       }
       return [{ ...curve, xs, ys: own }];
     });
@@ -64,40 +129,55 @@ export function mountOverview(root, app) {
 
   function arrange() {
     const names = new Set();
+    const zeros = new Set();
     for (const run of store.shown) {
       for (const [name, values] of Object.entries(store.metrics(run.name).columns)) {
-        if (values.some(isNumber)) names.add(name);
+        if (!values.some(isNumber)) continue;
+        if (values.some((value) => value)) names.add(name);
+        else zeros.add(name);
       }
     }
+    // Shares of troubles that never came need no curve.
+    const never = [...zeros].filter((name) => !names.has(name) && /_share(\/|$)/.test(name)).sort();
+    for (const name of zeros) if (!never.includes(name)) names.add(name);
     const sections = inSections(names);
-    const now = JSON.stringify([sections, store.shown.map((run) => [run.name, run.num_rollouts > 0])]);
+    const now = JSON.stringify([sections, never, store.shown.map((run) => [run.name, run.num_rollouts > 0])]);
     if (now === layout) return;
     layout = now;
     for (const chart of charts.values()) chart.destroy();
     charts.clear();
     maps.clear();
-    body.replaceChildren(...sections.map(({ title, names: own, isOpen }) => {
-      const grid = h("div", { class: "grid" });
-      for (const name of own) {
-        const chart = new Chart({ name, about: aboutMetric(name), board });
-        charts.set(name, chart);
-        grid.append(chart.element);
-      }
-      if (title === "Reward") {
-        for (const run of store.shown.filter((one) => one.num_rollouts)) {
-          const map = rewardMap(app, run);
-          maps.set(run.name, map);
-          grid.append(map.element);
+    const before = [...body.querySelectorAll(".section")].map((one) => [one.dataset.title, one.open]);
+    const wasOpen = new Map(before);
+    body.replaceChildren(
+      ...sections.map(({ title, names: own, isOpen }) => {
+        const grid = h("div", { class: "grid" });
+        for (const name of own) {
+          const chart = new Chart({ name, about: aboutMetric(name), board });
+          charts.set(name, chart);
+          grid.append(chart.element);
         }
-      }
-      return h("details", { class: "section", open: isOpen }, h("summary", {}, h("h2", {}, title)), grid);
-    }));
+        if (title === "Reward") {
+          for (const run of store.shown.filter((one) => one.num_rollouts)) {
+            const map = rewardMap(app, run);
+            maps.set(run.name, map);
+            grid.append(map.element);
+          }
+        }
+        const open = wasOpen.get(title) ?? isOpen;
+        const head = h("summary", {}, h("h2", {}, title));
+        return h("details", { class: "section", open, "data-title": title }, head, grid);
+      }),
+    );
+    if (never.length) body.append(h("p", { class: "quiet never" }, `Always 0: ${never.join(", ")}.`));
     if (!sections.length) body.append(emptyNote());
   }
 
   function emptyNote() {
-    const text = !store.shown.length ? "No run is chosen."
-      : store.source.isLive ? "There are no curves yet. They appear after the first line of metrics.jsonl; the page follows."
+    const text = !store.shown.length
+      ? "No run is chosen."
+      : store.source.isLive
+        ? "There are no curves yet. They appear after the first line of metrics.jsonl; the page follows."
         : "There are no curves.";
     return h("p", { class: "panel quiet" }, text);
   }
@@ -107,12 +187,21 @@ export function mountOverview(root, app) {
   }
 
   function update({ isTheme = false } = {}) {
-    cards.replaceChildren(...store.shown.map((run) => card(app, run)));
+    redraw(
+      cards,
+      store.shown.map((run) => card(app, run)),
+    );
     const rows = differences(store.shown);
+    const now = JSON.stringify([rows, store.shown.map((run) => run.name)]);
     different.hidden = store.shown.length < 2;
-    if (!different.hidden) {
-      different.replaceChildren(h("h2", {}, "What differs"), rows.length
-        ? optionTable(app, rows) : h("p", { class: "quiet" }, "No option differs between these runs."));
+    if (!different.hidden && now !== compared) {
+      compared = now;
+      different.replaceChildren(
+        h("h2", {}, "What differs"),
+        rows.length
+          ? optionTable(app, rows, "Options that differ")
+          : h("p", { class: "quiet" }, "No option differs between these runs."),
+      );
     }
     arrange();
     draw();
@@ -147,27 +236,57 @@ function card(app, run) {
   const maxSteps = isNumber(run.run.max_steps) && run.run.max_steps > 0 ? run.run.max_steps : null;
   const seconds = mean((columns.step_s || []).slice(-20));
   const left = run.status === "running" && maxSteps && seconds ? (maxSteps - run.step) * seconds : null;
-  const progress = maxSteps && h("progress", { max: maxSteps, value: Math.min(run.step, maxSteps), "aria-label": `Step ${run.step} of ${maxSteps}` });
-  const steps = run.step || maxSteps ? `step ${run.step.toLocaleString("en")}${maxSteps ? ` of ${maxSteps.toLocaleString("en")}` : ""}` : null;
+  const progress =
+    maxSteps &&
+    h("progress", {
+      max: maxSteps,
+      value: Math.min(run.step, maxSteps),
+      "aria-label": `Step ${run.step} of ${maxSteps}`,
+    });
+  const steps =
+    run.step || maxSteps
+      ? `step ${run.step.toLocaleString("en")}${maxSteps ? ` of ${maxSteps.toLocaleString("en")}` : ""}`
+      : null;
   const time = [
     left && left > 0 ? `about ${formatSeconds(left)} left` : null,
     ["running", "lost"].includes(run.status) && run.written_at ? `last written ${ago(run.written_at)}` : null,
-  ].filter(Boolean).join(" · ");
+  ]
+    .filter(Boolean)
+    .join(" · ");
   const facts = [
     fact("Reward", fromTo(columns, "reward")),
     fact("Evaluation", fromTo(columns, "eval_reward")),
     fact("A step", seconds === null ? null : formatSeconds(seconds)),
     fact("Waiting", waitingShare(columns)),
   ].filter(Boolean);
-  return h("article", { class: "card" },
+  return h(
+    "article",
+    { class: "card" },
     h("header", {}, swatch(app, run.name), h("h2", {}, run.name), statusOf(run)),
-    h("p", { class: "quiet" }, [run.run.model, run.run.begun_at ? `begun ${formatTime(run.run.begun_at)}` : null]
-      .filter(Boolean).map(String).join(" · ")),
-    progress, h("p", { class: "steps" }, [steps, time].filter(Boolean).join(" · ")),
+    h(
+      "p",
+      { class: "quiet" },
+      [run.run.model, run.run.begun_at ? `begun ${formatTime(run.run.begun_at)}` : null]
+        .filter(Boolean)
+        .map(String)
+        .join(" · "),
+    ),
+    progress,
+    h("p", { class: "steps" }, [steps, time].filter(Boolean).join(" · ")),
     h("dl", { class: "facts" }, facts),
     troubles(app, run, attention(columns, notFinite)),
-    run.num_rollouts ? h("p", {}, h("a", { href: app.link("rollouts", { run: run.name }) }, formatCount(run.num_rollouts, "rollout")))
-      : h("p", { class: "quiet" }, run.status === "empty" ? "" : "No rollouts on disk (log_rollouts = false writes none)."));
+    run.num_rollouts
+      ? h(
+          "p",
+          {},
+          h("a", { href: app.link("rollouts", { run: run.name }) }, formatCount(run.num_rollouts, "rollout")),
+        )
+      : h(
+          "p",
+          { class: "quiet" },
+          run.status === "empty" ? "" : "No rollouts on disk (log_rollouts = false writes none).",
+        ),
+  );
 }
 
 function fact(name, value) {
@@ -204,8 +323,13 @@ function troubles(app, run, found) {
   ];
   if (!items.length) return null;
   const rest = items.splice(SHOWN_TROUBLES);
-  return h("div", { class: "troubles" }, h("h3", {}, "Look at"), h("ul", {}, items),
-    rest.length ? h("details", {}, h("summary", {}, `${rest.length} more`), h("ul", {}, rest)) : null);
+  return h(
+    "div",
+    { class: "troubles" },
+    h("h3", {}, "Look at"),
+    h("ul", {}, items),
+    rest.length ? h("details", {}, h("summary", {}, `${rest.length} more`), h("ul", {}, rest)) : null,
+  );
 }
 
 function trouble(app, run, { name, text, value, isHigh, limit, hint, kind }) {
@@ -213,8 +337,11 @@ function trouble(app, run, { name, text, value, isHigh, limit, hint, kind }) {
   const show = name.endsWith("_share") ? formatShare : formatNumber;
   const beyond = limit < 1e-6 && !isHigh ? "zero" : `${isHigh ? "above" : "below"} ${show(limit)}`;
   return [
-    h("a", { href: app.link("overview"), onclick: (event) => toChart(event, name) }, name), ` is ${show(value)}, ${beyond}`,
-    kind && run.num_rollouts ? [": ", h("a", { href: app.link("rollouts", { run: run.name, kind }) }, "these rollouts")] : null,
+    h("a", { href: app.link("overview"), onclick: (event) => toChart(event, name) }, name),
+    ` is ${show(value)}, ${beyond}`,
+    kind && run.num_rollouts
+      ? [": ", h("a", { href: app.link("rollouts", { run: run.name, kind }) }, "these rollouts")]
+      : null,
     hint ? h("span", { class: "quiet" }, ` (${hint})`) : null,
   ];
 }

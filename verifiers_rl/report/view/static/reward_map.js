@@ -11,27 +11,53 @@ export function rewardMap(app, run) {
   const low = h("span", {}, "");
   const high = h("span", {}, "");
   const title = app.store.shown.length > 1 ? `rewards of ${run.name}` : "rewards of all rollouts";
-  const element = h("figure", { class: "chart" },
-    h("figcaption", {}, h("h3", {}, title),
-      h("details", { class: "info" }, h("summary", { "aria-label": `What is ${title}?` }, "i"),
-        h("p", {}, "Rows are rewards, columns are steps of training. A cell is darker the larger its share of the step's rollouts. Click one to see its rollouts."))),
-    now, h("div", { class: "map-box" }, h("div", { class: "map-y" }, high, low), canvas));
+  const element = h(
+    "figure",
+    { class: "chart" },
+    h(
+      "figcaption",
+      {},
+      h("h3", {}, title),
+      h(
+        "details",
+        { class: "info" },
+        h("summary", { "aria-label": `What is ${title}?` }, "i"),
+        h(
+          "p",
+          {},
+          "Rows are rewards, columns are steps of training. A cell is darker the larger its share of the step's rollouts. Click one to see its rollouts.",
+        ),
+      ),
+    ),
+    now,
+    h("div", { class: "map-box" }, h("div", { class: "map-y" }, high, low), canvas),
+  );
   let data = null;
   let asked = -1;
 
   function cellAt(event) {
     const box = canvas.getBoundingClientRect();
     const { counts } = data;
-    const column = Math.min(Math.max(Math.floor(((event.clientX - box.left) / box.width) * counts.length), 0), counts.length - 1);
+    const column = Math.min(
+      Math.max(Math.floor(((event.clientX - box.left) / box.width) * counts.length), 0),
+      counts.length - 1,
+    );
     const bins = counts[0].length;
-    const bin = Math.min(Math.max(bins - 1 - Math.floor(((event.clientY - box.top) / box.height) * bins), 0), bins - 1);
+    const bin = Math.min(
+      Math.max(bins - 1 - Math.floor(((event.clientY - box.top) / box.height) * bins), 0),
+      bins - 1,
+    );
     const width = (data.high - data.low) / bins;
     const from = data.first + column * data.steps_of_column;
     return {
       count: counts[column][bin],
       params: {
-        run: run.name, split: "train", from_step: from, to_step: Math.min(from + data.steps_of_column - 1, data.last),
-        min_reward: Number((data.low + bin * width).toPrecision(6)), max_reward: Number((data.low + (bin + 1) * width).toPrecision(6)),
+        run: run.name,
+        split: "train",
+        from_step: from,
+        to_step: Math.min(from + data.steps_of_column - 1, data.last),
+        min_reward: Number((data.low + bin * width).toPrecision(6)),
+        max_reward: Number((data.low + (bin + 1) * width).toPrecision(6)),
       },
     };
   }
@@ -39,7 +65,10 @@ export function rewardMap(app, run) {
   canvas.addEventListener("pointermove", (event) => {
     if (!data?.counts) return;
     const { count, params } = cellAt(event);
-    const steps = params.from_step === params.to_step ? `step ${params.from_step}` : `steps ${params.from_step} to ${params.to_step}`;
+    const steps =
+      params.from_step === params.to_step
+        ? `step ${params.from_step}`
+        : `steps ${params.from_step} to ${params.to_step}`;
     now.textContent = `${steps}, reward ${formatNumber(params.min_reward)} to ${formatNumber(params.max_reward)}: ${formatCount(count, "rollout")}`;
   });
   canvas.addEventListener("pointerleave", say);
@@ -71,7 +100,10 @@ export function rewardMap(app, run) {
     });
     low.textContent = formatNumber(data.low);
     high.textContent = data.high > data.low ? formatNumber(data.high) : "";
-    canvas.setAttribute("aria-label", `Map of rewards from ${formatNumber(data.low)} to ${formatNumber(data.high)} over steps ${data.first} to ${data.last}`);
+    canvas.setAttribute(
+      "aria-label",
+      `Map of rewards from ${formatNumber(data.low)} to ${formatNumber(data.high)} over steps ${data.first} to ${data.last}`,
+    );
     say();
   }
 

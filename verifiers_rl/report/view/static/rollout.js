@@ -56,25 +56,51 @@ export function mountRollout(root, app, { close, neighbour }) {
   function showRow() {
     tabPart?.close();
     tabPart = null;
-    const step = (by, text, label) => h("button", {
-      type: "button", "aria-label": label, title: label,
-      onclick: async () => {
-        const number = await neighbour(by);
-        if (number !== undefined) app.go(asked.href(number), { replace: true });
-      },
-    }, text);
+    const step = (by, text, label) =>
+      h(
+        "button",
+        {
+          type: "button",
+          "aria-label": label,
+          title: label,
+          onclick: async () => {
+            const number = await neighbour(by);
+            if (number !== undefined) app.go(asked.href(number), { replace: true });
+          },
+        },
+        text,
+      );
     root.replaceChildren(
-      h("header", { class: "detail-head" }, backButton(), h("h3", { tabindex: "-1" }, `Rollout ${row.number}`),
-        h("span", { class: "steps-buttons" }, step(-1, "↑", "Previous rollout of the list (k)"), step(1, "↓", "Next rollout of the list (j)"))),
-      facts(row), tabs, body);
+      h(
+        "header",
+        { class: "detail-head" },
+        backButton(),
+        h("h3", { tabindex: "-1" }, `Rollout ${row.number}`),
+        h(
+          "span",
+          { class: "steps-buttons" },
+          step(-1, "↑", "Previous rollout of the list (k)"),
+          step(1, "↓", "Next rollout of the list (j)"),
+        ),
+      ),
+      facts(row),
+      tabs,
+      body,
+    );
   }
 
   function showTab({ tab, href, isTheme }) {
     const name = TABS[tab] ? tab : "messages";
-    tabs.replaceChildren(...Object.entries(TABS).map(([key, title]) => {
-      const size = key === "group" ? ` (${row.group_numbers?.length ?? 0})` : "";
-      return h("a", { href: withTab(href(row.number), key), "aria-current": key === name ? "true" : null }, `${title}${size}`);
-    }));
+    tabs.replaceChildren(
+      ...Object.entries(TABS).map(([key, title]) => {
+        const size = key === "group" ? ` (${row.group_numbers?.length ?? 0})` : "";
+        return h(
+          "a",
+          { href: withTab(href(row.number), key), "aria-current": key === name ? "true" : null },
+          `${title}${size}`,
+        );
+      }),
+    );
     if (tabPart?.name === name && tabPart.number === row.number) {
       tabPart.update?.({ isTheme });
       return;
@@ -89,7 +115,8 @@ export function mountRollout(root, app, { close, neighbour }) {
     if (!asked || asked.number === null) return false;
     const tab = { m: "messages", t: "tokens", g: "group" }[event.key];
     if (tab) app.go(withTab(asked.href(asked.number), tab), { replace: true });
-    else if (!row) return false; // it is on its way
+    else if (!row)
+      return false; // it is on its way
     else if (event.key === "[" || event.key === "]") {
       const numbers = row.group_numbers || [];
       const number = numbers[numbers.indexOf(row.number) + (event.key === "]" ? 1 : -1)];
@@ -116,21 +143,56 @@ function facts(row) {
     ["Advantage", isNumber(row.advantage) ? signed(row.advantage) : null],
     ["Step", h("span", {}, `${row.step}${row.split === "eval" ? " (evaluation)" : ""}`)],
     ["Environment", [row.env, row.role].filter(Boolean).join(", ")],
-    ["Example", row.example], ["Group", row.group],
-    ["Turns", row.num_turns], ["Tokens", isNumber(row.num_tokens) ? `${row.num_tokens.toLocaleString("en")}, ${row.num_sampled_tokens?.toLocaleString("en")} sampled` : null],
-    ["Policy version", versions], ["Took", isNumber(row.generation_s) ? formatSeconds(row.generation_s) : null],
+    ["Example", row.example],
+    ["Group", row.group],
+    ["Turns", row.num_turns],
+    [
+      "Tokens",
+      isNumber(row.num_tokens)
+        ? `${row.num_tokens.toLocaleString("en")}, ${row.num_sampled_tokens?.toLocaleString("en")} sampled`
+        : null,
+    ],
+    ["Policy version", versions],
+    ["Took", isNumber(row.generation_s) ? formatSeconds(row.generation_s) : null],
     ["Begun", isNumber(row.begun_at) ? formatTime(row.begun_at) : null],
     ["Trained on", row.split === "eval" || row.is_unreadable ? null : row.in_loss ? "yes" : "no"],
     ["Truncated", row.is_truncated ? "a length limit cut a turn" : null],
   ];
   const parts = row.rewards && typeof row.rewards === "object" ? Object.entries(row.rewards) : [];
-  return h("div", {},
-    row.is_unreadable && h("p", { class: "error" }, "The line of this rollout cannot be read. What the index has of it:"),
-    row.error && h("p", { class: "error" }, h("b", {}, `${asText(row.error.type)}: `), asText(row.error.message)),
-    h("dl", { class: "facts" }, items.filter(([, value]) => value !== null && value !== undefined && value !== "")
-      .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    parts.length ? h("details", { class: "parts", open: parts.length <= 8 }, h("summary", {}, "Parts of the reward, metrics"),
-      h("dl", { class: "facts" }, parts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, isNumber(value) ? formatNumber(value) : asText(value)))))) : null);
+  return h(
+    "div",
+    {},
+    row.is_unreadable &&
+      h("p", { class: "error" }, "The line of this rollout cannot be read. What the index has of it:"),
+    row.error &&
+      h("p", { class: "error" }, h("b", {}, `${asText(row.error.type)}: `), asText(row.error.message)),
+    h(
+      "dl",
+      { class: "facts" },
+      items
+        .filter(([, value]) => value !== null && value !== undefined && value !== "")
+        .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+    ),
+    parts.length
+      ? h(
+          "details",
+          { class: "parts", open: parts.length <= 8 },
+          h("summary", {}, "Parts of the reward, metrics"),
+          h(
+            "dl",
+            { class: "facts" },
+            parts.map(([name, value]) =>
+              h(
+                "div",
+                {},
+                h("dt", {}, name),
+                h("dd", {}, isNumber(value) ? formatNumber(value) : asText(value)),
+              ),
+            ),
+          ),
+        )
+      : null,
+  );
 }
 
 // --- Messages -------------------------------------------------------------------------------------
@@ -142,8 +204,15 @@ function mountMessages(root, app, { row, text }) {
   root.append(
     timeline(row, messages, elements),
     ...(messages.length ? elements : [h("p", { class: "quiet" }, "There are no messages.")]),
-    ...branches.map((branch, i) => h("details", { class: "branch" }, h("summary", {}, `Other branch ${i + 1} (${formatCount(branch.length, "message")})`),
-      branch.map((message) => messageElement(message, [], text)))));
+    ...branches.map((branch, i) =>
+      h(
+        "details",
+        { class: "branch" },
+        h("summary", {}, `Other branch ${i + 1} (${formatCount(branch.length, "message")})`),
+        branch.map((message) => messageElement(message, [], text)),
+      ),
+    ),
+  );
   return {};
 }
 
@@ -152,34 +221,88 @@ function timeline(row, messages, elements) {
   const turns = Array.isArray(row.turns) ? row.turns : [];
   if (!turns.length) return null;
   const spans = turns.map((turn, i) => ({
-    kind: "turn", title: `turn ${i + 1}`, begin: turn.begin_s, end: turn.end_s, place: messages.findIndex((m) => m.turn === i),
-    about: [isNumber(turn.num_prompt_tokens) ? `${turn.num_prompt_tokens.toLocaleString("en")} → ${formatCount(turn.num_sampled_tokens ?? 0, "token")}` : null,
-      isNumber(turn.policy_version) ? `policy ${turn.policy_version}` : null, turn.finish_reason],
+    kind: "turn",
+    title: `turn ${i + 1}`,
+    begin: turn.begin_s,
+    end: turn.end_s,
+    place: messages.findIndex((m) => m.turn === i),
+    about: [
+      isNumber(turn.num_prompt_tokens)
+        ? `${turn.num_prompt_tokens.toLocaleString("en")} → ${formatCount(turn.num_sampled_tokens ?? 0, "token")}`
+        : null,
+      isNumber(turn.policy_version) ? `policy ${turn.policy_version}` : null,
+      turn.finish_reason,
+    ],
   }));
-  const names = new Map(messages.flatMap((m) => (Array.isArray(m.tool_calls) ? m.tool_calls : []).map((call) => [call?.id, call?.name])));
+  const names = new Map(
+    messages.flatMap((m) =>
+      (Array.isArray(m.tool_calls) ? m.tool_calls : []).map((call) => [call?.id, call?.name]),
+    ),
+  );
   messages.forEach((message, place) => {
     if (isNumber(message.turn) || !isNumber(message.begin_s)) return;
-    const title = message.role === "tool" ? asText(names.get(message.tool_call_id)) || "tool" : asText(message.role);
-    spans.push({ kind: message.role === "tool" ? "tool" : "user", title, begin: message.begin_s, end: message.end_s, place, about: [] });
+    const title =
+      message.role === "tool" ? asText(names.get(message.tool_call_id)) || "tool" : asText(message.role);
+    spans.push({
+      kind: message.role === "tool" ? "tool" : "user",
+      title,
+      begin: message.begin_s,
+      end: message.end_s,
+      place,
+      about: [],
+    });
   });
   const timed = spans.filter(({ begin, end }) => isNumber(begin) && isNumber(end));
   const total = Math.max(...timed.map(({ end }) => end), 1e-9);
   const sorted = timed.length ? spans.toSorted((a, b) => (a.begin ?? 0) - (b.begin ?? 0)) : spans;
-  const seconds = (kind) => timed.filter((span) => span.kind === kind).reduce((sum, { begin, end }) => sum + end - begin, 0);
+  const seconds = (kind) =>
+    timed.filter((span) => span.kind === kind).reduce((sum, { begin, end }) => sum + end - begin, 0);
   const sum = timed.length
     ? `${formatSeconds(total)}: ${formatSeconds(seconds("turn"))} in ${formatCount(turns.length, "turn")}${seconds("tool") ? `, ${formatSeconds(seconds("tool"))} in tools` : ""}`
     : `${formatCount(turns.length, "turn")}; their times are not known`;
-  return h("details", { class: "timeline", open: turns.length <= 30 }, h("summary", {}, "Timeline ", h("span", { class: "quiet" }, sum)),
-    h("ol", {}, sorted.map(({ kind, title, begin, end, about, place }) => {
-      const isTimed = isNumber(begin) && isNumber(end);
-      const label = [isTimed ? formatSeconds(end - begin) : null, ...about.filter(Boolean).map(asText)].filter(Boolean).join(" · ");
-      return h("li", {}, h("button", { type: "button", class: `span span-${kind}`, title: label, disabled: place < 0, onclick: () => toMessage(elements[place]) },
-        h("span", { class: "span-title" }, title),
-        h("span", { class: "track", "aria-hidden": "true" }, isTimed ? h("span", { css: {
-          left: `${(100 * begin) / total}%`, width: `${Math.max((100 * (end - begin)) / total, 0.5)}%`,
-        } }) : null),
-        h("span", { class: "span-about" }, label)));
-    })));
+  return h(
+    "details",
+    { class: "timeline", open: turns.length <= 30 },
+    h("summary", {}, "Timeline ", h("span", { class: "quiet" }, sum)),
+    h(
+      "ol",
+      {},
+      sorted.map(({ kind, title, begin, end, about, place }) => {
+        const isTimed = isNumber(begin) && isNumber(end);
+        const label = [isTimed ? formatSeconds(end - begin) : null, ...about.filter(Boolean).map(asText)]
+          .filter(Boolean)
+          .join(" · ");
+        return h(
+          "li",
+          {},
+          h(
+            "button",
+            {
+              type: "button",
+              class: `span span-${kind}`,
+              title: label,
+              disabled: place < 0,
+              onclick: () => toMessage(elements[place]),
+            },
+            h("span", { class: "span-title" }, title),
+            h(
+              "span",
+              { class: "track", "aria-hidden": "true" },
+              isTimed
+                ? h("span", {
+                    css: {
+                      left: `${(100 * begin) / total}%`,
+                      width: `${Math.max((100 * (end - begin)) / total, 0.5)}%`,
+                    },
+                  })
+                : null,
+            ),
+            h("span", { class: "span-about" }, label),
+          ),
+        );
+      }),
+    ),
+  );
 }
 
 function toMessage(element) {

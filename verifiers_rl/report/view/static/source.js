@@ -106,7 +106,10 @@ export class PageSource {
 
   async rollouts(run, filter, start) {
     const part = this.#runs.get(run);
-    const chosen = inOrder(part.rollouts.filter((row) => isChosen(row, filter)), filter.order);
+    const chosen = inOrder(
+      part.rollouts.filter((row) => isChosen(row, filter)),
+      filter.order,
+    );
     const next = start + 50;
     return {
       rows: chosen.slice(start, next),
@@ -157,8 +160,10 @@ function isChosen(row, filter) {
   const from = (value, low) => !low || (isNumber(value) && value >= Number(low));
   const to = (value, high) => !high || (isNumber(value) && value <= Number(high));
   return (
-    from(row.step, filter.from_step) && to(row.step, filter.to_step) &&
-    from(row.reward, filter.min_reward) && to(row.reward, filter.max_reward) &&
+    from(row.step, filter.from_step) &&
+    to(row.step, filter.to_step) &&
+    from(row.reward, filter.min_reward) &&
+    to(row.reward, filter.max_reward) &&
     (!filter.split || row.split === filter.split) &&
     (!filter.env || row.env === filter.env) &&
     (!filter.example || row.example === Number(filter.example)) &&
@@ -170,7 +175,9 @@ function isChosen(row, filter) {
 function textOf(row) {
   const messages = [row.messages, ...(row.other_branches || [])].flatMap((list) => list || []);
   const texts = messages.flatMap((m) => [
-    m.content, m.reasoning, ...(m.tool_calls || []).flatMap((call) => [call.name, call.arguments]),
+    m.content,
+    m.reasoning,
+    ...(m.tool_calls || []).flatMap((call) => [call.name, call.arguments]),
   ]);
   const { type, message } = row.error || {};
   return [...texts, type, message].map(asText).join("\n").toLowerCase();

@@ -12,6 +12,7 @@ export class Store {
   problem = "";
   error = "";
   #metrics = new Map();
+  #numbers = new Map();
   #chosen = null; // names; null: as `shown` says
   #timer = 0;
 
@@ -45,9 +46,10 @@ export class Store {
     return this.shown.some((run) => run.name === name);
   }
 
-  // By its place among all runs, so that a run keeps its color.
+  // In the order in which the page came to know them, so that a run keeps its color.
   number(name) {
-    return this.runs.findIndex((run) => run.name === name);
+    if (!this.#numbers.has(name)) this.#numbers.set(name, this.#numbers.size);
+    return this.#numbers.get(name);
   }
 
   color(name) {
@@ -70,12 +72,16 @@ export class Store {
 
   #schedule(delay = undefined) {
     clearTimeout(this.#timer);
-    const goesOn = this.runs.some((run) => ["running", "empty", "unknown"].includes(run.status));
-    this.#timer = setTimeout(async () => {
-      if (document.hidden) return; // it goes on when the page is looked at
-      await this.refresh();
-      this.#schedule();
-    }, delay ?? (goesOn ? POLL_MS : IDLE_POLL_MS));
+    const goesOn =
+      !this.error && this.runs.some((run) => ["running", "empty", "unknown"].includes(run.status));
+    this.#timer = setTimeout(
+      async () => {
+        if (document.hidden) return; // it goes on when the page is looked at
+        await this.refresh();
+        this.#schedule();
+      },
+      delay ?? (goesOn ? POLL_MS : IDLE_POLL_MS),
+    );
   }
 
   // Ask for what is new. An error stays on the page until the next answer.
@@ -83,7 +89,10 @@ export class Store {
     try {
       const answer = await this.source.runs();
       const isNew = answer !== null;
-      if (isNew) [this.runs, this.problem] = [answer.runs, answer.problem];
+      if (isNew) {
+        [this.runs, this.problem] = [answer.runs, answer.problem];
+        for (const run of this.runs) this.number(run.name);
+      }
       const hasMore = await this.load();
       const wasError = this.error;
       this.error = "";
@@ -117,7 +126,11 @@ export class Store {
     }
     const length = start + (answer.columns.step?.length ?? 0);
     this.#metrics.set(name, {
-      generation: answer.generation, length, columns, notFinite: answer.not_finite, hours: hoursOf(columns),
+      generation: answer.generation,
+      length,
+      columns,
+      notFinite: answer.not_finite,
+      hours: hoursOf(columns),
     });
   }
 }

@@ -5,29 +5,68 @@ import { formatCount, formatNumber, h, isDark, isNumber } from "./dom.js";
 
 // Colors from low to high, for pages with a light and with a dark background. They differ in
 // lightness too, so that all eyes tell them apart.
-const HEAT = { light: ["#ffffff", "#ffe9b8", "#fdb863", "#d9691c", "#7f2704"], dark: ["#16191d", "#4a3310", "#8f5a0c", "#e08f1c", "#ffe2a0"] };
-const TWO_SIDED = { light: ["#2166ac", "#9ecae1", "#ffffff", "#fdc38d", "#b35806"], dark: ["#7cc0ff", "#2a5378", "#16191d", "#704116", "#ffab5e"] };
+const HEAT = {
+  light: ["#ffffff", "#ffe9b8", "#fdb863", "#d9691c", "#7f2704"],
+  dark: ["#16191d", "#4a3310", "#8f5a0c", "#e08f1c", "#ffe2a0"],
+};
+const TWO_SIDED = {
+  light: ["#2166ac", "#9ecae1", "#ffffff", "#fdc38d", "#b35806"],
+  dark: ["#7cc0ff", "#2a5378", "#16191d", "#704116", "#ffab5e"],
+};
 const STEPS = { light: ["#deebf7", "#08519c"], dark: ["#1d3a57", "#a8d4ff"] };
 
 const COLORINGS = {
   logprob: {
-    title: "Logprob", text: "of the server, which sampled the token; nats", value: (t, i) => (t.policy_versions[i] < 0 ? null : t.inference_logprobs[i]),
-    low: -5, high: 0, colors: HEAT, isReversed: true, ends: ["-5 and less: surprising", "0: sure"],
+    title: "Logprob",
+    text: "of the server, which sampled the token; nats",
+    value: (t, i) => (t.policy_versions[i] < 0 ? null : t.inference_logprobs[i]),
+    low: -5,
+    high: 0,
+    colors: HEAT,
+    isReversed: true,
+    ends: ["-5 and less: surprising", "0: sure"],
   },
   trainer_logprob: {
-    title: "Trainer's logprob", text: "before this step's update; nats", value: (t, i) => t.trainer_logprobs[i],
-    low: -5, high: 0, colors: HEAT, isReversed: true, ends: ["-5 and less", "0"],
+    title: "Trainer's logprob",
+    text: "before this step's update; nats",
+    value: (t, i) => t.trainer_logprobs[i],
+    low: -5,
+    high: 0,
+    colors: HEAT,
+    isReversed: true,
+    ends: ["-5 and less", "0"],
   },
   ratio: {
-    title: "Ratio", text: "p of the trainer / p of the server", value: ratioOf,
-    place: (value) => 0.5 + Math.log(value) / (2 * Math.log(2)), colors: TWO_SIDED, ends: ["1/2 and less", "2 and more"], middle: "1",
+    title: "Ratio",
+    text: "p of the trainer / p of the server",
+    value: ratioOf,
+    place: (value) => 0.5 + Math.log(value) / (2 * Math.log(2)),
+    colors: TWO_SIDED,
+    ends: ["1/2 and less", "2 and more"],
+    middle: "1",
   },
-  entropy: { title: "Entropy", text: "of the policy at this token; nats", value: (t, i) => t.entropy[i], low: 0, high: 3, colors: HEAT, ends: ["0", "3 and more"] },
+  entropy: {
+    title: "Entropy",
+    text: "of the policy at this token; nats",
+    value: (t, i) => t.entropy[i],
+    low: 0,
+    high: 3,
+    colors: HEAT,
+    ends: ["0", "3 and more"],
+  },
   advantage: {
-    title: "Advantage", text: "", value: (t, i) => (t.loss_mask[i] ? t.advantages[i] : null),
-    place: (value, t) => 0.5 + value / (2 * (t.max_advantage || 1)), colors: TWO_SIDED, middle: "0",
+    title: "Advantage",
+    text: "",
+    value: (t, i) => (t.loss_mask[i] ? t.advantages[i] : null),
+    place: (value, t) => 0.5 + value / (2 * (t.max_advantage || 1)),
+    colors: TWO_SIDED,
+    middle: "0",
   },
-  version: { title: "Policy version", text: "of the weights that sampled the token", value: (t, i) => (t.policy_versions[i] < 0 ? null : t.policy_versions[i]) },
+  version: {
+    title: "Policy version",
+    text: "of the weights that sampled the token",
+    value: (t, i) => (t.policy_versions[i] < 0 ? null : t.policy_versions[i]),
+  },
   mask: { title: "Mask", text: "what counts in the loss" },
 };
 const MASKS = {
@@ -50,16 +89,50 @@ export function mountTokens(root, app, { run, row }) {
   let current = -1;
   const readout = h("p", { class: "readout", role: "status" });
   const legend = h("div", { class: "legend" });
-  const box = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens. Arrow keys move from one to the next." });
+  const box = h("div", {
+    class: "tokens",
+    tabindex: "0",
+    role: "group",
+    "aria-label": "Tokens. Arrow keys move from one to the next.",
+  });
   const more = h("button", { type: "button", class: "more", hidden: true, onclick: () => extend() });
-  const choice = h("fieldset", { class: "choice" }, h("legend", {}, "Color by"),
-    Object.entries(COLORINGS).map(([name, { title }]) => h("label", {},
-      h("input", { type: "radio", name: "coloring", value: name, checked: name === coloring, onchange: () => { coloring = name; paint(); } }), title)));
+  const choice = h(
+    "fieldset",
+    { class: "choice" },
+    h("legend", {}, "Color by"),
+    Object.entries(COLORINGS).map(([name, { title }]) =>
+      h(
+        "label",
+        {},
+        h("input", {
+          type: "radio",
+          name: "coloring",
+          value: name,
+          checked: name === coloring,
+          onchange: () => {
+            coloring = name;
+            paint();
+          },
+        }),
+        title,
+      ),
+    ),
+  );
   if (!row.has_tokens) {
-    root.append(h("p", { class: "quiet" }, app.store.source.isLive
-      ? "The tokens of this rollout were not written. `log_tokens_of` sets for which share of the groups they are."
-      : "The tokens of this rollout are not in this page."),
-    h("p", {}, h("a", { href: app.link("rollouts", { run, kind: "with_tokens" }) }, "Rollouts with tokens")));
+    root.append(
+      h(
+        "p",
+        { class: "quiet" },
+        app.store.source.isLive
+          ? "The tokens of this rollout were not written. `log_tokens_of` sets for which share of the groups they are."
+          : "The tokens of this rollout are not in this page.",
+      ),
+      h(
+        "p",
+        {},
+        h("a", { href: app.link("rollouts", { run, kind: "with_tokens" }) }, "Rollouts with tokens"),
+      ),
+    );
     return {};
   }
   root.append(choice, legend, readout, box, more);
@@ -71,7 +144,9 @@ export function mountTokens(root, app, { run, row }) {
       const found = await app.store.source.tokens(run, row.number, tokens ? tokens.text.length : 0);
       if (isClosed) return;
       if (!tokens) tokens = found;
-      else for (const [name, values] of Object.entries(found)) if (Array.isArray(values) && name !== "versions") tokens[name] = tokens[name].concat(values);
+      else
+        for (const [name, values] of Object.entries(found))
+          if (Array.isArray(values) && name !== "versions") tokens[name] = tokens[name].concat(values);
       const from = box.querySelectorAll(".token").length;
       add(from);
       paint(from);
@@ -87,7 +162,10 @@ export function mountTokens(root, app, { run, row }) {
   function add(from) {
     const parts = [];
     for (let i = from; i < tokens.text.length; i += 1) {
-      if (tokens.sample[i] !== (tokens.sample[i - 1] ?? -1) && (i || tokens.sample.at(-1) !== tokens.sample[0])) {
+      if (
+        tokens.sample[i] !== (tokens.sample[i - 1] ?? -1) &&
+        (i || tokens.sample.at(-1) !== tokens.sample[0])
+      ) {
         parts.push(h("p", { class: "sequence" }, `Sequence ${tokens.sample[i] + 1}`));
       }
       parts.push(h("span", { class: "token", "data-i": i }, visible(tokens.text[i])));
@@ -113,18 +191,29 @@ export function mountTokens(root, app, { run, row }) {
   function say(i) {
     if (i < 0) {
       const ratios = tokens.text.map((_, n) => ratioOf(tokens, n)).filter(isNumber);
-      readout.textContent = `${formatCount(tokens.num_tokens, "token")}; point at one, or use the arrow keys.` +
-        (ratios.length ? ` Ratios from ${formatNumber(Math.min(...ratios))} to ${formatNumber(Math.max(...ratios))}.` : "");
+      readout.textContent =
+        `${formatCount(tokens.num_tokens, "token")}; point at one, or use the arrow keys.` +
+        (ratios.length
+          ? ` Ratios from ${formatNumber(Math.min(...ratios))} to ${formatNumber(Math.max(...ratios))}.`
+          : "");
       return;
     }
     const t = tokens;
     const mask = Object.values(MASKS).find(({ is }) => is(t, i))?.text;
     const values = [
-      ["logprob", t.policy_versions[i] < 0 ? null : t.inference_logprobs[i]], ["trainer's", t.trainer_logprobs[i]], ["ratio", ratioOf(t, i)],
-      ["entropy", t.entropy[i]], ["advantage", t.loss_mask[i] ? t.advantages[i] : null], ["policy", t.policy_versions[i] < 0 ? null : t.policy_versions[i]],
+      ["logprob", t.policy_versions[i] < 0 ? null : t.inference_logprobs[i]],
+      ["trainer's", t.trainer_logprobs[i]],
+      ["ratio", ratioOf(t, i)],
+      ["entropy", t.entropy[i]],
+      ["advantage", t.loss_mask[i] ? t.advantages[i] : null],
+      ["policy", t.policy_versions[i] < 0 ? null : t.policy_versions[i]],
     ].filter(([, value]) => value !== null && value !== undefined);
-    readout.replaceChildren(h("b", {}, `${i + 1}: ${JSON.stringify(t.text[i])}`), h("span", { class: "quiet" }, ` id ${t.token_ids[i]} `),
-      ...values.flatMap(([name, value]) => [` ${name} `, h("b", {}, formatNumber(value))]), ` · ${mask}`);
+    readout.replaceChildren(
+      h("b", {}, `${i + 1}: ${JSON.stringify(t.text[i])}`),
+      h("span", { class: "quiet" }, ` id ${t.token_ids[i]} `),
+      ...values.flatMap(([name, value]) => [` ${name} `, h("b", {}, formatNumber(value))]),
+      ` · ${mask}`,
+    );
   }
 
   function moveTo(i) {
@@ -141,7 +230,14 @@ export function mountTokens(root, app, { run, row }) {
     if (place !== undefined) moveTo(Number(place));
   });
   box.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    const step = {
+      ArrowRight: 1,
+      ArrowLeft: -1,
+      ArrowDown: 10,
+      ArrowUp: -10,
+      Home: -Infinity,
+      End: Infinity,
+    }[event.key];
     if (!step || !tokens) return;
     event.preventDefault();
     event.stopPropagation();
@@ -189,13 +285,17 @@ function colorAt(name, value, t, theme) {
 function between(colors, at) {
   const place = Math.min(Math.max(at, 0), 1) * (colors.length - 1);
   const i = Math.min(Math.floor(place), colors.length - 2);
-  const [from, to] = [colors[i], colors[i + 1]].map((color) => [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)));
+  const [from, to] = [colors[i], colors[i + 1]].map((color) =>
+    [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)),
+  );
   return from.map((part, n) => Math.round(part + (to[n] - part) * (place - i)));
 }
 
 // Black on it has a contrast of more than 4.5 if this is above 0.18, white if it is below.
 function luminance(color) {
-  const [r, g, b] = color.map((part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  const [r, g, b] = color.map((part) =>
+    part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4,
+  );
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 
@@ -203,19 +303,42 @@ function drawLegend(root, t, theme) {
   const { title, text, colors, ends, middle, isReversed } = COLORINGS[coloring];
   root.replaceChildren(h("b", {}, title), h("span", { class: "quiet" }, ` ${text} `));
   if (coloring === "mask") {
-    root.append(...Object.entries(MASKS).map(([name, mask]) => h("span", { class: `token token-${name}` }, mask.text)));
+    root.append(
+      ...Object.entries(MASKS).map(([name, mask]) => h("span", { class: `token token-${name}` }, mask.text)),
+    );
   } else if (coloring === "version") {
     const few = t.versions.length > 8 ? [t.versions[0], t.versions.at(-1)] : t.versions;
-    root.append(...few.map((version) => {
-      const color = colorAt("version", version, t, theme);
-      return h("span", { class: "token", css: { background: `rgb(${color.join(" ")})`, color: luminance(color) > 0.18 ? "#000" : "#fff" } }, version);
-    }));
+    root.append(
+      ...few.map((version) => {
+        const color = colorAt("version", version, t, theme);
+        return h(
+          "span",
+          {
+            class: "token",
+            css: { background: `rgb(${color.join(" ")})`, color: luminance(color) > 0.18 ? "#000" : "#fff" },
+          },
+          version,
+        );
+      }),
+    );
     if (!few.length) root.append("no token was sampled");
   } else {
     const most = formatNumber(t.max_advantage);
     const [low, high] = ends || [`-${most}`, `+${most}`];
     const stops = isReversed ? colors[theme].toReversed() : colors[theme];
-    root.append(h("span", {}, low), h("span", { class: "scale", css: { background: `linear-gradient(to right, ${stops.join(", ")})` }, "aria-hidden": "true" }, middle ? h("i", {}, middle) : null), h("span", {}, high));
+    root.append(
+      h("span", {}, low),
+      h(
+        "span",
+        {
+          class: "scale",
+          css: { background: `linear-gradient(to right, ${stops.join(", ")})` },
+          "aria-hidden": "true",
+        },
+        middle ? h("i", {}, middle) : null,
+      ),
+      h("span", {}, high),
+    );
   }
   if (coloring !== "mask") root.append(h("span", { class: "token token-none" }, "no value"));
 }
