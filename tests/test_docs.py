@@ -325,7 +325,7 @@ def commands(page):
 def help_of(program, *commands):
     scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
     command = [sys.executable, "-m", scripts[program].partition(":")[0], *commands, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
 
 
 @cache
@@ -359,7 +359,7 @@ def check_command(words, page):
     elif program == "vf-gepa":  # whose options depend on the environment
         command = [str(Path(sys.executable).parent / program), *rest, "--dry-run"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text")}
-        subprocess.run(command, env=environment, check=True, timeout=60)
+        subprocess.run(command, env=environment, check=True, timeout=240)
     elif program.startswith("vf-"):
         for option in options:
             key = option[2:].replace("-", "_")
