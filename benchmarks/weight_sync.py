@@ -30,10 +30,17 @@ Rounding: largest and mean difference between a prompt's logprobs on the server 
 float32 model here, and ||error|| / ||update|| of the adapter's update in bfloat16. This ratio
 depends on the update's size: here B has a standard deviation of 1e-3, about what it would have
 after 100 steps at 1e-5.
+
+    python benchmarks/weight_sync.py --replicas 1,2,4 [--layers 28] [--vocab 151936] [--repeats 5]
+
+measures instead a push of all weights to so many servers at once (`push_to_all`), over TCP. A
+stand-in process takes the place of each server: it receives as a worker of vLLM does, and drops the
+tensors. So this is the trainer's side: gathering, casting, packing, sending.
 """
 
 import argparse
 import copy
+import multiprocessing
 import os
 import secrets
 import socket
@@ -45,7 +52,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import torch
@@ -62,8 +69,11 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     find_token,
 )
-from verifiers_rl.sync.plan import bucket_num_bytes
+from verifiers_rl.sync.buckets import receive_buckets
+from verifiers_rl.sync.fan_out import push_to_all
+from verifiers_rl.sync.plan import TransferPlan, bucket_num_bytes
 from verifiers_rl.sync.sources import Source, adapter_sources, full_sources
+from verifiers_rl.sync.transports import Meeting, make_transport
 from verifiers_rl.sync.weight_sync import WeightSync
 
 ROOT = Path(__file__).parent.parent
@@ -233,11 +243,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu", help="of the trainer's model")
     parser.add_argument("--server-gpu", help="CUDA_VISIBLE_DEVICES of the server")
+    parser.add_argument("--replicas", default="")
     options = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     torch.set_num_threads(max(num_cores // 2, 1))
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(16))
     rows: Rows = defaultdict(list)
+    if options.replicas:
+        measure_replicas([int(number) for number in options.replicas.split(",")], options)
+        return
     with tempfile.TemporaryDirectory() as name, closing(RawReceiver(TIMEOUT_S)) as raw:
         measure(Path(name), raw, rows, options)
 
@@ -299,6 +313,76 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
         sync.close()
     num_tokens = options.requests * options.tokens
     report(plans, rows, differences, lost_update(adapted), num_tokens)
+
+
+class StandIn:
+    """A server whose worker is a process that drops what it receives."""
+
+    host, served_model_name = "127.0.0.1", "base"
+
+    def __init__(self, number: int) -> None:
+        self.base_url = f"http://127.0.0.1:{number}"
+        self.ours, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=drop_all, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def status(self) -> dict[str, Any]:
+        return {"world_size": 1, "gpus": [None], "dtype": "bfloat16", "lora_dtype": None}
+
+    def hold(self, trainer: str) -> Any:
+        return socket.socket()  # has a `close`, as a hold has
+
+    def connect_weight_sync(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.ours.send(request)
+        return {"connection": self.ours.recv()}
+
+    def receive_weights(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.ours.send("receive")
+        return {"num_bytes": self.ours.recv()}
+
+
+def drop_all(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    request = pipe.recv()
+    plan = TransferPlan.from_json(request["plan"])
+    meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, TIMEOUT_S)
+    transport = make_transport(request["backend"], meeting, torch.device("cpu"), 0)
+    pipe.send("connected")
+    while pipe.recv() == "receive":
+        buckets = receive_buckets(plan, transport, TIMEOUT_S)
+        pipe.send(sum(tensor.nbytes for bucket in buckets for _, tensor in bucket))
+
+
+def measure_replicas(numbers: list[int], options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model, _ = make_models(Path(folder) / "model", options)
+    servers = [StandIn(number) for number in range(max(numbers))]
+    syncs = [WeightSync(cast(Any, server), timeout_s=TIMEOUT_S) for server in servers]
+
+    def push(number: int) -> None:
+        errors = push_to_all(syncs[:number], model, 0, "recompute")
+        if any(errors):
+            raise RuntimeError(errors)
+
+    rows: Rows = defaultdict(list)
+    modes = {str(number): lambda number=number: push(number) for number in numbers}
+    for mode in modes.values():
+        mode()
+    measure_rounds(modes, options.repeats, rows)
+    assert syncs[0].plan is not None
+    print(f"{syncs[0].plan.num_bytes / 1e6:.0f} MB to each server")
+    print("| servers | s (min-max) | over the first row |")
+    print("| --- | --- | --- |")
+    first = statistics.median(rows[str(numbers[0])])
+    for number, values in rows.items():
+        seconds = statistics.median(values)
+        span = f"{min(values):.3f}-{max(values):.3f}"
+        print(f"| {number} | {seconds:.3f} ({span}) | {seconds / first:.2f} |")
+    for sync, server in zip(syncs, servers, strict=True):
+        server.ours.send("end")
+        server.process.join()
+        sync.close()
 
 
 def report(

@@ -356,6 +356,135 @@ def test_the_server_uses_all_of_its_gpus(monkeypatch, sizes, tensor_parallel):
     assert found == ([] if tensor_parallel is None else [str(tensor_parallel)])
 
 
+def test_each_replica_has_gpus_and_a_port_of_its_own(monkeypatch, write_toml):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    text = '[env]\nid = "e"\n[inference]\ngpus = 2\nreplicas = 2\n[trainer.args]\n'
+    config = load_run_config(write_toml(text + "vllm_server_port = 9000\n"))
+    servers, trainer = plan.assign_gpus(config)
+    assert (servers, trainer) == ("3,4,5,6", "7")
+    assert plan.servers_to_start(config) == [("127.0.0.1", 9000), ("127.0.0.1", 9001)]
+    found = [plan.server_env(config, servers, n)["CUDA_VISIBLE_DEVICES"] for n in range(2)]
+    assert found == ["3,4", "5,6"]
+    command = " ".join(plan.server_command(config, "127.0.0.1", 9001))
+    assert "--tensor-parallel-size 2" in command and "--port 9001" in command
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    with pytest.raises(TomlError, match=r"gpus=2 for each of 2 replicas and .* need 5 GPUs"):
+        plan.assign_gpus(config)
+    with pytest.raises(TomlError, match=r"inference\.replicas=0 must be an integer >= 1"):
+        load_run_config(write_toml('[env]\nid = "e"\n[inference]\nreplicas = 0\n'))
+
+
+def test_replicas_on_a_cpu_have_cores_of_their_own(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    config = make_config(inference_gpus=0, inference_replicas=2)
+    cores = [plan.server_env(config, "", n)["VLLM_CPU_OMP_THREADS_BIND"] for n in range(2)]
+    assert cores == ["0,1", "2,3"]  # the trainer has the other four
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in plan.server_env(make_config(inference_gpus=0), "", 0)
+
+
+def test_servers_that_run_already_are_not_started(monkeypatch, write_toml):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(plan, "version", lambda _: "0.31.0")  # vLLM's GPU build
+    text = '[env]\nid = "e"\n[trainer.args]\nvllm_servers = ["a:1", "b:1"]\n'
+    config = load_run_config(write_toml(text))
+    assert plan.servers_to_start(config) == []
+    assert plan.assign_gpus(config) == ("", "3")
+    with pytest.raises(TomlError, match=r"so \[inference\] has no effect; remove one"):
+        load_run_config(write_toml(text + "[inference]\nreplicas = 2\n"))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "weights_gb", "gpu_gb", "split"),
+    [
+        (8, 8, 80, (8, 1)),  # a tenth of a GPU
+        (8, 65, 80, (2, 4)),  # 65 / 2 = 32.5 GB is above 0.4 * 80 GB
+        (8, 140, 80, (1, 8)),
+        (8, 900, 80, (1, 8)),  # too large: vLLM says so
+        (6, 40, 80, (3, 2)),
+    ],
+)
+def test_gpus_become_as_many_replicas_as_hold_the_weights(num_gpus, weights_gb, gpu_gb, split):
+    assert plan.choose_split(num_gpus, weights_gb * 1e9, gpu_gb * 1e9) == split
+
+
+def test_gpus_alone_are_split_by_the_models_size_and_one_line_says_so(
+    monkeypatch, capsys, write_toml
+):
+    toml = '[env]\nid = "e"\n[inference]\ngpus = 4\n'
+    num_bytes = 2 * sum(p.numel() for p in make_tiny_model().parameters())
+    monkeypatch.setattr(plan, "memory_of_gpu", lambda: num_bytes)
+    config = load_run_config(write_toml(toml))
+    plan.split_gpus(config)  # 1/4 of the weights, but not 1/2, is below 0.4 of a GPU
+    assert (config.inference_replicas, config.inference_gpus) == (1, 4)
+    monkeypatch.setattr(plan, "memory_of_gpu", lambda: 2 * num_bytes)
+    plan.split_gpus(config)
+    assert (config.inference_replicas, config.inference_gpus) == (2, 2)
+    assert "4 GPUs for inference: 2 replica(s) of 2 GPU(s)" in capsys.readouterr().out
+    for asked in ("replicas = 1\n", "[inference.args]\ntensor_parallel_size = 4\n"):
+        config = load_run_config(write_toml(toml + asked))
+        plan.split_gpus(config)
+        assert (config.inference_replicas, config.inference_gpus) == (1, 4)
+    assert not capsys.readouterr().out
+
+
+# The second server ends once it was found ready, and only in its first life.
+REPLICAS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from verifiers_rl.cli import rl, servers
+from verifiers_rl.cli.config import RunConfig
+
+folder, port = Path(sys.argv[1]), int(sys.argv[2])
+SERVER = '''
+import os, sys, time
+print("here", flush=True)
+with open(sys.argv[1], "a") as file:
+    file.write("x")
+    is_first = file.tell() == 1
+while not (is_first and os.path.exists(sys.argv[1] + " ends")):
+    time.sleep(0.01)
+'''
+TRAINER = '''
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+print("servers", os.environ["VERIFIERS_RL_SERVERS"], flush=True)
+sys.exit(7)
+'''
+
+def answers(client):
+    own = folder / str(client.port)
+    lives = own.read_text() if own.exists() else ""
+    if client.port == port + 1 and lives:
+        ends = folder / f"{port + 1} ends"
+        if ends.exists() and lives == "x":
+            return False  # its second life has not begun
+        (ends if lives == "x" else folder / "end").touch()
+    return bool(lives)
+
+servers.answers, servers.BACKOFF_S, rl.POLL_S = answers, 0.05, 0.02
+rl.server_command = lambda _, host, port: [sys.executable, "-c", SERVER, str(folder / str(port))]
+rl.trainer_command = lambda *_: [sys.executable, "-c", TRAINER, str(folder / "end")]
+config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_args={"vllm_server_port": port})
+config.inference_gpus, config.inference_replicas = 0, 2
+sys.exit(rl.supervise(config, ("", ""), SimpleNamespace(server_log=None)))
+"""
+
+
+def test_one_of_two_servers_that_dies_is_started_again_while_the_other_one_stays(tmp_path):
+    port = free_port()
+    command = [sys.executable, "-c", REPLICAS, str(tmp_path), str(port)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stdout + done.stderr  # the trainer's
+    lines = done.stdout.splitlines()
+    assert lines.count("[inference-0] here") == 1 and lines.count("[inference-1] here") == 2
+    again = f"the server on port {port + 1} ended with status 0; starting it again in 0.05 s"
+    assert sum(again in line for line in lines) == 1
+    assert f"[trainer] servers 127.0.0.1:{port} 127.0.0.1:{port + 1}" in lines
+
+
 def test_a_flag_with_dashes_is_the_flag_with_underscores(write_toml):
     toml = '[env]\nid = "e"\n[inference]\ngpus = 2\n[inference.args]\n'
     config = load_run_config(
@@ -406,7 +535,7 @@ SUPERVISE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import children, rl
+from verifiers_rl.cli import children, rl, servers
 from verifiers_rl.cli.config import RunConfig
 
 folder, keeps_answering, port = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
@@ -431,7 +560,7 @@ def ended_within(child, seconds):
         (folder / "end").touch()
     return children.ended_within(child, seconds)
 
-rl.answers, rl.MAX_RESTARTS, rl.BACKOFF_S, rl.POLL_S = answers, 3, 0.05, 0.02
+servers.answers, servers.MAX_RESTARTS, servers.BACKOFF_S, rl.POLL_S = answers, 3, 0.05, 0.02
 rl.server_command, rl.ended_within = server_command, ended_within
 trainer = [sys.executable, "-c", wait + "sys.exit(7)", str(folder / "end")]
 rl.trainer_command = lambda *_: trainer

@@ -325,7 +325,7 @@ def commands(page):
 def help_of(program, *commands):
     scripts = tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
     command = [sys.executable, "-m", scripts[program].partition(":")[0], *commands, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
 
 
 @cache
@@ -334,7 +334,7 @@ def server_flags():
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
     sources = [Path(folder) / "engine" / "arg_utils.py"]
     sources += sorted(Path(folder).rglob("cli_args.py"))
-    flags = {"--help"}
+    flags = {"--help", "--join"}  # the latter is our own
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and str(node.value).startswith("--"):
@@ -359,7 +359,7 @@ def check_command(words, page):
     elif program == "vf-gepa":  # whose options depend on the environment
         command = [str(Path(sys.executable).parent / program), *rest, "--dry-run"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples" / "reverse_text")}
-        subprocess.run(command, env=environment, check=True, timeout=60)
+        subprocess.run(command, env=environment, check=True, timeout=240)
     elif program.startswith("vf-"):
         for option in options:
             key = option[2:].replace("-", "_")
@@ -414,7 +414,7 @@ def metrics():
 
 def known_names():
     options = {option.name for option in fields(RLConfig)}
-    tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args"}
+    tables = {"gpus", "model", "env", "weight", "class", "max_turns", "args", "replicas"}
     tables.add("chat_template_kwargs")  # of an agent's sampling
     flags = {flag[2:].replace("-", "_") for flag in server_flags()}
     arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}

@@ -35,6 +35,7 @@ from verifiers_rl.inference.server import (
     Holder,
     WeightSyncRoutes,
     WorkerError,
+    error_of_processes,
     flag_error,
     generation_keys,
     paused,
@@ -927,6 +928,27 @@ reservation = reserve_port("127.0.0.1", int(sys.argv[1]))
 print("reserved", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, None),
+        ({"api_server_count": 1, "data_parallel_size": 4, "data_parallel_size_local": 4}, None),
+        ({"api_server_count": 4}, "--api-server-count 4: vf-vllm has one API process"),
+        ({"api_server_count": 0}, "--api-server-count 0: vf-vllm has one API process"),
+        ({"headless": True}, "--headless: vf-vllm has one API process"),
+        ({"data_parallel_rank": 0}, "--data-parallel-rank: vf-vllm has one API process"),
+        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb: vf-vllm has one"),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 2},
+            "--data-parallel-size-local 2: must be --data-parallel-size 4",
+        ),
+    ],
+)
+def test_flags_for_more_api_processes_are_refused(flags, message):
+    found = error_of_processes(SimpleNamespace(**{"data_parallel_size": 1} | flags))
+    assert found is None if message is None else found.startswith(message)
 
 
 def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monkeypatch):

@@ -320,6 +320,25 @@ def sync_with():
         sync.client.transport.close()
 
 
+def test_the_port_of_the_meeting_can_be_chosen(sync_with):
+    listener, port = listen()
+    sync = sync_with(lambda client: None)
+    sync.port = port
+    model = make_tiny_model()
+    with pytest.raises(InferenceServerError, match=rf":{port} for the .*weight_sync_port"):
+        sync.connect(model)
+    listener.close()
+    met, connect = [], sync.client.connect_weight_sync
+
+    def connecting(request, timeout_s):
+        met.append(request["port"])
+        return connect(request, timeout_s)
+
+    sync.client.connect_weight_sync = connecting
+    sync.connect(model)
+    assert met == [port]
+
+
 def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on(sync_with):
     def die(client):
         raise ServerLostError("no answer from the inference server")

@@ -52,7 +52,7 @@ _REPLACED_OPTIONS = {
         *("eval_temperature", "eval_max_tokens", "eval_top_p", "eval_top_k", "eval_min_p"),
         "tools_in_process",
     ),
-    "weight_sync": ("weight_sync_backend",),
+    "weight_sync": ("weight_sync_backend", "weight_sync_port", "vllm_servers"),
 }
 
 

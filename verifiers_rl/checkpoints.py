@@ -100,6 +100,9 @@ class Checkpoints(TrainerCallback):
         """Enter this around a run from the checkpoint `resume`, or from the start."""
         self._hosts, self._resumed, self._is_running = hosts, resume, True
         self._saved_step = self._changed_in = self._rng = None
+        # A step that was broken off in this process has left it at False, and FSDP2 would not load
+        # the optimizer.
+        self._trainer.accelerator.gradient_state._set_sync_gradients(True)
         try:
             yield
         finally:

@@ -42,6 +42,8 @@ from verifiers_rl.option_rules import (
     PositiveNumber,
     Rule,
     ShareBelow1,
+    address_of,
+    are_addresses,
     fits,
     from_json,
     must,
@@ -185,9 +187,14 @@ _is_auto_or_bool = must(
     "be 'auto', true or false", lambda value: value == "auto" or isinstance(value, bool)
 )
 _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
+_is_free_or_port = must("be a port, 1 to 65535, or 0", lambda value: 0 <= value < 65536)
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
     lambda value: bool(value) and "/" not in value and value.count(":") != 1,  # IPv6 has more
+)
+_are_servers = must(
+    "be a list of servers, each as host:port and only once; an IPv6 address is in brackets",
+    lambda value: fits(value, list[str]) and are_addresses(value),
 )
 # Rules of inherited options that keep their defaults.
 _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
@@ -544,6 +551,11 @@ class RLConfig(TrainingArguments):
         8000,
         "Port of the vf-vllm server.",
     )
+    vllm_servers: Annotated[list[str] | None, _are_servers] = _option(
+        None,
+        "Several vf-vllm servers of the same model, each as host:port, in place of "
+        "vllm_server_host and vllm_server_port. Each gets all weights and a part of the rollouts.",
+    )
     vllm_server_timeout: PositiveNumber = _option(
         300.0,
         "Seconds to wait for the server at the start, for a lost server to come back, and for one "
@@ -552,6 +564,11 @@ class RLConfig(TrainingArguments):
     weight_sync_backend: Literal["auto", "nccl", "tcp"] = _option(
         "auto",
         "How weights travel: nccl (each side has its own GPUs) or tcp. auto chooses what fits.",
+    )
+    weight_sync_port: Annotated[int, _is_free_or_port] = _option(
+        0,
+        "Port of the trainer at which a server's workers meet it for the weights; with several "
+        "servers, each has one, from this one on. 0: any free port.",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = _option(
         "auto",
@@ -713,6 +730,11 @@ class RLConfig(TrainingArguments):
             if f.name.endswith("_kwargs") and isinstance(value, str) and value.startswith("{"):
                 from_json(f.name, value)
 
+    def servers(self) -> list[tuple[str, int]]:
+        """Return host and port of each inference server."""
+        given = [address_of(server) for server in self.vllm_servers or []]
+        return [one for one in given if one] or [(self.vllm_server_host, self.vllm_server_port)]
+
     def make_loss(self) -> LossFn:
         """Return the loss that `loss` and `loss_args` name.
 
@@ -848,6 +870,12 @@ class RLConfig(TrainingArguments):
             or not self.push_to_hub
             or "checkpoint" not in str(self.hub_strategy).lower(),
             "without effect if save_strategy = 'no'; set 'end'",
+        )
+        check(
+            "vllm_servers",
+            self.vllm_servers is None
+            or (self.vllm_server_host, self.vllm_server_port) == ("127.0.0.1", 8000),
+            "takes the place of vllm_server_host and vllm_server_port; remove these two",
         )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()

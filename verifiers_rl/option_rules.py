@@ -48,6 +48,23 @@ def rules_of(kind: Any) -> list[Rule]:
     return [rule for part in typing.get_args(kind) for rule in rules_of(part)]
 
 
+def address_of(server: str) -> tuple[str, int] | None:
+    """Return host and port of "host:port" or "[IPv6]:port"; None if it is no such text."""
+    host, _, port = server.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        return None
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    return (host, int(port)) if host and "/" not in host and is_port else None
+
+
+def are_addresses(servers: list[str]) -> bool:
+    """Return whether these are addresses of different servers, and at least one."""
+    addresses = [address_of(server) for server in servers]
+    return bool(addresses) and None not in addresses and len({*addresses}) == len(addresses)
+
+
 def usable(reasons_against: Mapping[str, str]) -> Rule:
     """Make a rule that refuses names which begin or end with a key; its value is the reason."""
 

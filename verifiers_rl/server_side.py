@@ -14,9 +14,17 @@ from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
+from verifiers_rl.envs.routed import RoutedEnvironment
 from verifiers_rl.inference.client import InferenceClient
+from verifiers_rl.inference.pool import ReplicaPool
 from verifiers_rl.models import warn_of_experts
-from verifiers_rl.sync import WeightSync, check_agreement, choose_lora_sync
+from verifiers_rl.sync import (
+    WeightSync,
+    check_agreement,
+    choose_lora_sync,
+    is_split,
+    push_to_all,
+)
 from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
 
 
@@ -61,7 +69,11 @@ def connect(
     orchestrator, weight_sync = replaced.orchestrator, replaced.weight_sync
     if orchestrator is not None and weight_sync is not None:
         return ServerSide(orchestrator, weight_sync, None)
-    client = InferenceClient(args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout)
+    clients = [
+        InferenceClient(host, port, args.vllm_server_timeout) for host, port in args.servers()
+    ]
+    client = clients[0]
+    pool = _make_pool(clients, policy, tokenizer, args) if args.vllm_servers else None
     runner = advantage_fn = None
     if orchestrator is None:  # made before waiting for the server, so its errors come at once
         advantage_fn = replaced.advantage_fn or args.make_advantage()
@@ -71,17 +83,24 @@ def connect(
                 f"example_order decides which environment comes next, so weights {runner.weights} "
                 "of the environments have no effect; leave them out"
             )
-    status = client.wait_until_ready()
+        if pool is not None:
+            runner = RoutedEnvironment(runner, pool)
+    status = (pool or client).wait_until_ready()
     if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
         torch.set_num_threads(max(num_cores - max(num_cores // 2, 1), 1))
-    client.check_model(policy.config)
+    if pool is not None:
+        pool.check_models(policy.config)
+        weight_sync = pool
+    else:
+        client.check_model(policy.config)
     if weight_sync is None:
         lora_sync = choose_lora_sync(args.lora_sync, status)
         weight_sync = WeightSync(
-            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout
-        )
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout,
+            port=args.weight_sync_port,
+        )  # fmt: skip
     if runner is not None:
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(
@@ -92,8 +111,29 @@ def connect(
     def check(model: Any, model_name: str) -> None:
         check_agreement(model, client, model_name, tokenizer, args)
 
-    is_ours = replaced.weight_sync is None
+    # A pool compares each of its servers itself, also one that comes later.
+    is_ours = replaced.weight_sync is None and pool is None
     return ServerSide(orchestrator, weight_sync, check if is_ours else None)
+
+
+def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args: Any) -> Any:
+    numbers = {client.base_url: number for number, client in enumerate(clients)}
+
+    def make_sync(client: InferenceClient) -> WeightSync:
+        lora_sync = choose_lora_sync(args.lora_sync, client.status())
+        if client.base_url not in numbers:  # a server that comes again keeps its port
+            numbers[client.base_url] = len(numbers)
+        port = args.weight_sync_port and args.weight_sync_port + numbers[client.base_url]
+        return WeightSync(
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout, port=port
+        )
+
+    def check(model: Any, client: InferenceClient, model_name: str) -> None:
+        client.check_model(policy.config)
+        if not is_split(model):  # else it would need all ranks
+            check_agreement(model, client, model_name, tokenizer, args)
+
+    return ReplicaPool(clients, make_sync, push_to_all, check, args.vllm_server_timeout)
 
 
 def _orchestrate(

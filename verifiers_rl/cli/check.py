@@ -29,7 +29,15 @@ from typing import Any
 
 from verifiers_rl.cli.children import Child, ended_within, flag_problem
 from verifiers_rl.cli.config import RunConfig
-from verifiers_rl.cli.plan import assign_gpus, check_folder, check_trainer_options, server_command
+from verifiers_rl.cli.plan import (
+    assign_gpus,
+    check_folder,
+    check_trainer_options,
+    server_command,
+    server_env,
+    servers_to_start,
+    split_gpus,
+)
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -185,6 +193,7 @@ class Preflight:
     # --- Without a server -------------------------------------------------------------------------
 
     def check_gpus(self) -> str:
+        split_gpus(self.config)
         self.gpus = assign_gpus(self.config)
         # Set before anything here starts CUDA. We use the trainer's first GPU, as a run does.
         os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus[1].split(",")[0]
@@ -201,9 +210,8 @@ class Preflight:
         if "GPUs" not in self.passed:
             options = {"use_cpu": True, "bf16": False}  # for the checks that need no GPU
         self.args = args = self.config.make_args(**options)
-        self.client = InferenceClient(
-            args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout
-        )
+        host, port = args.servers()[0]
+        self.client = InferenceClient(host, port, args.vllm_server_timeout)
         return (
             f"{args.max_steps} steps of {args.batch_size} rollouts, "
             f"{f'LoRA of rank {args.lora_rank}' if args.use_lora else 'all weights'}, "
@@ -225,10 +233,11 @@ class Preflight:
     def check_port(self) -> str:
         from verifiers_rl.inference.port import port_error
 
-        host, port = self.args.vllm_server_host, self.args.vllm_server_port
-        if problem := port_error(host, port):
-            raise Fix(problem.replace("--port", "vllm_server_port in [trainer.args]"))
-        return f"{host}:{port} is free"
+        for host, port in (addresses := servers_to_start(self.config)):
+            if problem := port_error(host, port):
+                raise Fix(problem.replace("--port", "vllm_server_port in [trainer.args]"))
+        free = ", ".join(f"{host}:{port}" for host, port in addresses)
+        return f"{free} is free" if free else "no server is started: vllm_servers run already"
 
     def check_model_config(self) -> str:
         from transformers import AutoConfig
@@ -325,12 +334,14 @@ class Preflight:
     def check_server(self) -> str:
         args = self.args
         handle_signals(end_check)  # loading a verifiers environment replaced them
+        if args.vllm_servers:
+            return self._check_servers_that_run()
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # the server inherits it
         start = time.monotonic()
         self.server = Child(
             "inference",
             server_command(self.config, args.vllm_server_host, args.vllm_server_port),
-            {"CUDA_VISIBLE_DEVICES": self.gpus[0]},
+            server_env(self.config, self.gpus[0], 0),  # its replicas are like it
             self.log,
             inherit=False,
         )
@@ -348,6 +359,21 @@ class Preflight:
         return (
             f"answers after {time.monotonic() - start:.0f} s, serves the model in "
             f"{status['dtype']} on {status['device']}, max_model_len {status['max_model_len']}"
+        )
+
+    def _check_servers_that_run(self) -> str:
+        """Look at each of vllm_servers. The checks that follow use the first one."""
+        for host, port in self.args.servers():
+            client = InferenceClient(host, port)
+            try:
+                client.status()
+                client.check_model(self.model_config)
+            finally:
+                client.close()
+        status = self.client.status()
+        return (
+            f"{len(self.args.servers())} answer, serve the model in {status['dtype']} on "
+            f"{status['device']}, max_model_len {status['max_model_len']}"
         )
 
     def _wait_for_server(self, server: Child, deadline: float) -> None:

@@ -23,7 +23,9 @@ id = "reverse_text"              # a taskset, or a classic environment (verifier
                                  # eval_examples = 50  at most so many in an evaluation
 
 [inference]
-gpus = 1                         # 0: CPU
+gpus = 1                         # of each replica; 0: CPU. Without `replicas`, vf-rl divides
+                                 # several GPUs into replicas by the model's size
+replicas = 1                     # servers of the same model, each with `gpus` GPUs of its own
 [inference.args]                 # flags of vf-vllm, so of vLLM: max_model_len = 2048, or
                                  # "max-model-len" = 2048, is --max-model-len 2048
 
@@ -116,6 +118,8 @@ class RunConfig:
     envs: list[EnvTable]
     is_mix: bool = False
     inference_gpus: int = 1
+    inference_replicas: int = 1
+    has_replicas: bool = False  # the TOML sets their number
     inference_args: dict[str, Any] = field(default_factory=dict)
     trainer_gpus: int = 1
     trainer_args: dict[str, Any] = field(default_factory=dict)
@@ -373,7 +377,7 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
         ("trainer", "options of the trainer"),
     ):
         advice = f"{what} belong into [{name}.args]"
-        known = ["gpus", "class", "args"] if name == "trainer" else ["gpus", "args"]
+        known = ["gpus", "class" if name == "trainer" else "replicas", "args"]
         _check_keys(config, (name,), known, advice)
     data = plain(tree)
     inference, trainer = (data.get(name, {}) for name in flat.OURS)
@@ -389,6 +393,18 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
             raise TomlError(f"{place(name, 'gpus')} gpus={gpus!r} must be an integer >= 0 (0: CPU)")
         setattr(config, f"{name}_gpus", gpus)
         setattr(config, f"{name}_args", _table(config, name, "args"))
+    replicas = inference.get("replicas", 1)
+    if type(replicas) is not int or replicas < 1:
+        where = place("inference", "replicas")
+        raise TomlError(f"{where} replicas={replicas!r} must be an integer >= 1")
+    config.inference_replicas, config.has_replicas = replicas, "replicas" in inference
+    if config.trainer_args.get("vllm_servers"):
+        if inference:
+            raise TomlError(
+                f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, "
+                "so [inference] has no effect; remove one of the two"
+            )
+        config.inference_gpus = 0
     elsewhere = {
         "model": "model at the top level",
         "host": "vllm_server_host in [trainer.args]",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from verifiers_rl.cli.children import STOP_GRACE_S, Child, ended_within
 from verifiers_rl.cli.config import RunConfig, TomlError, folder_words, server_flags
 from verifiers_rl.cli.errors import folder_error
+from verifiers_rl.cli.servers import cores_of_replicas
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
@@ -122,13 +124,15 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
         TomlError: more GPUs are requested than are visible, the server's flags do not divide its
             GPUs, or the server gets no GPU and vLLM is a GPU build.
     """
-    if not config.inference_gpus and (build := gpu_build_of_vllm()):
+    starts_on_cpu = not config.inference_gpus and servers_to_start(config)
+    if starts_on_cpu and (build := gpu_build_of_vllm()):
         raise TomlError(
             f"{config.source('inference', 'gpus')}: inference.gpus=0, and {build} needs a GPU; set "
             "it to 1 or more, or install vLLM's CPU build: `make CPU=1 install` in a clone"
         )
     check_parallel_sizes(config)
-    wanted = config.inference_gpus + config.trainer_gpus
+    of_servers = config.inference_gpus * config.inference_replicas
+    wanted = of_servers + config.trainer_gpus
     if not wanted:
         return "", ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -139,12 +143,14 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
     else:
         ids = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
     if wanted > len(ids):
+        num_replicas = config.inference_replicas
+        each = f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise TomlError(
-            f"{config.source('inference')}: inference.gpus={config.inference_gpus} and "
+            f"{config.source('inference')}: inference.gpus={config.inference_gpus}{each} and "
             f"trainer.gpus={config.trainer_gpus} need {wanted} GPUs, {len(ids)} are visible; "
             "lower them, or set both to 0 to run on the CPU"
         )
-    return ",".join(ids[: config.inference_gpus]), ",".join(ids[config.inference_gpus : wanted])
+    return ",".join(ids[:of_servers]), ",".join(ids[of_servers:wanted])
 
 
 def check_parallel_sizes(config: RunConfig) -> None:
@@ -171,6 +177,103 @@ def check_parallel_sizes(config: RunConfig) -> None:
         f"{place} {shown}: the product {product} must {must} "
         f"inference.gpus={config.inference_gpus}; change one of them"
     )
+
+
+def servers_to_start(config: RunConfig) -> list[tuple[str, int]]:
+    """Return host and port of each server that `vf-rl` starts: the ports from vllm_server_port on.
+    If the TOML names servers that run already, it starts none.
+    """
+    if config.trainer_args.get("vllm_servers"):
+        return []
+    host, port = config.option("vllm_server_host"), config.option("vllm_server_port")
+    return [(host, port + number) for number in range(config.inference_replicas)]
+
+
+def server_env(config: RunConfig, gpus: str, number: int) -> dict[str, str]:
+    """Return the variables of one of the servers: its GPUs, or its cores.
+
+    Args:
+        gpus: of all servers, as `assign_gpus` gives them.
+    """
+    each = config.inference_gpus
+    ids = gpus.split(",")[number * each : (number + 1) * each]
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
+    if not each and config.inference_replicas > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        num_workers = math.prod(config.inference_args.get(name, 1) for name in PARALLEL_SIZES)
+        cores = cores_of_replicas(config.inference_replicas, num_workers)
+        env["VLLM_CPU_OMP_THREADS_BIND"] = cores[number]
+    return env
+
+
+# Weights may take this share of a GPU's memory. The rest is for keys and values, whose number
+# limits how many rollouts run at a time.
+WEIGHTS_SHARE = 0.4
+
+
+def choose_split(num_gpus: int, weight_bytes: float, gpu_bytes: float) -> tuple[int, int]:
+    """Divide the server's GPUs: as many replicas as possible, each on as few GPUs as hold the
+    weights in WEIGHTS_SHARE of their memory. Replicas do not wait for each other, and the GPUs of
+    one replica do, several times in each layer.
+
+    Returns:
+        Replicas, and GPUs of each. All GPUs in one replica if fewer do not hold the weights.
+    """
+    sizes = [
+        size for size in range(1, num_gpus + 1) if num_gpus % size == 0 and not size & size - 1
+    ]
+    fits = [size for size in sizes if weight_bytes / size <= WEIGHTS_SHARE * gpu_bytes]
+    each = fits[0] if fits else num_gpus
+    return num_gpus // each, each
+
+
+def split_gpus(config: RunConfig) -> None:
+    """Decide how many replicas the server's GPUs become, where the TOML leaves it open, and say it
+    in one line. Where the sizes of model or GPU are unknown, they become one replica.
+    """
+    asked = config.has_replicas or any(name in config.inference_args for name in PARALLEL_SIZES)
+    if config.inference_gpus < 2 or asked or config.trainer_args.get("vllm_servers"):
+        return
+    gpu_bytes = memory_of_gpu()
+    weight_bytes = size_of_weights(config) if gpu_bytes else None
+    if not gpu_bytes or not weight_bytes:
+        return
+    replicas, each = choose_split(config.inference_gpus, weight_bytes, gpu_bytes)
+    print(
+        f"vf-rl: {config.inference_gpus} GPUs for inference: {replicas} replica(s) of {each} "
+        f"GPU(s), because weights of {weight_bytes / 1e9:.1f} GB should take at most "
+        f"{WEIGHTS_SHARE:.0%} of {each} x {gpu_bytes / 1e9:.0f} GB; set inference.replicas or "
+        "tensor_parallel_size for another split",
+        flush=True,
+    )
+    config.inference_replicas, config.inference_gpus = replicas, each
+
+
+def memory_of_gpu() -> float | None:
+    """Return the bytes of the smallest GPU, or None if it is unknown. CUDA is not started here,
+    because this process lives as long as the run and would keep some of that memory.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        return min(float(line) for line in done.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def size_of_weights(config: RunConfig) -> float | None:
+    """Return the bytes of the model's weights at the server; None for a model that transformers
+    cannot make.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model))
+    except (OSError, ValueError, ImportError):
+        return None
+    each = 4 if config.inference_args.get("dtype") == "float32" else 2
+    return float(sum(parameter.numel() for parameter in model.parameters())) * each
 
 
 def gpu_build_of_vllm() -> str | None:

@@ -19,14 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
-from verifiers_rl.cli.children import (
-    STOP_GRACE_S,
-    Child,
-    answers,
-    ended_early,
-    ended_within,
-    status_of,
-)
+from verifiers_rl.cli.children import STOP_GRACE_S, Child, ended_within, status_of
 from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
@@ -41,13 +34,17 @@ from verifiers_rl.cli.plan import (
     check_folder,
     check_trainer_options,
     server_command,
+    server_env,
+    servers_to_start,
+    split_gpus,
     trainer_command,
 )
 from verifiers_rl.cli.resolved import dry_run
+from verifiers_rl.cli.servers import SERVERS_VARIABLE, SupervisedServer, log_of
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
-from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, port_error, reserve_port
+from verifiers_rl.inference.port import PortError, port_error, reserve_port
 from verifiers_rl.report.run_folder import RunFolderError, closing_lines
 from verifiers_rl.report.trackers import tracker_error
 
@@ -61,8 +58,6 @@ USAGE = (
     "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
 
-MAX_RESTARTS = 5  # in a row, without an answer of the server in between
-BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 POLL_S = 0.5  # between two looks at the server
 
 
@@ -126,22 +121,25 @@ def run() -> int:
             return check(config, options.resume)
         with nullcontext() if options.in_session else LoadedEnvironments(config) as loading:
             args = check_trainer_options(config)
+            split_gpus(config)
             gpus = assign_gpus(config)
             check_folder(args, options.resume)
-            if problem := port_error(args.vllm_server_host, args.vllm_server_port):
-                raise TomlError(problem.replace("--port", "vllm_server_port in [trainer.args]"))
+            for host, port in servers_to_start(config):
+                if problem := port_error(host, port):
+                    raise TomlError(problem.replace("--port", "vllm_server_port in [trainer.args]"))
             if problem := tracker_error(args.report_to):
                 raise config.of_option(problem)
             if loading is not None:
                 loading.check()
         if options.server_log is not None:
-            begin_log(options.server_log)
+            for number in range(config.inference_replicas):
+                begin_log(log_of(options.server_log, number, config.inference_replicas))
     except (TomlError, RunFolderError) as error:
         fail(error)
     if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
         return run_in_tmux(config, options, Path(args.output_dir).absolute())
     status = supervise(config, gpus, options)
-    if status == 0 and Child.last_printed == "inference":
+    if status == 0 and Child.last_printed.startswith("inference"):
         # The server printed after the trainer's closing lines: print these again as the last.
         print("\n".join(closing_lines(args.output_dir)), flush=True)
     return status
@@ -161,60 +159,56 @@ def begin_log(path: Path) -> None:
 
 
 def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namespace) -> int:
-    """Start server and trainer, restart the server when it dies, and end both when the trainer
-    ends. The trainer waits while the server loads. Returns the trainer's exit status.
+    """Start servers and trainer, restart a server when it dies, and end all when the trainer ends.
+    The trainer waits while the servers load. Returns the trainer's exit status.
     """
-    host, port = config.option("vllm_server_host"), config.option("vllm_server_port")
+    addresses = servers_to_start(config)
     timeout_s = config.option("vllm_server_timeout")
     try:
-        reservation = reserve_port(host, port)
+        reservations = [reserve_port(host, port) for host, port in addresses]
     except PortError as error:
         fail(str(error).replace("--port", "vllm_server_port in [trainer.args]"))
-    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # for this run; both children inherit it
+    if addresses:  # for this run; all children inherit it
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         raise Stopped(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
-    server_env, trainer_env = ({"CUDA_VISIBLE_DEVICES": ids} for ids in gpus)
+    trainer_env = {"CUDA_VISIBLE_DEVICES": gpus[1]}
     # A launcher of several ranks kills them after this time, by default 30 s.
     trainer_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
-    server_env[RESERVED_VARIABLE] = str(port)  # we reserved it, also for restarts
-    client = InferenceClient(host, port, timeout_s)
-    server = trainer = None
+    if len(addresses) > 1:
+        trainer_env[SERVERS_VARIABLE] = " ".join(f"{host}:{port}" for host, port in addresses)
+    clients = [InferenceClient(host, port, timeout_s) for host, port in addresses]
+    servers: list[SupervisedServer] = []
+    trainer = None
 
-    def start_server() -> Child:
-        command = server_command(config, host, port)
-        return Child("inference", command, server_env, options.server_log, inherit=False)
+    def start_server(number: int) -> SupervisedServer:
+        client, name, what = clients[number], "inference", "the server"
+        if len(clients) > 1:
+            name, what = f"inference-{number}", f"the server on port {client.port}"
+        log = options.server_log and log_of(options.server_log, number, len(clients))
+        command = server_command(config, client.host, client.port)
+        env = server_env(config, gpus[0], number)
+        return SupervisedServer(name, what, command, env, client, log)
 
     try:
-        print(f"vf-rl: starting the server on {host}:{port}, up to {timeout_s:g} s", flush=True)
-        server = start_server()
+        for client in clients:
+            where = f"{client.host}:{client.port}"
+            print(f"vf-rl: starting the server on {where}, up to {timeout_s:g} s", flush=True)
+            servers.append(start_server(len(servers)))
         command = trainer_command(config, options)
         inherit = options.server_log is not None
         trainer = Child("trainer", command, trainer_env, None, inherit)
-        was_ready, num_deaths = False, 0
         while not ended_within(trainer, POLL_S):
-            if server.process.poll() is None:
-                if (num_deaths or not was_ready) and answers(client):
-                    was_ready, num_deaths = True, 0
-                continue
-            if not was_ready:
-                raise ended_early(server, options.server_log, config)
-            server.stop()  # ends vLLM's own children too, if they outlive it
-            num_deaths += 1
-            ended = f"the server ended with status {server.process.returncode}"
-            if num_deaths > MAX_RESTARTS:
-                print(f"vf-rl: {ended} and is not restarted; see its log", file=sys.stderr)
+            for server in servers:
+                server.look(config)
+            if servers and all(server.is_given_up for server in servers):
                 if not ended_within(trainer, timeout_s + 60.0):
                     raise InferenceServerError("the trainer did not end after its server")
                 return status_of(trainer) or 1
-            delay_s = BACKOFF_S * 2.0 ** (num_deaths - 1)
-            # A new line: the trainer's progress bar may be in the middle of one.
-            print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
-            if not ended_within(trainer, delay_s):
-                server = start_server()
         return status_of(trainer)
     except InferenceServerError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
@@ -227,7 +221,9 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
         )
         return 128 + signal.Signals[str(stopped)].value
     finally:
-        children = [child for child in (trainer, server) if child is not None]
+        children = [server.child for server in servers]
+        if trainer is not None:
+            children.insert(0, trainer)
 
         def end_at_once(number: int, frame: FrameType | None) -> None:
             for child in children:
@@ -237,12 +233,14 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal may send several
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end_at_once)
-        client.close()
-        if server is not None:
-            server.mute()  # its last output is of no interest; a log file still gets it
+        for client in clients:
+            client.close()
+        for server in servers:
+            server.child.mute()  # its last output is of no interest; a log file still gets it
         for child in children:
             child.stop(SAVE_GRACE_S if child is trainer else STOP_GRACE_S)
-        reservation.close()
+        for reservation in reservations:
+            reservation.close()
 
 
 if __name__ == "__main__":

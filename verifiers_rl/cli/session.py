@@ -1,4 +1,4 @@
-"""A run in a session of tmux: one pane for the server, one for the trainer."""
+"""A run in a session of tmux: one pane for each server, one for the trainer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from verifiers_rl.cli import pane
 from verifiers_rl.cli.config import RunConfig, folder_words
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.plan import servers_to_start
+from verifiers_rl.cli.servers import log_of
 from verifiers_rl.report.run_folder import closing_lines
 
 
@@ -50,7 +52,10 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
         )
     folder.mkdir(parents=True, exist_ok=True)
     log, status_file = folder / "inference.log", folder / f".exit-status-{secrets.token_hex(4)}"
-    log.write_bytes(b"")
+    num_logs = len(servers_to_start(config))
+    logs = [log_of(log, number, num_logs) for number in range(num_logs)]
+    for one in logs:
+        one.write_bytes(b"")
     # In a file, not as words of a command: all users of this machine can read those.
     environment = folder / f".environment-{secrets.token_hex(4)}"
     variables = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE")}
@@ -67,8 +72,12 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
         fail("tmux started no session; start with --no-tmux")
     # This may fail: the terminal is too small for a second pane, or the run has ended already.
     target = ["-l", "30%", "-t", f"={session}:"]
-    tail = ["--", "tail", "-F", str(log)]
-    subprocess.run(["tmux", "split-window", "-d", "-b", *target, *tail], capture_output=True)
+    for number, one in enumerate(logs):
+        tail = ["--", "tail", "-F", str(one)]
+        subprocess.run(["tmux", "split-window", "-d", "-b", *target, *tail], capture_output=True)
+        # The panes of further servers beside the first one's, which is above the trainer's.
+        share = 100 - 100 // (len(logs) - number)
+        target = ["-h", "-l", f"{share}%", "-t", f"={session}:.0"]
     if "TMUX" in os.environ:
         print(
             f"vf-rl: running in tmux session {session!r}; switch to it: "
@@ -90,7 +99,8 @@ def run_in_tmux(config: RunConfig, options: argparse.Namespace, folder: Path) ->
         return 1
     status = int(status_file.read_text())
     status_file.unlink()
-    print(f"vf-rl: the run ended with status {status}; the server's log is {log}", flush=True)
+    shown = f"; the server's log is {', '.join(map(str, logs))}" if logs else ""
+    print(f"vf-rl: the run ended with status {status}{shown}", flush=True)
     # The session that showed these lines is gone.
     print("\n".join(closing_lines(folder) if status == 0 else [f"its files: {folder}"]), flush=True)
     return status

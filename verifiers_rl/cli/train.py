@@ -59,6 +59,7 @@ def train(interrupt: Interrupt) -> None:
         parse_command_line,
     )
     from verifiers_rl.cli.resolved import write_resolved
+    from verifiers_rl.cli.servers import servers_of_vf_rl
 
     parser = argparse.ArgumentParser(
         prog="vf-train", usage=USAGE, description=__doc__, allow_abbrev=False
@@ -89,6 +90,8 @@ def train(interrupt: Interrupt) -> None:
     try:
         trainer_class = config.trainer_class()
         args = config.make_args(**({"use_cpu": True} if config.trainer_gpus == 0 else {}))
+        if servers := servers_of_vf_rl():
+            args.vllm_servers = servers
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
             prepare_run_folder(

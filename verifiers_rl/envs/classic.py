@@ -33,7 +33,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.chat_template import as_vllm_renders, reason_against_chat_template
 from verifiers_rl.envs.classic_clients import make_client
 from verifiers_rl.envs.records import record_of_state
-from verifiers_rl.inference import RolloutDeadline
+from verifiers_rl.inference import LeaseLostError, RolloutDeadline
 from verifiers_rl.types import Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -226,25 +226,40 @@ class ClassicExampleRunner:
         row: dict[str, Any],
         model: str,
         sampling_args: dict[str, Any],
-        slots: Slots | Progress,
+        slots: Any,
+    ) -> tuple[Any, BaseException | None]:
+        async with slots as lease:
+            while True:
+                state, error = await self._play(row, model, sampling_args)
+                try:  # all of it again, also if the environment has hidden that a reply is missing
+                    if lease is None or not await lease.move():
+                        break
+                except LeaseLostError as lost:
+                    error = error or lost
+                    break
+        if state is not None and lease is not None:
+            state["verifiers_rl_num_moves"] = lease.num_moves
+        return state, error
+
+    async def _play(
+        self, row: dict[str, Any], model: str, sampling_args: dict[str, Any]
     ) -> tuple[Any, BaseException | None]:
         deadline = RolloutDeadline(self.options.timeout_s)
-        async with slots:
-            start = time.monotonic()
-            try:
-                async with deadline:
-                    state = await self.env.rollout(row, self._client, model, dict(sampling_args))
-            except Exception as error:  # whatever the environment's own code raises
-                return None, self._explain(error, deadline.expired(), "a rollout")
-            state["verifiers_rl_generation_s"] = time.monotonic() - start
-            if deadline.num_lost_tokens is not None:  # the environment may have hidden the error
-                state["verifiers_rl_lost_tokens"] = deadline.num_lost_tokens
-                return state, self._explain(TimeoutError(), True, "a rollout")
-            if state.get("timed_out"):
-                return state, TimeoutError(
-                    "the environment's own timeout_seconds passed, or its code raised TimeoutError"
-                )
-            return state, state.get("error")
+        start = time.monotonic()
+        try:
+            async with deadline:
+                state = await self.env.rollout(row, self._client, model, dict(sampling_args))
+        except Exception as error:  # whatever the environment's own code raises
+            return None, self._explain(error, deadline.expired(), "a rollout")
+        state["verifiers_rl_generation_s"] = time.monotonic() - start
+        if deadline.num_lost_tokens is not None:  # the environment may have hidden the error
+            state["verifiers_rl_lost_tokens"] = deadline.num_lost_tokens
+            return state, self._explain(TimeoutError(), True, "a rollout")
+        if state.get("timed_out"):
+            return state, TimeoutError(
+                "the environment's own timeout_seconds passed, or its code raised TimeoutError"
+            )
+        return state, state.get("error")
 
     def _explain(self, error: Exception, is_late: bool, what: str) -> Exception:
         """Return the error. If our deadline caused it, return an error that says so instead. The
@@ -266,6 +281,7 @@ class ClassicExampleRunner:
         prompt = _last_text(row.get("prompt"))
         rollout = Rollout(example_id=0, prompt=prompt, env=self.name)
         if state is not None:
+            rollout.num_moves = state.get("verifiers_rl_num_moves", 0)
             rollout.record = record_of_state(state, policy_version)
         error = error or (state.get("error") if state is not None else None)
         if error is None:

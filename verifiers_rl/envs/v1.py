@@ -67,7 +67,7 @@ from verifiers_rl.envs.v1_versions import (
     is_infinite,
     ran_out_of_time,
 )
-from verifiers_rl.inference import RolloutDeadline
+from verifiers_rl.inference import Lease, LeaseLostError, RolloutDeadline
 from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,8 @@ class V1ExampleRunner:
         self._warned: set[tuple[str, str]] = set()  # agent, option
         # For each running trace, its replies with the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
+        # Of the episodes that run, with several servers.
+        self._leases: dict[int, tuple[Any, Lease]] = {}
         self.files_per_rollout = self._files_per_rollout()
         self._serving: asyncio.Task[None] | None = None
 
@@ -285,42 +287,71 @@ class V1ExampleRunner:
         task: vf.Task,
         context: vf.ModelContext,
         policy_version: int,
-        slots: Slots | Progress,
+        slots: Any,
+    ) -> list[Rollout]:
+        async with slots as lease:
+            while True:
+                rollouts = await self._play(split, task, context, policy_version, lease)
+                try:  # all of it again, also if an agent has gone on without its last reply
+                    if lease is None or not await lease.move():
+                        break
+                except LeaseLostError as error:
+                    rollouts[0].error = rollouts[0].error or error
+                    rollouts = rollouts[:1]
+                    break
+        for rollout in rollouts:
+            rollout.num_moves = lease.num_moves if lease is not None else 0
+        return rollouts
+
+    async def _play(
+        self,
+        split: Split,
+        task: vf.Task,
+        context: vf.ModelContext,
+        policy_version: int,
+        lease: Lease | None,
     ) -> list[Rollout]:
         (slot,) = self.env.slots(task)
         failed = Rollout(0, task.data.prompt_text, env=self.name)
         deadline = RolloutDeadline(self.options.timeout_s)
-        async with slots:
-            try:
-                async with deadline:
-                    episode = await self.env.run_slot(slot, context)
-                if not episode.ok:
-                    raise _failure_of(episode)
-                if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
-                    raise EpisodeError(
-                        f"the agent {late[0]!r} ran out of its own time; raise what is set under "
-                        f"[env.{late[0]}.timeout]"
-                    )
-                traces = [trace for trace in episode.traces if trace.agent.trainable]
-                if not traces:
-                    raise ValueError("no agent of the episode is trainable")
-                # Nothing is trained on an evaluation, so its agents may sample at any temperature.
-                temperature = context.client.sampling["temperature"] if split == "train" else None
-                return [self._rollout(trace, policy_version, temperature) for trace in traces]
-            except Exception as error:  # whatever the environment's own code raises
-                failed.error = error
-                if deadline.is_cause_of(error):
-                    failed.num_lost_tokens = deadline.num_lost_tokens
-                    failed.error = TimeoutError(
-                        "an episode took longer than generation_timeout "
-                        f"({self.options.timeout_s:g} s)"
-                    )
-                if slot.traces:
-                    failed.record = self._record(slot.traces[-1], policy_version)
-            finally:
-                for trace in slot.traces:
-                    self.versions.pop(trace.id, None)
+        if lease is not None:
+            self._leases[id(slot)] = slot, lease
+        try:
+            async with deadline:
+                episode = await self.env.run_slot(slot, context)
+            if not episode.ok:
+                raise _failure_of(episode)
+            if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
+                raise EpisodeError(
+                    f"the agent {late[0]!r} ran out of its own time; raise what is set under "
+                    f"[env.{late[0]}.timeout]"
+                )
+            traces = [trace for trace in episode.traces if trace.agent.trainable]
+            if not traces:
+                raise ValueError("no agent of the episode is trainable")
+            # Nothing is trained on an evaluation, so its agents may sample at any temperature.
+            temperature = context.client.sampling["temperature"] if split == "train" else None
+            return [self._rollout(trace, policy_version, temperature) for trace in traces]
+        except Exception as error:  # whatever the environment's own code raises
+            failed.error = error
+            if deadline.is_cause_of(error):
+                failed.num_lost_tokens = deadline.num_lost_tokens
+                failed.error = TimeoutError(
+                    f"an episode took longer than generation_timeout ({self.options.timeout_s:g} s)"
+                )
+            if slot.traces:
+                failed.record = self._record(slot.traces[-1], policy_version)
+        finally:
+            self._leases.pop(id(slot), None)
+            for trace in slot.traces:
+                self.versions.pop(trace.id, None)
         return [failed]
+
+    def lease_of(self, trace_id: str | None) -> Lease | None:
+        """Return the server of the episode that this trace belongs to; None with one server."""
+        leases = self._leases.values()
+        found = (one for slot, one in leases if any(t.id == trace_id for t in slot.traces))
+        return next(found, None)
 
     def _record(self, trace: vf.Trace, policy_version: int) -> bytes:
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}

@@ -18,7 +18,13 @@ from verifiers.v1.interception import server as interception
 
 from verifiers_rl.envs.v1_loading import IN_PROCESS
 from verifiers_rl.envs.v1_versions import prompt_too_long, tokens_so_far
-from verifiers_rl.inference import ServerClient, pack_ids, policy_versions, unpack_sampled
+from verifiers_rl.inference import (
+    ServerClient,
+    current_lease,
+    pack_ids,
+    policy_versions,
+    unpack_sampled,
+)
 
 if TYPE_CHECKING:
     from verifiers_rl.envs.v1 import V1Environment
@@ -85,6 +91,8 @@ class TokenClient(vf.Client):
         # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
         request["messages"] = [{"role": "user", "content": "."}]
         policy_versions.set(None)
+        if current_lease.get() is None:  # the call of a program comes in a task of its own
+            current_lease.set(self._env.lease_of(session_id))
         try:
             reply = await self._http.post(
                 "/chat/completions/tokens", cast_to=httpx.Response, body=request

@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -23,6 +24,7 @@ from typing import Any
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import ExampleRunner
 from verifiers_rl.envs.messages import frame, pack_group, receive
+from verifiers_rl.inference import Lease, current_lease
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Slots
@@ -83,14 +85,53 @@ def _die_before_trainer() -> None:
 
 
 class _Places:
-    """Takes a place of this process for each rollout, and tells when the rollout has ended."""
+    """Takes a place of this process for each rollout, and tells when the rollout has ended.
 
-    def __init__(self, slots: Slots, on_end: Callable[[], None]) -> None:
+    Args:
+        send: sends a message about this group to the orchestrator's process.
+        servers: of its rollouts, if there are several servers.
+        policy_version: that their tokens must have, or a later one.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        send: Callable[..., None],
+        servers: list[str] | None,
+        policy_version: int,
+    ) -> None:
         self._slots = slots
-        self._on_end = on_end
+        self._send = send
+        self._servers = servers
+        self._policy_version = policy_version
+        self._leases: set[Lease] = set()
+        self._moving: deque[asyncio.Future[str | None]] = deque()  # in the order of the questions
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Lease | None:
         await self._slots.acquire()
+        if not self._servers:
+            return None
+        lease = Lease(self._servers.pop(), self._policy_version, self._find_other)
+        self._leases.add(lease)
+        current_lease.set(lease)
+        return lease
+
+    async def _find_other(self, url: str) -> str | None:
+        self._moving.append(asyncio.get_running_loop().create_future())
+        self._send(lost=url)
+        return await self._moving[-1]
+
+    def take_answer(self, url: str | None) -> None:
+        """Another server for the rollout that asked first; None if there is none."""
+        asked = self._moving.popleft()
+        if not asked.done():  # the rollout may have been cancelled
+            asked.set_result(url)
+
+    def lose(self, url: str) -> None:
+        """End what waits for this server, which is lost."""
+        for lease in self._leases:
+            if lease.url == url:
+                lease.lose()
 
     async def __aexit__(
         self,
@@ -99,7 +140,13 @@ class _Places:
         where: TracebackType | None,
     ) -> None:
         self._slots.release()
-        self._on_end()
+        lease = current_lease.get()
+        if lease is None:
+            self._send()
+            return
+        current_lease.set(None)
+        self._leases.discard(lease)
+        self._send(server=lease.url)
 
 
 async def _serve(
@@ -116,12 +163,18 @@ async def _serve(
     files = max(runner.files_per_rollout for runner in runners)
     slots = Slots(rollouts_at_once(setup["max_concurrent"], files))
     running: dict[int, asyncio.Task[None]] = {}
+    places_of: dict[int, _Places] = {}
     is_alive = asyncio.create_task(_say_alive(writer, stack, setup["alive_s"], setup["blocked_s"]))
 
     async def run(number: int, request: dict[str, Any]) -> None:
         try:
             runner = runners[request.pop("env")]
-            places = _Places(slots, lambda: writer.writelines(frame({"group": number})))
+            places = places_of[number] = _Places(
+                slots,
+                lambda **said: writer.writelines(frame({"group": number, **said})),
+                request.pop("servers", None),
+                request["policy_version"],
+            )
             request["example"] = json.loads(request["example"])
             group = await runner.run_example(**request, slots=places)
             rollouts, arrays = pack_group(group)
@@ -130,6 +183,7 @@ async def _serve(
             answer = frame({"group": number, "problem": describe_error(error)})
         finally:
             del running[number]
+            places_of.pop(number, None)
         writer.writelines(answer)
         await writer.drain()
 
@@ -137,7 +191,14 @@ async def _serve(
         while True:
             request, _ = await receive(reader)
             number = request.pop("group")
-            if "cancel" not in request:
+            if "moved" in request or "lost" in request:
+                if (places := places_of.get(number)) is None:
+                    continue  # the group has ended
+                if "moved" in request:
+                    places.take_answer(request["moved"])
+                else:
+                    places.lose(request["lost"])
+            elif "cancel" not in request:
                 running[number] = asyncio.create_task(run(number, request))
             elif number in running:
                 running[number].cancel()

@@ -34,11 +34,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError, PortableEnvironment
 from verifiers_rl.envs.messages import EnvWorkerError, frame, receive, unpack_group
+from verifiers_rl.envs.routed import GroupLeases
 from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class WorkerPool:
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
     async def run_group(
-        self, request: dict[str, Any], on_rollout_end: Callable[[], None]
+        self, request: dict[str, Any], on_rollout_end: Callable[..., None]
     ) -> tuple[list[Rollout], int]:
         """Run one group in the worker with the least to do. If the worker dies, begin again in
         another one.
@@ -239,6 +240,8 @@ class WorkerEnvironment:
             "policy_version": policy_version,
         }
         async with slots.several(num_rollouts) as give_one_back:
+            if isinstance(give_one_back, GroupLeases):
+                request["servers"] = list(give_one_back.urls)
             try:
                 group, num_restarts = await self.pool.run_group(request, give_one_back)
             except EnvWorkerError as error:
@@ -310,7 +313,7 @@ class _Worker:
         self._starting: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []  # one reads, one watches
         self._heard = asyncio.Event()
-        self._replies: dict[int, tuple[asyncio.Future[list[Rollout]], Callable[[], None]]] = {}
+        self._replies: dict[int, tuple[asyncio.Future[list[Rollout]], Callable[..., None]]] = {}
         self._numbers = itertools.count()
 
     @property
@@ -364,7 +367,7 @@ class _Worker:
         ]
 
     async def run_group(
-        self, request: dict[str, Any], on_rollout_end: Callable[[], None]
+        self, request: dict[str, Any], on_rollout_end: Callable[..., None]
     ) -> list[Rollout]:
         """Run one group.
 
@@ -380,6 +383,8 @@ class _Worker:
             await asyncio.shield(self._starting)
             reply = asyncio.get_running_loop().create_future()
             self._replies[number] = reply, on_rollout_end
+            if isinstance(on_rollout_end, GroupLeases):
+                on_rollout_end.tell_lost = lambda url: self._send({"group": number, "lost": url})
             self._send({"group": number, **request})
             group = await reply
             self.num_deaths = 0
@@ -409,6 +414,11 @@ class _Worker:
                     reply.set_result(unpack_group(message["rollouts"], arrays))
                 elif "problem" in message:
                     reply.set_exception(EnvWorkerError(message["problem"]))
+                elif "lost" in message:  # a rollout needs another server
+                    other = cast(GroupLeases, on_rollout_end).move(message["lost"])
+                    self._send({"group": message["group"], "moved": other})
+                elif "server" in message:
+                    on_rollout_end(message["server"])
                 else:
                     on_rollout_end()
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.client import generation_key as generation_key
     from verifiers_rl.inference.client import save_token as save_token
     from verifiers_rl.inference.client import token_file as token_file
+    from verifiers_rl.inference.lease import Lease as Lease
+    from verifiers_rl.inference.lease import LeaseLostError as LeaseLostError
+    from verifiers_rl.inference.lease import current_lease as current_lease
     from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
     from verifiers_rl.inference.packed_tokens import unpack_sampled as unpack_sampled
     from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 HOME = {
     "RolloutDeadline": "rollout_client",
+    "Lease": "lease",
+    "LeaseLostError": "lease",
+    "current_lease": "lease",
     "Hold": "client",
     "InferenceClient": "client",
     "InferenceServerError": "client",

@@ -183,6 +183,10 @@ class InferenceClient:
                 f"{'; '.join(different)}. Start it with the trainer's model"
             )
 
+    def join(self, host: str, port: int) -> None:
+        """POST /weight_sync/join: tell this server's trainer of another server."""
+        self._call("POST", "/weight_sync/join", {"host": host, "port": port})
+
     def hold(self, trainer: str) -> Hold:
         """POST /weight_sync/hold: from now on the server refuses other trainers.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +16,7 @@ import httpx
 from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from verifiers_rl.inference.client import generation_key
+from verifiers_rl.inference.lease import LeaseLostError, current_lease
 
 policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
     "policy_versions", default=None
@@ -122,13 +123,17 @@ class ServerClient(AsyncOpenAI):
     (benchmarks/rollouts.py). The path raises openai's errors. After a lost connection or a status
     of 500 or more it tries once again. While the server says that it is busy, it waits.
 
+    With several servers, a request goes to the server that `current_lease` names. A server that
+    does not answer, or that has not the policy, is lost for that rollout.
+
     Args:
-        base_url: of the API, with /v1.
+        base_url: of the API, with /v1. With several servers, that of any of them.
         timeout_s: deadline of a request that is not inside a `RolloutDeadline`.
     """
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
         key = generation_key(base_url)
+        self._keys: dict[str, str] = {}  # of other servers
         # No proxy: it is our own server.
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
         super().__init__(base_url=base_url, api_key=key, http_client=http, max_retries=1)
@@ -140,18 +145,27 @@ class ServerClient(AsyncOpenAI):
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
         )
 
+    def _key_of(self, url: str) -> str:
+        if url not in self._keys:
+            self._keys[url] = generation_key(url)
+        return self._keys[url]
+
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
         if cast_to is not httpx.Response:
             return await super().post(path, cast_to=cast_to, **kwargs)
+        lease = current_lease.get()
         url = path if "://" in path else str(self.base_url).rstrip("/") + path
-        headers = (kwargs.get("options") or {}).get("headers")
+        headers = {**((kwargs.get("options") or {}).get("headers") or {})}
+        if lease is not None:
+            at = httpx.URL(url)
+            url = lease.url + at.raw_path.decode()
+            headers["Authorization"] = f"Bearer {self._key_of(lease.url)}"
         data = json.dumps(kwargs["body"]).encode()
 
         def request() -> httpx.Request:  # for errors only, because it is slow
             return httpx.Request("POST", url)
 
         async with _time_of_request() as times:
-            headers = {**(headers or {})}
             if "limit_s" in times:
                 headers["X-Reply-Timeout-S"] = f"{times['limit_s']:.3f}"
             num_failures, pause_s = 0, 0.5
@@ -162,15 +176,26 @@ class ServerClient(AsyncOpenAI):
             timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_S)
             while True:
                 try:
-                    async with self._session.post(
-                        url, data=data, headers=headers, timeout=timeout
-                    ) as reply:
-                        content = await reply.read()
+                    async with asyncio.timeout(None) as is_lost:
+                        with lease.watching(is_lost) if lease is not None else nullcontext():
+                            async with self._session.post(
+                                url, data=data, headers=headers, timeout=timeout
+                            ) as reply:
+                                content = await reply.read()
+                except LeaseLostError as error:
+                    assert lease is not None
+                    lease.fail()
+                    raise APIConnectionError(message=str(error), request=request()) from error
                 except TimeoutError as error:  # aiohttp's are also ClientErrors
+                    if lease is not None and is_lost.expired():
+                        lease.fail()
+                        raise APIConnectionError(request=request()) from error
                     raise APITimeoutError(request()) from error
                 except aiohttp.ClientError as error:
                     num_failures += 1
                     if num_failures > 1:
+                        if lease is not None:
+                            lease.fail()
                         raise APIConnectionError(request=request()) from error
                     continue
                 if reply.status in BUSY and (has_deadline or loop.time() < end):
@@ -181,14 +206,24 @@ class ServerClient(AsyncOpenAI):
                 num_failures += reply.status >= 500
                 if reply.status < 500 or reply.status == 504 or num_failures > 1:
                     break
+            # 404: a server that started anew does not know the adapter.
+            is_dying = reply.status == 404 or (reply.status >= 500 and reply.status != 504)
+            if lease is not None and is_dying:
+                lease.fail()
             times["queued_s"] += float(reply.headers.get("X-Queued-S", 0.0))
             if reply.status == 504 and (deadline := _deadline.get()) is not None:
                 deadline.num_lost_tokens = int(reply.headers.get("X-Num-Tokens", 0))
-        _remember_policy_versions(reply.headers.get("X-Policy-Versions"))
+        spans = _remember_policy_versions(reply.headers.get("X-Policy-Versions"))
         response = httpx.Response(reply.status, content=content)
         if response.is_error:
             response.request = request()
             raise self._make_status_error_from_response(response)
+        if lease is not None:
+            try:
+                lease.check_versions(spans)
+            except LeaseLostError as error:
+                lease.fail()
+                raise APIConnectionError(message=str(error), request=request()) from error
         return response
 
     async def close(self) -> None:
@@ -196,8 +231,13 @@ class ServerClient(AsyncOpenAI):
         await super().close()
 
 
-def _remember_policy_versions(header: str | None) -> None:
-    """Set `policy_versions` from a reply's header: "0:3,17:4" becomes [(0, 3), (17, 4)]."""
-    if header:
-        spans = [span.split(":") for span in header.split(",")]
-        policy_versions.set([(int(start), int(version)) for start, version in spans])
+def _remember_policy_versions(header: str | None) -> list[tuple[int, int]] | None:
+    """Set `policy_versions` from a reply's header, and return them: "0:3,17:4" becomes
+    [(0, 3), (17, 4)]. Without a header, change nothing and return None.
+    """
+    if not header:
+        return None
+    spans = [span.split(":") for span in header.split(",")]
+    versions = [(int(start), int(version)) for start, version in spans]
+    policy_versions.set(versions)
+    return versions

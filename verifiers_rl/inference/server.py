@@ -8,7 +8,8 @@ chats. It listens on 127.0.0.1 unless told otherwise.
     POST /weight_sync/connect   meet the trainer's transport
     POST /weight_sync/receive   take one push, then drop cached prefixes
                                 and set the policy version
-    GET  /weight_sync/status    policy version, world size, dtype, model
+    POST /weight_sync/join      another server wants to take part in the trainer's run
+    GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
 
     POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
                                       "tokens", not the tokenised messages; with "packed_tokens",
@@ -46,6 +47,7 @@ from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.inference.in_flight import InFlight, Request
+from verifiers_rl.inference.joining import announce, join_error
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
 from verifiers_rl.inference.vllm_versions import call_engines
@@ -68,6 +70,11 @@ VERSIONS_HEADER = "x-policy-versions"
 LIMIT_HEADER = "x-reply-timeout-s"  # of a request: counts from the first token on
 QUEUED_HEADER = "x-queued-s"  # of a reply: seconds until its first token
 LENGTH_HEADER = "x-num-tokens"  # of a reply with status 504: tokens that it had
+# Flags of vLLM that are about API processes beside this one.
+OTHER_PROCESSES = (
+    *("headless", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rank"),
+    *("data_parallel_multi_port_external_lb", "data_parallel_start_rank"),
+)
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 COUNT_DEADLINE_S = 10.0
 RESUME_DEADLINE_S = 30.0
@@ -118,6 +125,7 @@ class WeightSyncRoutes:
         self.gpus: list[str | None] | None = None
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by kind of plan
         self.in_flight = InFlight()
+        self.joined: dict[tuple[str, int], None] = {}  # other servers, in the order of their coming
         self.num_running = 0  # generation requests that vLLM has not answered
         self.is_salted = False
         self.takes_tokens = False
@@ -268,6 +276,8 @@ class WeightSyncRoutes:
         try:
             if route == ("GET", "/weight_sync/status"):
                 return await self.status(engine, request.app.state)
+            if route == ("POST", "/weight_sync/join"):
+                return self.join(await json_of(request))
             if route == ("POST", "/weight_sync/hold"):
                 return await self.hold(await json_of(request))
             if route == ("POST", "/weight_sync/connect"):
@@ -288,6 +298,12 @@ class WeightSyncRoutes:
             status = 503 if await is_dying(engine) else 500
             return status, {"error": f"{type(error).__name__}: {error}"}
         return 404, {"error": f"no such route: {route[0]} {route[1]}"}
+
+    def join(self, body: Any) -> tuple[int, dict[str, Any]]:
+        """Remember another server. The trainer of this one finds it in the status."""
+        require(body, host=str, port=int)
+        self.joined[body["host"], body["port"]] = None
+        return 200, {}
 
     async def hold(self, body: Any) -> tuple[int, dict[str, Any] | Holder]:
         """Give the server to this trainer, unless another one has it."""
@@ -355,6 +371,7 @@ class WeightSyncRoutes:
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
+            "joined": list(self.joined),
         }
 
     async def connect(
@@ -713,6 +730,32 @@ def generation_keys(args: Any, token: str) -> list[str]:
     return [token, *given] if given or args.host not in LOOPBACK else []
 
 
+def error_of_processes(args: Any) -> str | None:
+    """Return an error if these flags ask for another API process, here or on another machine.
+
+    One process must see every request, because it cuts the requests' tokens into policy versions
+    when weights change. vLLM's own command starts the others; this one would ignore the flags.
+    """
+    alone = "vf-vllm has one API process, which knows the policy version of every token"
+    if (count := getattr(args, "api_server_count", None)) not in (None, 1):
+        return (
+            f"--api-server-count {count}: {alone}. Leave the flag out; for more tokens/s than one "
+            "process passes on, start several servers (docs/scaling.md)"
+        )
+    for name in OTHER_PROCESSES:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:  # rank 0 counts
+            flag = f"--{name.replace('_', '-')}"
+            return f"{flag}: {alone}, and --data-parallel-size alone starts its engines here"
+    size, here = args.data_parallel_size, getattr(args, "data_parallel_size_local", None)
+    if here is not None and here != size:
+        return (
+            f"--data-parallel-size-local {here}: must be --data-parallel-size {size}, because all "
+            "engines of a vf-vllm run on its machine; leave the flag out"
+        )
+    return None
+
+
 def end_without_noise() -> NoReturn:
     """End as Python would, but without what compiled modules print when they are unloaded: triton's
     prints 30 lines about its leaks.
@@ -747,6 +790,11 @@ def main() -> None:
 
     parts = server_parts()
     parser = parts.make_arg_parser(flag_parser(FlexibleArgumentParser))
+    parser.add_argument(
+        "--join",
+        metavar="URL",
+        help="take part in the run whose trainer uses the vf-vllm at this URL, beside that server",
+    )
     parser.set_defaults(
         host="127.0.0.1",
         allowed_origins=[],  # vLLM's default lets in the scripts of every web page
@@ -762,6 +810,8 @@ def main() -> None:
             f"--logprobs-mode {args.logprobs_mode}: training needs processed_logprobs, "
             "the ones tokens were sampled with"
         )
+    if problem := error_of_processes(args):
+        parser.error(problem)
     from verifiers_rl.inference.checkpoint import model_error
 
     try:
@@ -770,6 +820,8 @@ def main() -> None:
         sys.exit(f"vf-vllm: {error}")
     if problem := model_error(args.model):
         sys.exit(f"vf-vllm: {problem}")
+    if args.join and (problem := join_error(args.join, args.host)):
+        parser.error(problem)
     if args.host not in LOOPBACK:
         print(
             f"vf-vllm: WARNING: --host {args.host} lets other machines reach this server; they "
@@ -802,6 +854,8 @@ def main() -> None:
     args.middleware = [ROUTES, *args.middleware]  # those of --middleware run before it
     args.generation_keys = generation_keys(args, os.environ[TOKEN_VARIABLE])
     cli_env_setup()
+    if args.join:
+        announce(args.join, args.host, args.port)
     with reservation:
         uvloop.run(parts.run_server(args))
     end_without_noise()

@@ -52,6 +52,7 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     if not rollouts:  # all rollouts of these groups failed
         return {"error_share": 1.0}
     num_restarted = sum(rollout.num_restarts > 0 for group in groups for rollout in group)
+    num_moved = sum(rollout.num_moves > 0 for group in groups for rollout in group)
     rewards = np.array([rollout.reward for rollout in rollouts])
     tokens = np.array([rollout.num_sampled_tokens for rollout in rollouts])
     roles = [
@@ -68,6 +69,7 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         "truncated_share": float(np.mean([rollout.is_truncated for rollout in rollouts])),
         "error_share": 1 - len(rollouts) / num_all,
         "restarted_share": num_restarted / num_all,
+        "moved_share": num_moved / num_all,
         **_lost_tokens(groups),
         "uniform_group_share": float(np.mean(uniform)),
         "broken_turn_share": num_breaks / max(num_later_turns, 1),

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from verifiers_rl.sync.adapters import not_plain as not_plain
     from verifiers_rl.sync.adapters import reason_against_serving as reason_against_serving
     from verifiers_rl.sync.agreement import check_agreement as check_agreement
+    from verifiers_rl.sync.fan_out import push_to_all as push_to_all
     from verifiers_rl.sync.gather import gathering as gathering
     from verifiers_rl.sync.gather import is_split as is_split
     from verifiers_rl.sync.sources import choose_lora_sync as choose_lora_sync
@@ -21,6 +22,7 @@ HOME = {
     "in_checkpoint_form": "sources",
     "WeightSync": "weight_sync",
     "check_agreement": "agreement",
+    "push_to_all": "fan_out",
     "gathering": "gather",
     "is_split": "gather",
     "not_plain": "adapters",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from verifiers_rl.sync.plan import TransferPlan, bucket_num_bytes, bucket_views
+from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_num_bytes, bucket_views
 from verifiers_rl.sync.transports import Transport
 
 if TYPE_CHECKING:
@@ -30,12 +31,137 @@ def send_buckets(plan: TransferPlan, sources: dict[str, Source], transport: Tran
     with torch.no_grad():
         for bucket in plan.buckets():
             buffer = transport.buffer(bucket_num_bytes(bucket))
-            for name, view in bucket_views(bucket, buffer):
-                view.copy_(sources[name].make())
+            _pack(bucket, sources, buffer)
+            _send(transport, buffer)
+
+
+def _pack(bucket: Sequence[TensorSpec], sources: dict[str, Source], buffer: Tensor) -> None:
+    for name, view in bucket_views(bucket, buffer):
+        view.copy_(sources[name].make())
+
+
+def _send(transport: Transport, buffer: Tensor) -> None:
+    try:
+        transport.send(buffer)
+    except RuntimeError as error:
+        raise WorkersLeftError(f"weights could not be sent: {error}") from error
+
+
+class SharedBuckets:
+    """Rank 0's end of a push to several servers: each bucket is made once, and sent to all.
+
+    Each server has a thread that calls `send_to`. The thread that needs a bucket first makes it.
+    A server may be `WINDOW` buckets ahead of the slowest one, so that memory stays bounded. If the
+    others have waited for the slowest one for `stall_s`, they go on without it.
+
+    Args:
+        plan: of all servers.
+        sources: made in their order, one at a time.
+        num_servers: how many threads call `send_to`.
+        stall_s: see above.
+        on_stalled: called with the number of a server that the others go on without.
+    """
+
+    WINDOW = 2
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        sources: dict[str, Source],
+        num_servers: int,
+        stall_s: float,
+        on_stalled: Callable[[int], None],
+    ) -> None:
+        self._buckets = list(plan.buckets())
+        self._sources = sources
+        self._next = dict.fromkeys(range(num_servers), 0)  # the bucket that each sends; not those
+        self._stall_s, self._on_stalled = stall_s, on_stalled  # that have left
+        self._made: dict[int, Tensor] = {}
+        self._is_making = False
+        self._changed = threading.Condition()
+        self.source_error: Exception | None = None  # it is the same for all servers
+
+    def send_to(self, server: int, transport: Transport) -> None:
+        """Send all buckets to this server.
+
+        Raises:
+            WorkersLeftError: a bucket could not be sent, or the others go on without this server.
+                An error of a source is raised unchanged, to all.
+        """
+        try:
+            for index in range(len(self._buckets)):
+                buffer = self._wait_for(index, server, transport)
+                _send(transport, buffer.to(_device_of(transport)))
+                with self._changed:
+                    if server not in self._next:
+                        raise WorkersLeftError("the other servers went on without this one")
+                    self._next[server] = index + 1
+                    self._forget_sent()
+        finally:
+            with self._changed:
+                self._next.pop(server, None)
+                self._forget_sent()
+
+    def _forget_sent(self) -> None:
+        slowest = min(self._next.values(), default=len(self._buckets))
+        self._made = {index: made for index, made in self._made.items() if index >= slowest}
+        self._changed.notify_all()
+
+    def _wait_for(self, index: int, server: int, transport: Transport) -> Tensor:
+        """Return the bucket. Make it, if no other thread has begun to."""
+        while True:
+            with self._changed:
+                self._await_turn(index, server)
+                if index in self._made:
+                    return self._made[index]
+                self._is_making = True
             try:
-                transport.send(buffer)
-            except RuntimeError as error:
-                raise WorkersLeftError(f"weights could not be sent: {error}") from error
+                made = self._make(index, transport)
+            except Exception as error:
+                self.source_error = error
+                raise
+            finally:
+                with self._changed:
+                    self._is_making = False
+                    self._changed.notify_all()
+            with self._changed:
+                self._made[index] = made
+                self._changed.notify_all()
+
+    def _await_turn(self, index: int, server: int) -> None:
+        """Wait until the bucket is there, or until this thread may make it."""
+        seen, since = dict(self._next), time.monotonic()
+        while True:
+            if self.source_error is not None:
+                raise self.source_error
+            if server not in self._next:
+                raise WorkersLeftError("the other servers went on without this one")
+            slowest = min(self._next, key=self._next.__getitem__)
+            if index in self._made:
+                return
+            if not self._is_making:
+                if index < self._next[slowest] + self.WINDOW:
+                    return
+                if self._next[slowest] != seen.get(slowest):
+                    seen, since = dict(self._next), time.monotonic()
+                elif time.monotonic() - since > self._stall_s:
+                    del self._next[slowest]
+                    self._on_stalled(slowest)
+                    self._forget_sent()
+                    continue
+            self._changed.wait(min(self._stall_s / 4, 1.0))
+
+    @torch.no_grad()
+    def _make(self, index: int, transport: Transport) -> Tensor:
+        bucket = self._buckets[index]
+        device = _device_of(transport)
+        buffer = torch.empty(bucket_num_bytes(bucket), dtype=torch.uint8, device=device)
+        _pack(bucket, self._sources, buffer)
+        return buffer
+
+
+def _device_of(transport: Any) -> torch.device:
+    return getattr(transport, "device", torch.device("cpu"))  # sockets send from the CPU
 
 
 def receive_buckets(

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -43,7 +44,7 @@ from verifiers_rl.sync.plan import (
     TransferPlan,
     needs_lora_flag,
 )
-from verifiers_rl.sync.sources import what_to_send
+from verifiers_rl.sync.sources import Source, what_to_send
 from verifiers_rl.sync.transports import Meeting, Transport, gpu_uuid, make_transport
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class WeightSync:
         timeout_s: deadline of the meeting and of one push.
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
             fresh memory for each (benchmarks/README.md).
+        port: of this machine, where the server's workers meet this process; 0: any free one.
     """
 
     def __init__(
@@ -96,12 +98,14 @@ class WeightSync:
         lora_sync: Literal["adapter", "merged"] = "adapter",
         timeout_s: float = 300.0,
         bucket_bytes: int = 16 * 2**20,
+        port: int = 0,
     ) -> None:
         self.client = client
         self.backend = backend
         self.lora_sync = lora_sync
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
+        self.port = port
         self.policy_version: int | None = None
         self._plan: TransferPlan | None = None
         self._transport: Transport | None = None
@@ -116,8 +120,22 @@ class WeightSync:
             return ADAPTER_NAME
         return self.client.served_model_name
 
-    def connect(self, model: nn.Module) -> None:
+    @property
+    def plan(self) -> TransferPlan | None:
+        """What each push carries; None before the first `connect`."""
+        return self._plan
+
+    @property
+    def is_connected(self) -> bool:
+        return self._transport is not None
+
+    def connect(
+        self, model: nn.Module, sending: tuple[dict[str, Source], dict[str, Any]] | None = None
+    ) -> None:
         """Take the server, meet its workers and tell them what will come.
+
+        Args:
+            sending: what `what_to_send` returned for this model, if the caller knows it already.
 
         Raises:
             InferenceServerError: another trainer has the server, or it cannot take these weights.
@@ -127,7 +145,7 @@ class WeightSync:
         before, self._hold = self._hold, self.client.hold(self._trainer)
         if before is not None:
             before.close()
-        sources, adapter = what_to_send(model, self.lora_sync)
+        sources, adapter = sending or what_to_send(model, self.lora_sync)
         if adapter and status["lora_dtype"] is None:
             raise InferenceServerError(needs_lora_flag(adapter["r"]))
         dtype = status["lora_dtype"] if adapter else status["dtype"]
@@ -143,7 +161,13 @@ class WeightSync:
         address = _own_address(self.client.host)
         # Bound to one address and a free port: two runs never collide, and loopback stays loopback.
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=128)
+        try:
+            listener = socket.create_server((address, self.port), family=family, backlog=128)
+        except OSError as error:
+            raise InferenceServerError(
+                f"cannot listen on {address}:{self.port} for the server's workers: "
+                f"{error.strerror}; set weight_sync_port to another port, or to 0"
+            ) from error
         port = listener.getsockname()[1]
         world_size = 1 + status["world_size"]
         meeting = Meeting(address, port, new_secret(), 0, world_size, self.timeout_s)
@@ -200,27 +224,49 @@ class WeightSync:
         start = time.monotonic()
         if self._transport is None:
             self.connect(model)
-        assert self._transport is not None and self._plan is not None
-        transport, plan = self._transport, self._plan
+        assert self._plan is not None
+        try:
+            with announced(what_to_send(model, self.lora_sync)[0], model) as sources:
+                self.send(partial(send_buckets, self._plan, sources), policy_version, in_flight)
+        except BaseException:
+            self.forget_server()
+            raise
+        return {"sync_s": time.monotonic() - start, "sync_bytes": float(self._plan.num_bytes)}
+
+    def send(
+        self,
+        send_all: Callable[[Transport], None],
+        policy_version: int,
+        in_flight: Literal["recompute", "keep"],
+    ) -> None:
+        """Let the connected server take one push; return once it has the weights.
+
+        Args:
+            send_all: sends all buckets of the plan over this transport.
+            policy_version, in_flight: those of `push`.
+
+        Raises:
+            ServerLostError, InferenceServerError: see `push`.
+        """
+        transport = self._transport
+        if transport is None:
+            raise ServerLostError(f"the connection to {self.client.base_url} was given up")
         body = {
             "connection": self._connection,
             "policy_version": policy_version,
             "in_flight": in_flight,
             "timeout_s": self.timeout_s,
         }
-
         try:
-            with announced(what_to_send(model, self.lora_sync)[0], model) as sources:
-                self._together(
-                    lambda: self.client.receive_weights(body, self.timeout_s),
-                    lambda: send_buckets(plan, sources, transport),
-                    give_up=transport.close,
-                )
+            self._together(
+                lambda: self.client.receive_weights(body, self.timeout_s),
+                lambda: send_all(transport),
+                give_up=transport.close,
+            )
         except BaseException:  # Ctrl-C too: close() must not wait for an unfinished push
             self.forget_server()
             raise
         self.policy_version = policy_version
-        return {"sync_s": time.monotonic() - start, "sync_bytes": float(plan.num_bytes)}
 
     def check_server(self) -> None:
         """Return if the server still has the weights of the last push.

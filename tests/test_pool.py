@@ -1,0 +1,653 @@
+"""Several servers for one trainer, with stand-ins for them: pushes, routing, faults."""
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+from aiohttp import web
+
+from tests.helpers import ROOT, make_tiny_model, serving
+from tests.test_environments_v1 import (  # noqa: F401
+    HERE,
+    Server,
+    load,
+    on_the_path,
+    think,
+)
+from verifiers_rl import RLConfig
+from verifiers_rl.config import ConfigError
+from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.routed import RoutedEnvironment
+from verifiers_rl.inference import pool as pool_module
+from verifiers_rl.inference.client import InferenceServerError, ServerLostError
+from verifiers_rl.inference.joining import join_error
+from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
+from verifiers_rl.sync import fan_out
+from verifiers_rl.sync.buckets import SharedBuckets, WorkersLeftError, receive_buckets
+from verifiers_rl.sync.fan_out import push_to_all
+from verifiers_rl.sync.plan import TensorSpec, TransferPlan
+from verifiers_rl.sync.sources import Source, what_to_send
+from verifiers_rl.sync.transports import Meeting, make_transport
+from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.types import Slots
+
+CPU = torch.device("cpu")
+
+
+# --- Pushes ---------------------------------------------------------------------------------------
+
+
+class StubServer:
+    """What an `InferenceClient` is to a WeightSync: a server whose worker is a thread. `on_receive`
+    is called in place of taking a push, if it is given.
+    """
+
+    host, served_model_name = "127.0.0.1", "base"
+
+    def __init__(self, number, dtype="float32"):
+        self.base_url = f"http://127.0.0.1:{number}"
+        self.dtype, self.connection, self.on_receive = dtype, None, None
+        self.transport = self.weights = None
+        self.held = []
+
+    def status(self):
+        return {
+            "connection": self.connection,
+            "world_size": 1,
+            "gpus": [None],
+            "dtype": self.dtype,
+            "lora_dtype": None,
+        }
+
+    def hold(self, trainer):
+        self.held.append(trainer)
+        return SimpleNamespace(close=lambda: self.held.remove(trainer))
+
+    def connect_weight_sync(self, request, timeout_s):
+        meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, timeout_s)
+        self.plan = TransferPlan.from_json(request["plan"])
+        self.transport = make_transport(request["backend"], meeting, CPU, 0)
+        self.connection = f"to {self.base_url}"
+        return {"connection": self.connection}
+
+    def receive_weights(self, body, timeout_s):
+        if self.on_receive is not None:
+            return self.on_receive(self)
+        buckets = receive_buckets(self.plan, self.transport, timeout_s)
+        self.weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+        self.policy_version = body["policy_version"]
+        return {}
+
+
+@pytest.fixture
+def syncs_to():
+    """WeightSyncs to such servers; both ends are closed at last."""
+    made = []
+
+    def make(*servers, bucket_bytes=2**14):
+        made.extend(WeightSync(one, timeout_s=30, bucket_bytes=bucket_bytes) for one in servers)
+        return made[-len(servers) :]
+
+    yield make
+    for sync in made:
+        sync.close()
+        if sync.client.transport is not None:
+            sync.client.transport.close()
+
+
+def has_weights_of(server, model):
+    wanted = dict(model.named_parameters())
+    got = server.weights
+    return got.keys() == wanted.keys() and all(torch.equal(got[n], p) for n, p in wanted.items())
+
+
+@pytest.fixture
+def times_made(monkeypatch):
+    """How often each tensor was gathered."""
+    made = Counter()
+
+    def counting(model, lora_sync):
+        sources, adapter = what_to_send(model, lora_sync)
+
+        def count(name, source):
+            def make():
+                made[name] += 1
+                return source.make()
+
+            return source._replace(make=make)
+
+        return {name: count(name, source) for name, source in sources.items()}, adapter
+
+    monkeypatch.setattr(fan_out, "what_to_send", counting)
+    return made
+
+
+def test_each_tensor_is_gathered_once_for_three_servers(syncs_to, times_made):
+    model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
+    syncs = syncs_to(*servers)
+    assert push_to_all(syncs, model, 7, "recompute") == [None] * 3
+    assert all(has_weights_of(server, model) for server in servers)
+    assert [server.policy_version for server in servers] == [7] * 3
+    assert set(times_made.values()) == {1} and len(times_made) > 10
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    assert push_to_all(syncs, model, 8, "recompute") == [None] * 3
+    assert all(has_weights_of(server, model) for server in servers)
+    assert set(times_made.values()) == {2}
+
+
+def test_a_server_that_dies_in_mid_push_costs_itself_only(syncs_to, times_made):
+    model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
+    syncs = syncs_to(*servers)
+
+    def die(server):
+        server.transport.receive(10)()
+        server.transport.close()
+        raise ServerLostError("no answer from the inference server")
+
+    servers[1].on_receive = die
+    first, second, third = push_to_all(syncs, model, 7, "recompute")
+    assert first is None and third is None and isinstance(second, ServerLostError)
+    assert has_weights_of(servers[0], model) and has_weights_of(servers[2], model)
+    assert [sync.is_connected for sync in syncs] == [True, False, True]
+    assert set(times_made.values()) == {1}
+
+
+def test_a_server_that_hangs_is_left_behind(syncs_to):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))
+    servers = [StubServer(n) for n in range(3)]
+    syncs = syncs_to(*servers, bucket_bytes=2**20)  # 16 buckets; sockets do not hold them all
+    is_over = threading.Event()
+    servers[1].on_receive = lambda server: is_over.wait(30)
+    start = time.monotonic()
+    try:
+        first, second, third = push_to_all(syncs, model, 7, "recompute", stall_s=0.5)
+        assert time.monotonic() - start < 15  # not the 30 s of its own deadline
+        assert first is None and third is None
+        assert isinstance(second, ServerLostError | WorkersLeftError)
+        assert has_weights_of(servers[0], model) and has_weights_of(servers[2], model)
+        assert not syncs[1].is_connected
+    finally:
+        is_over.set()
+
+
+def test_an_error_of_the_trainer_itself_is_raised_and_leaves_no_server_half_full(
+    syncs_to, monkeypatch
+):
+    model, servers = make_tiny_model(), [StubServer(n) for n in range(2)]
+    syncs = syncs_to(*servers)
+
+    def out_of_memory():
+        raise MemoryError("out of memory while merging")
+
+    names = [name for name, _ in model.named_parameters()]
+    sources = {name: Source((1,), torch.float32, out_of_memory) for name in names}
+    monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
+    for server in servers:
+        server.on_receive = lambda server: server.transport.receive(10**6)()
+    with pytest.raises(MemoryError, match="while merging"):
+        push_to_all(syncs, model, 7, "recompute")
+    assert not any(sync.is_connected for sync in syncs)
+
+
+def test_servers_of_different_dtypes_are_refused(syncs_to):
+    servers = [StubServer(0), StubServer(1, dtype="bfloat16")]
+    first, second = push_to_all(syncs_to(*servers), make_tiny_model(), 7, "recompute")
+    assert first is None
+    assert isinstance(second, InferenceServerError) and "another dtype" in str(second)
+
+
+def test_a_fast_server_is_at_most_two_buckets_ahead_of_a_slow_one():
+    specs = [TensorSpec(str(i), "float32", (10,)) for i in range(8)]
+    plan = TransferPlan("full", specs, 40, {})
+    made = []
+
+    def source(i):
+        return Source(
+            (10,), torch.float32, lambda: (made.append(i), torch.full((10,), float(i)))[1]
+        )
+
+    shared = SharedBuckets(plan, {str(i): source(i) for i in range(8)}, 2, 30, lambda n: None)
+    slow, fast = threading.Semaphore(0), []
+
+    class Transport:
+        def __init__(self, send):
+            self.send = send
+
+    threads = [
+        threading.Thread(target=shared.send_to, args=(0, Transport(lambda b: slow.acquire()))),
+        threading.Thread(target=shared.send_to, args=(1, Transport(fast.append))),
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 10
+    while len(fast) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)  # nothing more comes
+    assert len(fast) == 2 and made == [0, 1]
+    for _ in range(8):
+        slow.release()
+    for thread in threads:
+        thread.join(10)
+    assert len(fast) == 8 and made == [*range(8)]
+
+
+# --- The pool -------------------------------------------------------------------------------------
+
+
+class StubSync:
+    """A WeightSync that takes what it is given, of a server that is up or not."""
+
+    lora_sync, model_name, plan = "merged", "base", SimpleNamespace(num_bytes=100)
+
+    def __init__(self, client):
+        self.client = client
+        self.is_closed = False
+
+    def check_server(self):
+        self.client.status()
+        if self.client.has_weights_of is not self:
+            raise ServerLostError(f"the inference server at {self.client.base_url} started anew")
+
+    def forget_server(self): ...
+
+    def close(self):
+        self.is_closed = True
+
+
+class StubClient:
+    def __init__(self, number):
+        self.base_url = f"http://127.0.0.1:{number}"
+        self.is_up, self.has_weights_of, self.takes_weights = True, None, None
+        self.is_agreed = None  # an error
+        self.joined = []
+
+    def status(self):
+        if not self.is_up:
+            raise ServerLostError(f"no answer from {self.base_url}")
+        return {"policy_version": None, "joined": self.joined}
+
+    def die(self):
+        self.is_up, self.has_weights_of = False, None
+
+
+@pytest.fixture
+def make_pool(monkeypatch):
+    monkeypatch.setattr(pool_module, "LOOK_S", 0.02)
+    made = []
+
+    def make(num_servers, **options):
+        clients = [StubClient(n) for n in range(num_servers)]
+
+        def push(syncs, model, version, in_flight):
+            errors = []
+            for sync in syncs:
+                error = None if sync.client.is_up else ServerLostError("no answer")
+                error = error or sync.client.takes_weights
+                sync.client.has_weights_of = sync if error is None else None
+                errors.append(error)
+            return errors
+
+        def check(model, client, name):
+            if client.is_agreed is not None:
+                raise client.is_agreed
+
+        def make_client(host, port):
+            clients.append(StubClient(port))
+            return clients[-1]
+
+        timeout_s = options.get("timeout_s", 5)
+        made.append(ReplicaPool(clients[:], StubSync, push, check, timeout_s, make_client))
+        return made[-1], clients
+
+    yield make
+    for pool in made:
+        pool.close()
+    assert not [t for t in threading.enumerate() if t.name == "replica"]
+
+
+def soon(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def states(pool):
+    return [str(replica.state) for replica in pool.replicas]
+
+
+def test_a_server_that_dies_serves_again_after_the_next_push(make_pool, caplog):
+    pool, clients = make_pool(3)
+    lost = []
+    pool.call_when_lost(lost.append)
+    pool.wait_until_ready()
+    assert states(pool) == ["joining"] * 3
+    assert pool.push(None, 0, "recompute")["num_servers"] == 3
+    assert states(pool) == ["serving"] * 3 and pool.policy_version == 0
+    clients[1].die()
+    soon(lambda: states(pool) == ["serving", "dead", "serving"])
+    soon(lambda: lost == [clients[1].base_url])
+    assert "its 0 rollouts begin again" in caplog.text
+    pool.check_server()  # two are enough
+    assert pool.push(None, 1, "recompute")["num_servers"] == 2
+    clients[1].is_up = True
+    soon(lambda: states(pool) == ["serving", "joining", "serving"])
+    assert {pool.take(1) for _ in range(8)} == {clients[0].base_url, clients[2].base_url}
+    assert pool.push(None, 2, "recompute")["num_servers"] == 3
+    assert pool.take(2) == clients[1].base_url  # it has the fewest running
+
+
+def test_a_server_that_started_anew_between_two_looks_is_lost(make_pool):
+    pool, clients = make_pool(2)
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+    clients[0].has_weights_of = None
+    pool.check_server()
+    soon(lambda: states(pool) == ["joining", "serving"])
+
+
+def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool):
+    pool, clients = make_pool(2)
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+    for client in clients:
+        client.die()
+    with pytest.raises(ServerLostError, match=r"http://127.0.0.1:0 is dead, .*:1 is dead"):
+        pool.check_server()
+    with pytest.raises(ServerLostError, match="none of the servers answers"):
+        pool.push(None, 1, "recompute")
+    threading.Timer(0.3, lambda: setattr(clients[1], "is_up", True)).start()
+    pool.wait_for_server()
+    assert pool.policy_version is None  # else the trainer would not push these weights again
+    assert pool.push(None, 1, "recompute")["num_servers"] == 1
+    assert states(pool) == ["dead", "serving"]
+
+
+def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, caplog):
+    pool, clients = make_pool(1)
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+    clients[0].joined = [("127.0.0.1", 7)]
+    assert pool.push(None, 1, "recompute")["num_servers"] == 2
+    assert "the server at http://127.0.0.1:7 joins the run" in caplog.text
+    assert [str(one.url) for one in pool.replicas][1] == "http://127.0.0.1:7"
+    assert pool.push(None, 2, "recompute")["num_servers"] == 2 and len(pool.replicas) == 2
+    clients[1].die()  # it is watched like the others
+    soon(lambda: states(pool) == ["serving", "dead"])
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "problem"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1", None),
+        ("http://10.0.0.5:8000", "10.0.0.6", None),
+        ("http://10.0.0.5:8000", "127.0.0.1", "set --host"),
+        ("10.0.0.5:8000", "10.0.0.6", "of the form http://host:port"),
+        ("http://10.0.0.5:x", "10.0.0.6", "of the form http://host:port"),
+    ],
+)
+def test_a_server_that_could_not_be_reached_does_not_join(url, host, problem):
+    found = join_error(url, host)
+    assert found is None if problem is None else problem in found
+
+
+def test_servers_that_never_come_are_an_error_and_one_is_a_warning(make_pool, caplog):
+    pool, clients = make_pool(2, timeout_s=0.3)
+    clients[0].is_up = False
+    pool.wait_until_ready()
+    assert "no server at http://127.0.0.1:0 after 0.3 s" in caplog.text
+    clients[1].is_up = False
+    pool, clients = make_pool(2, timeout_s=0.3)
+    for client in clients:
+        client.is_up = False
+    with pytest.raises(InferenceServerError, match=r"no server at .*vllm_servers"):
+        pool.wait_until_ready()
+
+
+def test_a_server_of_another_model_ends_a_run_at_its_start_and_is_left_out_later(make_pool):
+    wrong = InferenceServerError("it samples from a different model")
+    pool, clients = make_pool(2)
+    clients[0].is_agreed = wrong
+    pool.wait_until_ready()
+    with pytest.raises(InferenceServerError, match="a different model"):
+        pool.push(None, 0, "recompute")
+    pool, clients = make_pool(2)
+    clients[0].is_up, clients[0].is_agreed = False, wrong
+    pool.timeout_s = 0.1
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+    clients[0].is_up = True
+    soon(lambda: states(pool) == ["joining", "serving"])
+    assert pool.push(None, 1, "recompute")["num_servers"] == 1
+
+
+def test_a_new_rollout_goes_where_the_fewest_run_among_those_with_its_version():
+    replicas = [Replica(StubClient(n)) for n in range(4)]
+    for replica, running, version in zip(replicas, (3, 1, 0, 0), (5, 5, 4, 5), strict=True):
+        replica.state, replica.num_running, replica.policy_version = (
+            State.SERVING,
+            running,
+            version,
+        )
+    replicas[3].state = State.DRAINING
+    assert choose(replicas, 5) is replicas[1]
+    assert choose(replicas, 4) is replicas[2]
+    assert choose(replicas, 6) is None
+    replicas[0].num_running = 1
+    assert {choose(replicas, 5).url for _ in range(50)} == {replicas[0].url, replicas[1].url}
+
+
+# --- Rollouts -------------------------------------------------------------------------------------
+
+
+class Routing:
+    """A router over stand-in servers, as the pool is one."""
+
+    def __init__(self, urls):
+        self.running = dict.fromkeys(urls, 0)
+        self.lost, self.callbacks, self.taken = [], [], []
+
+    def take(self, policy_version):
+        able = [url for url in self.running if url not in self.lost]
+        if not able:
+            raise ServerLostError("no server")
+        url = min(able, key=self.running.__getitem__)
+        self.running[url] += 1
+        self.taken.append(url)
+        return url
+
+    def release(self, url):
+        self.running[url] -= 1
+
+    def report_lost(self, url):
+        self.lost.append(url)
+
+    def call_when_lost(self, callback):
+        self.callbacks.append(callback)
+
+
+class Fault(Server):
+    """A stand-in server at which `trouble(number of the request)` may happen in place of an
+    answer: "hang up", "hang", "version", or an HTTP status.
+    """
+
+    def __init__(self, tokenizer, trouble, version=9):
+        super().__init__(tokenizer, think)
+        self.trouble, self.version, self.num_asked = trouble, version, 0
+        self.is_hanging = asyncio.Event()
+
+    async def answer(self, request):
+        self.num_asked += 1
+        match self.trouble(self.num_asked):
+            case "hang up":
+                request.transport.close()
+                return web.Response()
+            case "hang":
+                self.is_hanging.set()
+                await asyncio.sleep(60)
+            case int(status):
+                return web.json_response({"error": {"message": "trouble"}}, status)
+            case "version":
+                reply = await super().answer(request)
+                reply.headers["X-Policy-Versions"] = f"0:{self.version - 1}"
+                self.requests.pop()
+                return reply
+        reply = await super().answer(request)
+        reply.headers["X-Policy-Versions"] = f"0:{self.version}"
+        return reply
+
+
+@pytest.fixture
+def tokenizer(on_the_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(HERE), str(ROOT))))  # of workers too
+    from light_tokenizer import LightTokenizer
+
+    return LightTokenizer()
+
+
+def roll_out(tokenizer, tmp_path, servers, num_rollouts=4, env_workers=0, env=None, during=None):
+    """A group at these servers, and the router that chose among them."""
+    args = RLConfig(
+        output_dir=str(tmp_path), max_seq_len=200, max_tokens=40, use_cpu=True,
+        env_workers=env_workers,
+    )  # fmt: skip
+    env = env or load(id="user_env", harness=None)
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            path = "/v1/chat/completions/tokens"
+            urls = [await stack.enter_async_context(serving(s.answer, path)) for s in servers]
+            router = Routing(urls)
+            runner = RoutedEnvironment(make_runner(env, urls[0], tokenizer, args), router)
+            try:
+                await runner.open()
+                sampling = args.sampling_args()
+                group = asyncio.ensure_future(
+                    runner.run_group("train", 0, num_rollouts, "m", sampling, 9, Slots(8))
+                )
+                if during is not None:
+                    await during(router)
+                return await group, router
+            finally:
+                await runner.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 100))
+
+
+def test_all_turns_of_a_rollout_go_to_one_server_and_rollouts_are_spread(tokenizer, tmp_path):
+    servers = [Fault(tokenizer, lambda n: None) for _ in range(2)]
+    group, router = roll_out(tokenizer, tmp_path, servers)
+    assert [rollout.error for rollout in group] == [None] * 4
+    num_turns = group[0].num_turns
+    assert num_turns > 1 and [len(s.requests) for s in servers] == [2 * num_turns] * 2
+    for server in servers:
+        lengths = Counter(len(body["tokens"]) for body, _ in server.requests)
+        assert set(lengths.values()) == {2}  # each turn of two rollouts
+    assert sorted(router.taken) == sorted([*router.running] * 2)
+    assert set(router.running.values()) == {0}  # all are given back
+    assert [rollout.num_moves for rollout in group] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("trouble", "env_workers"),
+    [
+        *[(trouble, 0) for trouble in ("hang up", "version", 500, 404)],
+        pytest.param("hang up", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_rollouts_of_a_lost_server_begin_again_at_another_one(
+    tokenizer, tmp_path, env_workers, trouble
+):
+    broken = Fault(tokenizer, lambda n: trouble if n > 3 else None)
+    good = Fault(tokenizer, lambda n: None)
+    group, router = roll_out(tokenizer, tmp_path, [broken, good], env_workers=env_workers)
+    assert [rollout.error for rollout in group] == [None] * 4
+    assert sorted(rollout.num_moves for rollout in group) == [0, 0, 1, 1]
+    check_tokens_of_version(group, 9)
+    assert set(router.lost) == {next(iter(router.running))}
+    assert set(router.running.values()) == {0}
+    num_turns = group[0].num_turns
+    assert len(good.requests) == 4 * num_turns  # whole rollouts
+
+
+def check_tokens_of_version(group, version):
+    for rollout in group:
+        for sample in rollout.samples:
+            assert {*sample.policy_versions.tolist()} == {-1, version}
+
+
+@pytest.mark.parametrize("env_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_request_to_a_server_that_hangs_ends_when_the_pool_finds_it_lost(
+    tokenizer, tmp_path, env_workers
+):
+    hanging = Fault(tokenizer, lambda n: "hang")
+    good = Fault(tokenizer, lambda n: None)
+
+    async def lose(router):
+        await hanging.is_hanging.wait()
+        url = next(iter(router.running))
+        router.report_lost(url)
+        for callback in router.callbacks:
+            callback(url)
+
+    servers = [hanging, good]
+    group, _ = roll_out(tokenizer, tmp_path, servers, env_workers=env_workers, during=lose)
+    assert [rollout.error for rollout in group] == [None] * 4
+    assert sorted(rollout.num_moves for rollout in group) == [0, 0, 1, 1]
+
+
+def test_without_another_server_a_rollout_fails_with_its_error(tokenizer, tmp_path):
+    servers = [Fault(tokenizer, lambda n: "hang up" if n > 3 else None)]
+    group, router = roll_out(tokenizer, tmp_path, servers, 2)
+    assert all("onnection" in str(rollout.error) for rollout in group)
+    assert set(router.running.values()) == {0}
+
+
+def test_the_calls_of_a_program_go_to_the_server_of_its_rollout(tokenizer, tmp_path):
+    env = load(harness={"id": "streaming_harness"}, agent={"runtime": {"type": "subprocess"}})
+    broken = Fault(tokenizer, lambda n: "hang up")
+    good = Fault(tokenizer, lambda n: None)
+    group, _ = roll_out(tokenizer, tmp_path, [broken, good], env=env)
+    assert [rollout.error for rollout in group] == [None] * 4
+    assert sorted(rollout.num_moves for rollout in group) == [0, 0, 1, 1]
+    assert len(good.requests) == 4
+
+
+def test_no_server_at_the_beginning_of_a_group_is_a_lost_server(tokenizer, tmp_path):
+    router = Routing([])
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0)
+
+    async def main():
+        runner = RoutedEnvironment(make_runner(load(), "http://unused", tokenizer, args), router)
+        slots = Slots(1)
+        with pytest.raises(ServerLostError):
+            await runner.run_group("train", 0, 1, "m", args.sampling_args(), 9, slots)
+        async with asyncio.timeout(1):
+            await slots.acquire()  # it was given back
+
+    asyncio.run(main())
+
+
+# --- Options --------------------------------------------------------------------------------------
+
+
+def test_servers_are_given_by_their_addresses(tmp_path):
+    def make(**options):
+        return RLConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+
+    assert make().servers() == [("127.0.0.1", 8000)]
+    given = make(vllm_servers=["a:1", "10.0.0.5:8000", "[::1]:80"])
+    assert given.servers() == [("a", 1), ("10.0.0.5", 8000), ("::1", 80)]
+    for wrong in ([], ["a"], ["http://a:1"], ["::1:80"], ["a:1", "a:1"], ["a:70000"]):
+        with pytest.raises(ConfigError, match=r"vllm_servers=.*host:port"):
+            make(vllm_servers=wrong)
+    with pytest.raises(ConfigError, match=r"takes the place of vllm_server_host"):
+        make(vllm_servers=["a:1"], vllm_server_port=8001)

@@ -1,0 +1,127 @@
+"""A signal that one of two ranks gets, under DDP, FSDP2 and DeepSpeed: gloo, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import ROOT, make_tiny_model
+from verifiers_rl.report.run_folder import metrics_file, read_metrics
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import tests.sharding_on_cpu
+import torch
+from accelerate.state import AcceleratorState
+from tests.helpers import StubSink, StubSource, load_example
+from verifiers_rl import RLConfig, RLTrainer
+from verifiers_rl.process.interrupts import Interrupted
+
+folder, kind = sys.argv[1:]
+sharding = {}
+if kind == "fsdp2":
+    sharding = {"fsdp": True, "fsdp_config": {"version": 2}}
+elif kind.startswith("zero"):
+    stage = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0,
+             "stage3_gather_16bit_weights_on_model_save": True}
+    sharding = {"deepspeed": {
+        "zero_optimization": stage, "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto", "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"},
+    }}
+
+
+class Sink(StubSink):
+    lora_sync = "merged"
+
+
+class Ends(RLTrainer):
+    signalled = None  # the rank that gets a signal in its first microbatch of the third step
+    begun = 0
+
+    def microbatch_loss(self, *args):
+        if self.state.global_step == 2:
+            self.begun += 1
+            if self.begun == 1 and self.args.process_index == self.signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().microbatch_loss(*args)
+
+
+def run(name, signalled=None, resume=False):
+    args = RLConfig(
+        output_dir=f"{folder}/{name}", use_cpu=True, use_lora=True, batch_size=16, lora_rank=4,
+        rollouts_per_example=4, lora_sync="merged", max_tokens_per_microbatch=24, max_seq_len=32,
+        max_steps=4, disable_tqdm=True, learning_rate=2e-3, save_steps=100, max_off_policy_steps=0,
+        num_rollouts_to_print=0, save_final="merged", eval_strategy="steps", eval_steps=2,
+        **sharding,
+    )
+    torch.manual_seed(0)
+    trainer = Ends(
+        f"{folder}/base", None, args, load_example("warm_start").make_tokenizer(),
+        orchestrator=StubSource(16), weight_sync=Sink(),
+    )
+    trainer.signalled = signalled
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        ended = "finished"
+    except Interrupted as interrupted:
+        ended = f"status {interrupted.code}"
+    Path(folder, f"{name}-{args.process_index}-{resume}").write_text(f"{ended} {trainer.begun}")
+    AcceleratorState._reset_state()
+
+
+run("straight")
+run("interrupted", signalled=1)
+if kind != "ddp":  # transformers cannot load DDP's optimizer states onto a CPU of several ranks
+    run("interrupted", resume=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path, kind):
+    if kind.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
+    make_tiny_model().save_pretrained(tmp_path / "base")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(tmp_path / "train.py"), str(tmp_path), kind],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    ended = [(tmp_path / f"interrupted-{rank}-False").read_text() for rank in (0, 1)]
+    assert ended[0].startswith("status 143") and ended[1] == ended[0]
+    begun = int(ended[0].split()[-1])
+    rows = read_metrics(metrics_file(tmp_path / "straight"))
+    assert 1 <= begun <= 2 < rows[2]["num_microbatches"]  # not the whole step
+    folder = tmp_path / "interrupted"
+    assert (folder / "checkpoint-2" / "rl_state.json").is_file()
+    assert "interrupted by SIGTERM at step 2; the newest checkpoint is" in done.stderr
+    run = json.loads((folder / "run.json").read_text())
+    if kind == "ddp":
+        assert run["status"] == "interrupted"
+        folder = tmp_path / "straight"
+    else:
+        resumed = read_metrics(metrics_file(folder))
+        assert [row["step"] for row in resumed] == [row["step"] for row in rows]
+        for row, wanted in zip(resumed, rows, strict=True):
+            for name in ("loss", "entropy", "grad_norm", "eval_reward"):
+                assert row.get(name) == pytest.approx(wanted.get(name), rel=1e-4, abs=1e-6)
+    ids = torch.arange(6)[None]
+    names = ("interrupted", "straight") if kind != "ddp" else ("straight",)
+    merged = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "merged") for name in names]
+    logits = [model(input_ids=ids).logits for model in merged]
+    if (folder / "adapter_config.json").is_file():  # FSDP2 saves none by default
+        logits.append(AutoPeftModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits)
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], rtol=1e-4, atol=1e-5)
+    assert (make_tiny_model()(input_ids=ids).logits - logits[0]).abs().max() > 1e-4
