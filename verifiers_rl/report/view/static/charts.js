@@ -82,6 +82,7 @@ export class Chart {
   }
 
   #isStale = true;
+  highest = null; // of stacks that are cut
 
   set(curves) {
     this.curves = curves;
@@ -161,7 +162,7 @@ export class Chart {
       padding: [8, 16, 0, 0],
       scales: {
         x: { time: false, range: (u, min, max) => (min < max ? [min, max] : [min - 1, max + 1]) },
-        y: { range: (u, min, max) => niceRange(min, max, this.stacked) },
+        y: { range: (u, min, max) => (this.stacked ? this.#cutRange(u, max) : niceRange(min, max)) },
       },
       axes: [
         {
@@ -204,10 +205,21 @@ export class Chart {
       hooks: {
         setCursor: [(u) => this.#say(u.cursor.idx)],
         setSelect: [(u) => this.#onSelect(u)],
-        draw: [(u) => this.#drawLimit(u)],
+        draw: [(u) => this.#onDraw(u)],
         ready: [(u) => u.over.addEventListener("click", () => this.#onClick(u))],
       },
     };
+  }
+
+  // A few very high stacks, such as the first step, would leave the others flat.
+  #cutRange(u, max) {
+    const [from, to] = [u.scales.x.min ?? -Infinity, u.scales.x.max ?? Infinity];
+    const totals = u.data[1]
+      .filter((_, i) => u.data[0][i] >= from && u.data[0][i] <= to)
+      .sort((a, b) => a - b);
+    const high = totals[Math.floor(0.97 * (totals.length - 1))] || 0;
+    this.highest = high && max > 2 * high ? max : null;
+    return [0, this.highest ? 1.3 * high : 1.06 * max || 1];
   }
 
   #lastDrag = 0;
@@ -240,6 +252,15 @@ export class Chart {
     } else if (event.key === "Escape") {
       this.board.setZoom(null);
     }
+  }
+
+  #saidHighest = null;
+
+  #onDraw(u) {
+    this.#drawLimit(u);
+    if (this.#saidHighest === this.highest) return;
+    this.#saidHighest = this.highest;
+    this.#say(u.cursor.idx);
   }
 
   // A line where a value begins to be a reason to look.
@@ -279,7 +300,10 @@ export class Chart {
     const at = isNumber(idx)
       ? h("span", { class: "quiet" }, `${this.board.xLabel} ${formatNumber(xs[idx])}`)
       : null;
-    this.now.replaceChildren(...items.filter(Boolean), ...(at ? [at] : []));
+    const cut = this.highest
+      ? h("span", { class: "quiet" }, `cut; the highest is ${format(this.highest)}`)
+      : null;
+    this.now.replaceChildren(...[...items, at, cut].filter(Boolean));
   }
 
   #summary() {
@@ -298,9 +322,9 @@ export class Chart {
 
 const STEP_INCREMENTS = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6];
 
-function niceRange(min, max, fromZero) {
+function niceRange(min, max) {
   if (min === null || max === null || min === undefined) return [0, 1];
-  if (fromZero || (min >= 0 && (min < 0.6 * max || max === 0))) return [0, max > 0 ? 1.06 * max : 1];
+  if (min >= 0 && (min < 0.6 * max || max === 0)) return [0, max > 0 ? 1.06 * max : 1];
   const pad = max > min ? 0.06 * (max - min) : Math.abs(min) * 0.1 || 1;
   return [min - pad, max + pad];
 }

@@ -49,7 +49,12 @@ export function mountGroup(root, app, { run, row, href, text }) {
         : "",
       h(
         "div",
-        { class: "columns", tabindex: "0", role: "region", "aria-label": "Rollouts of the group" },
+        {
+          class: `columns${isShort(sorted) ? " is-short" : ""}`,
+          tabindex: "0",
+          role: "region",
+          "aria-label": "Rollouts of the group",
+        },
         sorted.map((one) =>
           h(
             "section",
@@ -91,6 +96,11 @@ export function mountGroup(root, app, { run, row, href, text }) {
       isClosed = true;
     },
   };
+}
+
+// Whether replies are so short that their boxes can stand in rows.
+function isShort(rollouts) {
+  return rollouts.every((one) => JSON.stringify(one.messages || []).length < 1500);
 }
 
 // How many messages all have in common before the first one that the policy wrote.

@@ -1,6 +1,7 @@
 // How the runs are, in ten seconds: a card for each, what differs between them, and the curves.
 
 import {
+  asText,
   formatCount,
   formatNumber,
   formatSeconds,
@@ -266,7 +267,7 @@ function card(app, run) {
     h(
       "p",
       { class: "quiet" },
-      [run.run.model, run.run.begun_at ? `begun ${formatTime(run.run.begun_at)}` : null]
+      [modelName(run.run.model), run.run.begun_at ? `begun ${formatTime(run.run.begun_at)}` : null]
         .filter(Boolean)
         .map(String)
         .join(" · "),
@@ -287,6 +288,12 @@ function card(app, run) {
           run.status === "empty" ? "" : "No rollouts on disk (log_rollouts = false writes none).",
         ),
   );
+}
+
+// The name on the hub, or the last part of a path.
+function modelName(model) {
+  const text = asText(model);
+  return /^[./~]/.test(text) ? text.replace(/\/+$/, "").split("/").at(-1) : text;
 }
 
 function fact(name, value) {
