@@ -560,6 +560,73 @@ def test_vf_rl_trains_all_weights_with_an_edited_fork_and_code_of_ones_own(warm_
     assert processes_of(tmp_path) == {}
 
 
+# Runs where an environment is loaded: what does this process know, and what does the server?
+SPY = """
+import os
+from pathlib import Path
+from tests.conftest import processes_of
+
+_folder = Path(__file__).parent
+_servers = [p for p, line in processes_of(_folder).items() if "inference.server" in line]
+_told = [p for p in _servers if b"veiled-9431" in Path(f"/proc/{p}/environ").read_bytes()]
+(_folder / f"seen-{os.getpid()}").write_text(
+    f"{os.environ.get('JUDGE_NOTE')} {bool(_servers)} {bool(_told)}"
+)
+"""
+
+
+def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_start, tmp_path):
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    (tmp_path / "hosted.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "secrets.env").write_text("JUDGE_NOTE=veiled-9431\n")
+    module = (ROOT / "examples" / "reverse_text_v1" / "reverse_text_v1.py").read_text()
+    (tmp_path / "reverse_text_v1.py").write_text(module + SPY)
+    own = 'id = "reverse_text_v1"\nargs = { instruction = "", num_tasks = 64 }\n'
+    (tmp_path / "here.toml").write_text(
+        f"model = {json.dumps(str(warm_start))}\n[[env]]\n{own}"
+        "[inference]\ngpus = 0\n[inference.args]\n"
+        'dtype = "float32"\nenforce_eager = true\nmax_num_seqs = 64\n[trainer]\ngpus = 0\n'
+        f"[trainer.args]\nmax_seq_len = 64\nmax_tokens = 16\noutput_dir = '{tmp_path}/run'\n"
+        f"vllm_server_port = {free_port()}\n"
+    )
+    held_out = own.replace("64", "64, held_out = true")
+    (tmp_path / "evaluations.toml").write_text(f"[[eval.env]]\n{held_out}")
+    files = [word for name in ("hosted", "here", "evaluations") for word in ("@", f"{name}.toml")]
+    keys = ["--max_steps", "3", "--batch_size=32", "--eval.interval", "2", "--eval.num_examples=8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "verifiers_rl.cli.rl", *files, *keys, "--no-tmux"],
+        capture_output=True, text=True, timeout=500, cwd=tmp_path,
+        env={
+            **os.environ, "VF_RL_TEST": str(tmp_path), "PYTHONPATH": str(ROOT),
+            "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    # kl_penalty: at the start the KL is 0, so its weight falls by 2 %.
+    weights = [row["kl_beta"] for row in steps if "kl_beta" in row]
+    assert weights[:2] == pytest.approx([0.01, 0.0098], rel=1e-6)
+    evaluations = [row for row in rows if "eval_reward" in row]
+    assert [row["step"] for row in evaluations] == [0, 2, 3]  # the first, every second, the last
+    assert [row["eval_num_rollouts"] for row in evaluations] == [16] * 3  # 8 examples, 2 each
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (16, 32)
+    assert list(tmp_path.rglob("run-*.wandb"))
+    resolved = (tmp_path / "run" / "resolved.toml").read_text()
+    assert "batch_size = 32\n" in resolved and "[sampling]" not in resolved
+    # The environments' secrets: where they run, not in the server, nor in what the run leaves.
+    seen = [path.read_text() for path in tmp_path.glob("seen-*")]
+    assert "veiled-9431 True False" in seen and all(text.startswith("veiled") for text in seen), seen
+    assert not any(text.endswith("True True") for text in seen)
+    left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(left) > 5 and not any(b"veiled-9431" in path.read_bytes() for path in left)
+    assert "veiled-9431" not in done.stdout + done.stderr
+    assert processes_of(tmp_path) == {}
+
+
 def test_a_killed_vf_rl_leaves_no_process_behind(warm_start, tmp_path):
     toml = write_run(tmp_path, warm_start)
     process = subprocess.Popen(

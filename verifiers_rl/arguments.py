@@ -50,6 +50,7 @@ _REPLACED_OPTIONS = {
         *("min_reward_variance", "min_reward", "max_reward", "max_concurrent", "env_workers"),
         *("client_type", "mask_env_responses", "max_prompt_len", "batch_order", "eval_concurrent"),
         *("eval_temperature", "eval_max_tokens", "eval_top_p", "eval_top_k", "eval_min_p"),
+        *("stop", "eval_stop", "include_stop_str_in_output", "chat_template_kwargs"),
         "tools_in_process",
     ),
     "weight_sync": ("weight_sync_backend", "weight_sync_port", "vllm_servers"),

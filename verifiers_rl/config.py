@@ -223,7 +223,7 @@ def unknown_option_hint(name: str, config_class: Any = None) -> str:
     if name in HINTS:
         return HINTS[name]
     known = [f.name for f in fields(config_class or RLConfig)]
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
+    near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else "verifiers_rl/config.py lists the options"
 
 
