@@ -370,7 +370,7 @@ def test_each_replica_has_gpus_and_a_port_of_its_own(monkeypatch, write_toml):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     with pytest.raises(TomlError, match=r"gpus=2 for each of 2 replicas and .* need 5 GPUs"):
         plan.assign_gpus(config)
-    with pytest.raises(TomlError, match=r"inference\.replicas=0 must be an integer >= 1"):
+    with pytest.raises(TomlError, match=r"\[inference\] replicas=0 must be an integer >= 1"):
         load_run_config(write_toml('[env]\nid = "e"\n[inference]\nreplicas = 0\n'))
 
 
@@ -531,7 +531,7 @@ def test_the_server_is_told_what_follows_from_the_trainer():
 
 
 # Each server ends as soon as it was asked for its status. So it is never too early or too late.
-SUPERVISE = """
+SUPERVISE = '''
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -540,20 +540,29 @@ from verifiers_rl.cli.config import RunConfig
 
 folder, keeps_answering, port = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
 wait = "import os, sys, time\\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\\n"
-num_starts = num_answers = 0
-
-def server_command(*_):
-    global num_starts
-    num_starts += 1
-    return [sys.executable, "-c", wait, str(folder / f"asked {num_starts}")]
+starts, num_seen = folder / "starts", 0
+starts.touch()
+server = """
+import sys, time
+from pathlib import Path
+starts = Path(sys.argv[1])
+with starts.open("a") as file:
+    file.write("x")
+asked = starts.with_name(f"asked {len(starts.read_text())}")
+while not asked.exists():
+    time.sleep(0.01)
+"""
 
 def answers(client):
-    global num_answers
-    num_answers += 1
+    global num_seen
+    num_starts = len(starts.read_text())
+    if num_starts == num_seen:
+        return False  # the next one has not begun
+    num_seen = num_starts
     (folder / f"asked {num_starts}").touch()
     if num_starts == 6:
         (folder / "end").touch()
-    return keeps_answering or num_answers == 1
+    return keeps_answering or num_starts == 1
 
 def ended_within(child, seconds):
     if seconds > 60:  # the server is given up
@@ -561,12 +570,13 @@ def ended_within(child, seconds):
     return children.ended_within(child, seconds)
 
 servers.answers, servers.MAX_RESTARTS, servers.BACKOFF_S, rl.POLL_S = answers, 3, 0.05, 0.02
-rl.server_command, rl.ended_within = server_command, ended_within
+rl.server_command = lambda *_: [sys.executable, "-c", server, str(starts)]
+rl.ended_within = ended_within
 trainer = [sys.executable, "-c", wait + "sys.exit(7)", str(folder / "end")]
 rl.trainer_command = lambda *_: trainer
 config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_args={"vllm_server_port": port})
 sys.exit(rl.supervise(config, ("", ""), SimpleNamespace(server_log=None)))
-"""
+'''
 
 
 @pytest.mark.parametrize("keeps_answering", [False, True])

@@ -112,15 +112,17 @@ SUPERVISED = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import rl
+from verifiers_rl.cli import rl, servers
 from verifiers_rl.cli.config import RunConfig
 
 port, answer, log, *codes = sys.argv[1:]
 server, trainer = ([sys.executable, "-c", code] for code in codes)
 rl.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
-rl.answers = lambda client: answer == "yes"
-trainer_args, inference_args = {"vllm_server_port": int(port)}, {"max_modellen": 32}
-config = RunConfig(Path("/a/rl.toml"), "m", [], False, 0, inference_args, 0, trainer_args)
+servers.answers = lambda client: answer == "yes"
+config = RunConfig(
+    Path("/a/rl.toml"), "m", [], inference_gpus=0, inference_args={"max_modellen": 32},
+    trainer_gpus=0, trainer_args={"vllm_server_port": int(port)},
+)
 options = SimpleNamespace(server_log=Path(log) if log else None)
 sys.exit(rl.supervise(config, ("", ""), options))
 """

@@ -761,7 +761,7 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
     # The other way round: batches of one's own, and weights to the server.
     made.clear()
     synced = StubSink()
-    monkeypatch.setattr("verifiers_rl.server_side.WeightSync", lambda *args: synced)
+    monkeypatch.setattr("verifiers_rl.server_side.WeightSync", lambda *args, **options: synced)
     monkeypatch.setattr(
         "verifiers_rl.server_side.check_agreement", lambda *args: made.update(checked=True)
     )
