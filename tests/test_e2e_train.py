@@ -619,7 +619,8 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     assert "batch_size = 32\n" in resolved and "[sampling]" not in resolved
     # The environments' secrets: where they run, not in the server, nor in what the run leaves.
     seen = [path.read_text() for path in tmp_path.glob("seen-*")]
-    assert "veiled-9431 True False" in seen and all(text.startswith("veiled") for text in seen), seen
+    assert "veiled-9431 True False" in seen
+    assert all(text.startswith("veiled") for text in seen), seen
     assert not any(text.endswith("True True") for text in seen)
     left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(left) > 5 and not any(b"veiled-9431" in path.read_bytes() for path in left)
