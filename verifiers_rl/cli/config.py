@@ -273,12 +273,12 @@ class RunConfig:
         """
         own = ["env", str(number)] if self.is_mix else ["env"]
         about = re.match(r"\[env\.?([\w.]*)\] (?:has an unknown key )?'?(\w+)", message)
-        if about is not None:
-            path = [*own, *filter(None, about[1].split(".")), about[2]]
-            if isinstance(found := find(self.tree, path), Value):
-                item = f" [[env]] {number + 1}:" if self.is_mix else ""
-                return f"{found.source}:{item} {message}"
-        return f"{self.place(*own, 'id')} {message}"
+        if about is None:
+            return f"{self.source(*own)}: {table_name(own)} {message}"
+        path = [*own, *filter(None, about[1].split(".")), about[2]]
+        known = path if find(self.tree, path) is not None else own
+        item = f" [[env]] {number + 1}:" if self.is_mix else ""
+        return f"{self.source(*known)}:{item} {message}"
 
 
 # --- Reading --------------------------------------------------------------------------------------
