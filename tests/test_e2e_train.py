@@ -514,7 +514,7 @@ def test_vf_rl_trains_all_weights_with_an_edited_fork_and_code_of_ones_own(warm_
         tmp_path / "my_trainer.py",
         ('    "wait_s": ', '    "my_mark": self.args.my_mark,\n            "wait_s": '),
         ("    config_class = RLConfig", "    config_class = MyConfig"),
-        ("class RLTrainer(Trainer):", f"{config}class RLTrainer(Trainer):"),
+        ("class RLTrainer(SavingTrainer):", f"{config}class RLTrainer(SavingTrainer):"),
         ("import copy\n", "import copy\nimport dataclasses\n"),
     )
     edit(
@@ -579,9 +579,9 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     page = (ROOT / "docs" / "configuration.md").read_text()
     (tmp_path / "hosted.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[1])
     (tmp_path / "secrets.env").write_text("JUDGE_NOTE=veiled-9431\n")
-    module = (ROOT / "examples" / "reverse_text_v1" / "reverse_text_v1.py").read_text()
-    (tmp_path / "reverse_text_v1.py").write_text(module + SPY)
-    own = 'id = "reverse_text_v1"\nargs = { instruction = "", num_tasks = 64 }\n'
+    module = (ROOT / "examples" / "reverse_text" / "reverse_text.py").read_text()
+    (tmp_path / "reverse_text.py").write_text(module + SPY)
+    own = 'id = "reverse_text"\nargs = { instruction = "", num_tasks = 64 }\n'
     (tmp_path / "here.toml").write_text(
         f"model = {json.dumps(str(warm_start))}\n[[env]]\n{own}"
         "[inference]\ngpus = 0\n[inference.args]\n"
