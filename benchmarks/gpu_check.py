@@ -111,7 +111,8 @@ def gpu_tests() -> list[Check]:
     command = [PYTHON, "-m", "pytest", "-q", "-m", "gpu"]
     files = sorted(path for path in ROOT.glob("tests/**/*.py") if "mark.gpu" in path.read_text())
     collect = [*command, "--collect-only", *(str(path.relative_to(ROOT)) for path in files)]
-    done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # other options would change the list's form
+    done = subprocess.run(collect, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=180)
     if done.returncode != 0:
         return [Check("tests marked gpu", collect, 180, 1, None)]
     names = [line for line in done.stdout.splitlines() if "::" in line]

@@ -347,7 +347,7 @@ def drop_all(pipe: Any) -> None:
     request = pipe.recv()
     plan = TransferPlan.from_json(request["plan"])
     meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, TIMEOUT_S)
-    transport = make_transport(request["backend"], meeting, torch.device("cpu"), 0)
+    transport = make_transport(request["backend"], meeting, torch.device("cpu"))
     pipe.send("connected")
     while pipe.recv() == "receive":
         buckets = receive_buckets(plan, transport, TIMEOUT_S)

@@ -73,11 +73,10 @@ def running_server(
     command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
     command += ["--port", str(port), "--dtype", dtype, "--enforce-eager"]
     command += ["--max-model-len", "128", *flags]
-    environment = {
-        **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",  # vLLM then has more control routes
-        "VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()),  # also where this process is killed
-    }
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # vLLM then has more control routes
+    # It ends with this process, also where that is killed. Linux would end it with another thread.
+    if threading.current_thread() is threading.main_thread():
+        environment["VERIFIERS_RL_DIE_WITH_PARENT"] = str(os.getpid())
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -72,7 +72,7 @@ class StubServer:
     def connect_weight_sync(self, request, timeout_s):
         meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, timeout_s)
         self.plan = TransferPlan.from_json(request["plan"])
-        self.transport = make_transport(request["backend"], meeting, CPU, 0)
+        self.transport = make_transport(request["backend"], meeting, CPU)
         self.connection = f"to {self.base_url}"
         return {"connection": self.connection}
 
