@@ -101,7 +101,7 @@ reference: $(INSTALLED)
 
 # The chart library of `vf-rl view`, at the version that its record names; needs npm. A clone has it.
 page: $(INSTALLED)
-	$(BIN)/python tools/vendor_charts.py
+	$(BIN)/python docs/vendor_charts.py
 
 clean:
 	rm -rf docs/_build .venv .venv-classic .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """Bring the chart library of the page into the repository: `make page`. Needs npm.
 
-    python tools/vendor_charts.py [VERSION]
+    python docs/vendor_charts.py [VERSION]
 
 npm downloads exactly the version that vendored.json names, and its hash must be the recorded one. A
 VERSION is for an upgrade: it is recorded in place of the old one. A clone needs no npm, because the
