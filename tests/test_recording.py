@@ -300,7 +300,6 @@ def test_rows_of_a_table_go_from_the_lowest_reward_to_the_highest():
 
 
 def test_tensorboard_has_the_curves_and_a_table(make, tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     make(max_steps=2, report_to="tensorboard").train()
@@ -336,7 +335,8 @@ def records_of_wandb(source):
 
 @pytest.mark.slow
 def test_wandb_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
     for name in ("PROJECT", "ENTITY"):
@@ -363,7 +363,6 @@ def test_wandb_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_trackio_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
-    pytest.importorskip("trackio")
     code = f"""
 import sys
 from pathlib import Path

@@ -6,6 +6,7 @@ import shutil
 import time
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from tests.fake_run import write_fake_run
 from tests.test_view import HOSTILE, make_row, serving, write_lines, write_rows
@@ -18,8 +19,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 if CHROMIUM is None:
-    pytest.skip("no Chromium", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
+    pytest.skip("needs Chromium, a package of the system", allow_module_level=True)
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
@@ -30,7 +30,7 @@ WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as started:
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         yield browser
         browser.close()
