@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,8 @@ from verifiers_rl.report.rollouts import (
 from verifiers_rl.report.view import browse, one_file, server
 from verifiers_rl.report.view.browse import Filter, group_of, page_of, rollout_of, select, tokens_of
 from verifiers_rl.report.view.runs import MetricsFile, Run, Runs, ViewError
+
+HERE = socket.gethostname()
 
 
 def make_row(step=1, reward=0.5, split="train", content="so", **others):
@@ -121,8 +124,9 @@ def test_metrics_are_given_from_a_line_on_and_whole_to_who_has_old_ones(tmp_path
     [
         ({"status": "running", "pid": os.getpid()}, 9999, "running"),
         ({"status": "running", "pid": 2**22 + 1}, 5, "running"),  # perhaps on another machine
-        ({"status": "running", "pid": 2**22 + 1}, 9999, "lost"),
-        ({"status": "running", "pid": "?"}, 9999, "lost"),
+        ({"status": "running", "pid": 2**22 + 1, "host": HERE}, 9999, "lost"),
+        ({"status": "running", "pid": "?", "host": HERE}, 9999, "lost"),
+        ({"status": "running", "pid": 2**22 + 1, "host": "another"}, 9999, "running"),
         ({"status": "failed"}, 0, "failed"),
         ({"status": 3}, 0, "unknown"),
         (None, 0, "unknown"),
@@ -269,6 +273,16 @@ def test_a_page_of_the_list_goes_on_where_the_last_one_ended(tmp_path):
     found = page_of(rollouts, Filter(text="text 1"), 0, 2)
     assert [row["step"] for row in found["rows"]] == [9, 7] and found["next"] == 3
     assert page_of(rollouts, Filter(), 99)["rows"] == []
+
+
+def test_later_pages_of_a_list_are_of_the_rollouts_that_its_first_page_was_of(tmp_path):
+    rows = [make_row(n) for n in range(8)]
+    first = page_of(write_rows(tmp_path, rows), Filter(), 0, 4)
+    assert [row["step"] for row in first["rows"]] == [7, 6, 5, 4]
+    rollouts = write_rows(tmp_path, [make_row(n) for n in range(8, 13)])  # the run goes on
+    second = page_of(rollouts, Filter(), first["next"], 4, upto=first["num_all"])
+    assert [row["step"] for row in second["rows"]] == [3, 2, 1, 0] and second["next"] is None
+    assert second["num_chosen"] == second["num_all"] == 8
 
 
 def test_a_search_ends_at_its_deadline_and_makes_progress_each_time(tmp_path, monkeypatch):
@@ -426,7 +440,10 @@ def test_the_address_with_the_token_gives_the_page_and_a_cookie_for_the_rest(cli
     assert response.status_code == 200 and response.text.startswith("<!doctype html>")
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
     assert client.get("/api/runs").json()["runs"][0]["name"] == "one"
+    # Browsers send the cookies of other programs of this machine, whatever they hold.
+    cookies = {"cookie": f'x={{"a": 1}}; {cookie.split(";")[0]}'}
     client.cookies.clear()
+    assert client.get("/api/runs", headers=cookies).status_code == 200
     assert client.get("/api/runs").status_code == 403
 
 

@@ -3,16 +3,18 @@
 import json
 import os
 import shutil
+import socket
 import time
 
 import pytest
 from playwright.sync_api import sync_playwright
 
 from tests.fake_run import write_fake_run
+from tests.test_rollouts import token_arrays
 from tests.test_view import HOSTILE, make_row, serving, write_lines, write_rows
 from verifiers_rl import read_rollouts
 from verifiers_rl.report.rollouts import ROLLOUTS, RolloutWriter, write_run
-from verifiers_rl.report.view import one_file
+from verifiers_rl.report.view import browse, one_file
 from verifiers_rl.report.view.runs import Runs
 
 CHROMIUM = next(
@@ -210,6 +212,17 @@ def test_rollouts_are_filtered_and_the_address_keeps_the_filter(open_page, addre
     until(page, "location.hash.includes('run=second')")
 
 
+def test_each_bar_of_the_histogram_leads_to_its_rollouts(open_page, tmp_path):
+    write_rows(tmp_path / "run", [make_row(1, reward) for reward in (1 / 3, 2 / 3, 5 / 6)])
+    with serving(tmp_path / "run") as client:
+        page = open_page(f"{client.base_url}/?token=secret-token#/rollouts")
+        for number in range(3):
+            page.locator(".rollouts li").nth(2).wait_for()
+            page.locator(".histogram button:not([disabled])").nth(number).click()
+            until(page, "document.querySelector('.count').textContent.startsWith('1 of 3')")
+            page.get_by_role("button", name="Clear").click()
+
+
 def test_keys_go_through_the_list_the_tabs_and_the_group(open_page, address):
     page = open_page(address + "#/rollouts?run=first&kind=with_tokens&order=oldest")
     page.locator(".rollouts a").first.wait_for()
@@ -344,7 +357,8 @@ def odd_runs(folder):
     write_lines(folder / "no-rollouts/metrics.jsonl", *numbers)
     write_fake_run(folder / "one-step", 8, 1)
     write_fake_run(folder / "killed", 40, 4)
-    write_run(folder / "killed", {"status": "running", "pid": 2**22 + 1, "ended_at": None})
+    gone = {"status": "running", "pid": 2**22 + 1, "host": socket.gethostname(), "ended_at": None}
+    write_run(folder / "killed", gone)
     for path in (folder / "killed").iterdir():
         os.utime(path, (1.0, 1.0))
     write_rows(folder / "unreadable", [make_row(1), make_row(2)])
@@ -425,6 +439,18 @@ def test_what_models_write_is_text_on_the_page_and_in_the_file(open_page, tmp_pa
             assert page.locator("img").count() == 0 == page.locator("main script").count()
             assert not scrolls_sideways(page)
             page.close()
+
+
+def test_the_file_says_which_tokens_it_lacks(open_page, tmp_path, monkeypatch):
+    monkeypatch.setattr(browse, "MAX_TOKENS", 1)
+    write_rows(tmp_path / "run", [make_row(1, has_tokens=True)], token_arrays([0]))
+    one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)
+    page = open_page(f"file://{tmp_path}/page.html#/rollouts?number=0&tab=tokens", offline=True)
+    page.locator(".token[data-i]").first.wait_for()
+    assert page.locator(".token[data-i]").count() == 1
+    readout = page.locator(".readout").inner_text()
+    assert "The first 1 token (1 more are not in this page)" in readout
+    assert page.get_by_role("button", name="More tokens").count() == 0
 
 
 def test_the_file_works_alone_with_its_sample(open_page, two_runs, tmp_path):

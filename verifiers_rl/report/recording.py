@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -195,6 +196,7 @@ class RolloutFiles(TrainerCallback):
             "status": "running",
             "ended_at": None,
             "pid": os.getpid(),
+            "host": socket.gethostname(),
         }
 
     def _close(self, status: str) -> None:

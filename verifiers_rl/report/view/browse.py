@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -177,20 +178,28 @@ class Lines:
 
 
 def page_of(
-    rollouts: Rollouts, wanted: Filter, start: int = 0, count: int = PAGE
+    rollouts: Rollouts,
+    wanted: Filter,
+    start: int = 0,
+    count: int = PAGE,
+    upto: int = sys.maxsize,
 ) -> dict[str, Any]:
     """Return rows of the list of rollouts.
 
     Args:
         start: place in the choice from which on rows are wanted.
         count: of rows.
+        upto: the choice is of the first so many rollouts. A list has this from its first page on,
+            so that no row moves to another page while the run goes on.
 
     Returns:
         `rows`, each as `summary_of`; `num_chosen`: rollouts of the choice, whatever their text;
-        `num_all`; `envs`; `start`; `next`: place behind the last row or, of a search, behind the
-        last rollout that was looked at; None at the end. `histogram` of the choice's rewards.
+        `num_all`: rollouts that it is of; `envs`; `start`; `next`: place behind the last row or, of
+        a search, behind the last rollout that was looked at; None at the end. `histogram` of the
+        choice's rewards.
     """
     numbers = select(rollouts, wanted)
+    numbers = numbers[numbers < upto]
     count = min(max(count, 1), 4 * PAGE)
     place = start = min(max(start, 0), len(numbers))
     rows: list[dict[str, Any]] = []
@@ -212,7 +221,7 @@ def page_of(
     return {
         "rows": rows,
         "num_chosen": len(numbers),
-        "num_all": len(rollouts),
+        "num_all": min(len(rollouts), max(upto, 0)),
         "envs": rollouts.envs,
         "start": start,
         "next": place if place < len(numbers) else None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import threading
 import time
 from array import array
@@ -143,13 +144,18 @@ class Run:
             (_mtime(self.folder / name) for name in (RUN, METRICS, ROLLOUTS)), default=0.0
         )
         status = _status(run, written_at)
+        try:
+            num_rollouts = self._num_rollouts()
+        except OSError as error:
+            num_rollouts = 0
+            problems.append(str(error))
         return {
             "name": self.name,
-            "run": {key: value for key, value in run.items() if key != "pid"},
+            "run": {key: value for key, value in run.items() if key not in ("pid", "host")},
             "status": status,
             "step": step,
             "written_at": written_at or None,
-            "num_rollouts": self._num_rollouts(),
+            "num_rollouts": num_rollouts,
             "rows": rows,
             "generation": generation,
             "problems": problems,
@@ -313,8 +319,8 @@ def _read_run(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _status(run: dict[str, Any], written_at: float) -> str:
     """Return `running`, `finished`, `interrupted` or `failed` as run.json says; `lost` if it says
-    that the run goes on, but this machine has no such process and nothing was written for a while;
-    `unknown` without a run.json; `empty` without files.
+    that the run goes on on this machine, which has no such process, and nothing was written for a
+    while; `unknown` without a run.json; `empty` without files.
     """
     status = run.get("status")
     if not written_at:
@@ -324,7 +330,8 @@ def _status(run: dict[str, Any], written_at: float) -> str:
     if status != "running":
         return status
     is_quiet = time.time() - written_at > _QUIET_S
-    return "lost" if is_quiet and not _is_alive(run.get("pid")) else "running"
+    is_here = run.get("host") == socket.gethostname()
+    return "lost" if is_quiet and is_here and not _is_alive(run.get("pid")) else "running"
 
 
 def _is_alive(pid: Any) -> bool:

@@ -20,8 +20,8 @@ import hmac
 import json
 import secrets
 import socket
+import sys
 from collections.abc import Callable
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -31,7 +31,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -110,11 +110,7 @@ class TokenGuard:
     def _cookie_of(self, scope: Any) -> str:
         for name, value in scope["headers"]:
             if name == b"cookie":
-                try:
-                    cookies = SimpleCookie(value.decode("latin-1"))
-                except CookieError:
-                    return ""
-                return cookies[self._cookie].value if self._cookie in cookies else ""
+                return cookie_parser(value.decode("latin-1")).get(self._cookie, "")
         return ""
 
     def _is_token(self, given: str) -> bool:
@@ -153,7 +149,8 @@ def make_app(runs: Runs, token: str) -> Starlette:
     def rollouts(request: Request) -> Response:
         wanted = Filter.parse(request.query_params)
         start = _number(request.query_params, "start", 0)
-        return answer(request, lambda found: page_of(found, wanted, start), {})
+        upto = _number(request.query_params, "upto", sys.maxsize)
+        return answer(request, lambda found: page_of(found, wanted, start, upto=upto), {})
 
     def rewards(request: Request) -> Response:
         return answer(request, rewards_over_steps, {})

@@ -28,7 +28,7 @@ export function mountGroup(root, app, { run, row, href, text }) {
     const sum = [
       formatCount(rollouts.length + numMore, "rollout"),
       rewards.length ? `mean reward ${formatNumber(mean(rewards))}` : null,
-      new Set(rewards).size === 1 && rewards.length > 1
+      new Set(rewards).size === 1 && rewards.length > 1 && rollouts[0].split === "train"
         ? "all rewards are equal: nothing is learned from them"
         : null,
       failed ? `${failed} without reward` : null,

@@ -205,7 +205,7 @@ function sayWhatIsMissing({ madeAt, parts }) {
     h(
       "p",
       { class: "banner", id: "sample" },
-      `A page of ${formatTime(madeAt)}. It holds ${lines.join(". ")}.`,
+      `This page was written on ${formatTime(madeAt)}. It holds ${lines.join(". ")}.`,
     ),
   );
 }

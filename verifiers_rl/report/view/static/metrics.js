@@ -54,6 +54,7 @@ export const METRICS = {
     hint: "client_type",
   },
   restarted_share: { text: "Share of rollouts that began again because a rollout worker died.", above: 0 },
+  moved_share: { text: "Share of rollouts that began again at another server.", above: 0 },
   num_masked_samples: { text: "Sequences of the batch without a loss token.", above: 0 },
   skipped_update_share: { text: "Share of steps without an update.", above: 0 },
   idle_sample_share: { text: "Share of samples whose gradient is zero and that are not computed." },
@@ -171,7 +172,9 @@ export function attention(columns, notFinite) {
       text: `${name} was not a finite number ${count === 1 ? "once" : `${count} times`}, first in step ${step}`,
     });
   }
-  for (const [name, { above, below, hint, kind }] of Object.entries(METRICS)) {
+  const parts = Object.keys(columns).filter((name) => name.startsWith("masked_share/"));
+  for (const name of [...Object.keys(METRICS), ...parts]) {
+    const { above, below, hint, kind } = METRICS[name] ?? METRICS.masked_share;
     const values = (columns[name] || []).filter((value) => value !== null).slice(-10);
     if (!values.length) continue;
     const value = values.reduce((sum, one) => sum + one, 0) / values.length;

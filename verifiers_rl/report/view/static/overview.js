@@ -250,7 +250,7 @@ function card(app, run) {
       : null;
   const time = [
     left && left > 0 ? `about ${formatSeconds(left)} left` : null,
-    ["running", "lost"].includes(run.status) && run.written_at ? `last written ${ago(run.written_at)}` : null,
+    ["running", "lost"].includes(run.status) && run.written_at ? `last written ${formatTime(run.written_at)}` : null,
   ]
     .filter(Boolean)
     .join(" · ");
@@ -313,12 +313,7 @@ function rounded(value) {
 
 function waitingShare({ wait_s: wait, step_s: step }) {
   if (!wait || !step) return null;
-  return `${formatShare(mean(wait.slice(-20)) / mean(step.slice(-20)))} of it`;
-}
-
-function ago(unixSeconds) {
-  const seconds = Math.max(Date.now() / 1000 - unixSeconds, 0);
-  return seconds < 5 ? "just now" : `${formatSeconds(Math.round(seconds))} ago`;
+  return `${formatShare(mean(wait.slice(-20)) / mean(step.slice(-20)))} of a step`;
 }
 
 const SHOWN_TROUBLES = 4;
@@ -341,13 +336,13 @@ function troubles(app, run, found) {
 
 function trouble(app, run, { name, text, value, isHigh, limit, hint, kind }) {
   if (text) return text;
-  const show = name.endsWith("_share") ? formatShare : formatNumber;
+  const show = /_share(\/|$)/.test(name) ? formatShare : formatNumber;
   const beyond = limit < 1e-6 && !isHigh ? "zero" : `${isHigh ? "above" : "below"} ${show(limit)}`;
   return [
     h("a", { href: app.link("overview"), onclick: (event) => toChart(event, name) }, name),
     ` is ${show(value)}, ${beyond}`,
     kind && run.num_rollouts
-      ? [": ", h("a", { href: app.link("rollouts", { run: run.name, kind }) }, "these rollouts")]
+      ? [": ", h("a", { href: app.link("rollouts", { run: run.name, split: "train", kind }) }, "these rollouts")]
       : null,
     hint ? h("span", { class: "quiet" }, ` (${hint})`) : null,
   ];

@@ -56,8 +56,8 @@ export function rewardMap(app, run) {
         split: "train",
         from_step: from,
         to_step: Math.min(from + data.steps_of_column - 1, data.last),
-        min_reward: Number((data.low + bin * width).toPrecision(6)),
-        max_reward: Number((data.low + (bin + 1) * width).toPrecision(6)),
+        min_reward: data.low + bin * width,
+        max_reward: bin + 1 < bins ? data.low + (bin + 1) * width : data.high,
       },
     };
   }

@@ -75,6 +75,8 @@ export function mountRollouts(root, app) {
   let abort = null;
   let known = 0;
   let envs = [];
+  let upto = null; // rollouts of the run at the list's first page: later pages are of these, too
+  let extending = null;
 
   // --- The filter ---------------------------------------------------------------------------------
 
@@ -175,6 +177,7 @@ export function mountRollouts(root, app) {
     abort = new AbortController();
     rows = [];
     next = 0;
+    upto = null;
     fresh.hidden = true;
     known = store.run(current().run)?.num_rollouts ?? 0;
     if (!keepFocus) list.replaceChildren();
@@ -191,7 +194,7 @@ export function mountRollouts(root, app) {
     more.hidden = true;
     try {
       do {
-        const page = await store.source.rollouts(run, filter, next ?? 0, signal);
+        const page = await store.source.rollouts(run, filter, next ?? 0, upto, signal);
         if (signal.aborted) return;
         if (page.num_all === undefined) {
           // the run has no rollouts
@@ -203,6 +206,7 @@ export function mountRollouts(root, app) {
         }
         if (isFirst) list.replaceChildren();
         isFirst = false;
+        upto ??= page.num_all;
         [envs, next, chosen] = [page.envs || [], page.next, page.num_chosen];
         rows = rows.concat(page.rows);
         list.append(...page.rows.map(listItem));
@@ -293,7 +297,7 @@ export function mountRollouts(root, app) {
     const most = Math.max(...counts);
     const width = (high - low) / counts.length;
     const bars = counts.map((n, i) => {
-      const [from, to] = [low + i * width, low + (i + 1) * width];
+      const [from, to] = [low + i * width, i + 1 < counts.length ? low + (i + 1) * width : high];
       return h(
         "button",
         {
@@ -302,8 +306,8 @@ export function mountRollouts(root, app) {
           "aria-label": `Reward ${formatNumber(from)} to ${formatNumber(to)}: ${formatCount(n, "rollout")}. Filter by it.`,
           disabled: !n || high === low,
           onclick: () => {
-            inputs.min_reward.value = Number(from.toPrecision(6));
-            inputs.max_reward.value = Number(to.toPrecision(6));
+            inputs.min_reward.value = from; // not rounded: the outer ones are rewards of rollouts
+            inputs.max_reward.value = to;
             apply();
           },
         },
@@ -335,7 +339,12 @@ export function mountRollouts(root, app) {
   // The number of the row that is `step` rows away; it may have to be asked for.
   async function neighbour(step) {
     const at = rows.findIndex((row) => String(row.number) === app.params.get("number"));
-    if (at + step >= rows.length && next !== null && rows.length < MAX_LIST) await extend();
+    if (at + step >= rows.length && next !== null && rows.length < MAX_LIST) {
+      extending ??= extend().finally(() => {
+        extending = null;
+      });
+      await extending; // one page for all keys that are pressed meanwhile
+    }
     return rows[Math.max(at + step, 0)]?.number;
   }
 

@@ -21,8 +21,9 @@ export class ServerSource {
     return (await this.#ask("metrics", { run, generation, start })).json();
   }
 
-  async rollouts(run, filter, start, signal) {
-    return (await this.#ask("rollouts", { run, ...filter, start }, {}, signal)).json();
+  // Pages of a list are of the first `upto` rollouts, those that were there at its first page.
+  async rollouts(run, filter, start, upto, signal) {
+    return (await this.#ask("rollouts", { run, ...filter, start, upto }, {}, signal)).json();
   }
 
   async rollout(run, number) {
@@ -139,7 +140,7 @@ export class PageSource {
   async tokens(run, number) {
     const found = this.#runs.get(run).tokens[number];
     if (!found) throw new Error("the tokens of this rollout are not in this page");
-    return found;
+    return { ...found, num_left_out: found.num_tokens - found.text.length, num_tokens: found.text.length };
   }
 }
 

@@ -192,7 +192,9 @@ export function mountTokens(root, app, { run, row }) {
     if (i < 0) {
       const ratios = tokens.text.map((_, n) => ratioOf(tokens, n)).filter(isNumber);
       readout.textContent =
-        `${formatCount(tokens.num_tokens, "token")}; point at one, or use the arrow keys.` +
+        `${tokens.num_left_out ? "The first " : ""}${formatCount(tokens.num_tokens, "token")}` +
+        (tokens.num_left_out ? ` (${tokens.num_left_out.toLocaleString("en")} more are not in this page)` : "") +
+        "; point at one, or use the arrow keys." +
         (ratios.length
           ? ` Ratios from ${formatNumber(Math.min(...ratios))} to ${formatNumber(Math.max(...ratios))}.`
           : "");
