@@ -26,6 +26,9 @@ from tests.helpers import CLASSIC_REASON, EXAMPLE_MODULE, HAS_CLASSIC, ROOT
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.orchestrator import Orchestrator
 
+# A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # All tests of a file run in one process, which has the file's servers. The longest files come
 # first, or one process would have nothing to do at the end.
 LONGEST_FIRST = (
