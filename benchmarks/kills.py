@@ -131,6 +131,8 @@ def main() -> None:
     if options.train is not None:
         train(options.train, options)
         return
+    # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
