@@ -193,6 +193,10 @@ def test_every_flat_key_sets_an_option_that_exists():
     assert not {*flat.MOVED, *flat.MEANINGS} & flat.REFUSED.keys()
 
 
+NO_FILTER = {"min_reward_variance": 0.0, "min_reward": None, "max_reward": None}
+NO_PENALTY = {"kl_beta": 0.0, "kl_target": None}
+
+
 @pytest.mark.parametrize(
     ("text", "options"),
     [
@@ -201,9 +205,9 @@ def test_every_flat_key_sets_an_option_that_exists():
         ("[difficulty_filter]\n", {"min_reward_variance": 1e-6}),
         ("[difficulty_filter]\nenabled = true\n", {"min_reward_variance": 1e-6}),
         ("[difficulty_filter]\nmin_reward = 0.2\n", {"min_reward": 0.2}),
-        ("[difficulty_filter]\nenabled = false\nmin_reward = 0.2\n", {}),
+        ("[difficulty_filter]\nenabled = false\nmin_reward = 0.2\n", NO_FILTER),
         ("[kl_penalty]\nbeta = 0.1\n", {"kl_beta": 0.1}),
-        ("[kl_penalty]\nenabled = false\nbeta = 0.1\n", {}),
+        ("[kl_penalty]\nenabled = false\nbeta = 0.1\n", NO_PENALTY),
         ("[wandb]\nproject = 'p'\n", {"report_to": ["wandb"], "project": "p"}),
         ("[wandb]\n", {"report_to": ["wandb"]}),
         (
@@ -242,8 +246,10 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
     assert read(second, FLAT).trainer_args["batch_size"] == 256
     # A later flat file switches off what an earlier one has set.
     off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
-    config = read(FLAT, off)
-    assert not {"min_reward", "min_reward_variance", "kl_beta"} & config.trainer_args.keys()
+    switched_off = {**NO_FILTER, **NO_PENALTY}
+    for below in (FLAT, OURS):
+        args = read(below, off, words="--trainer.args.max_oversampling 3.0").make_args(use_cpu=True)
+        assert {name: getattr(args, name) for name in switched_off} == switched_off
     words = "--sampling.temperature 0.5 --max_steps 3 --trainer.args.batch_size 32 --env.1.weight 4"
     config = read(FLAT, words=words + " --eval.env.0.num_examples 7")
     args = config.trainer_args
@@ -256,6 +262,70 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
         ("--trainer.args.max_steps 4 --max_steps 3", 3),
     ):
         assert read(FLAT, words=words).trainer_args["max_steps"] == steps
+
+
+OURS_BELOW = """
+model = "m"
+[env]
+id = "e"
+[trainer.args]
+eval_strategy = "steps"
+eval_steps = 10
+eval_on_start = false
+eval_examples = 40
+min_reward_variance = 0.05
+report_to = ["tensorboard", "wandb"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("--eval.num_examples 20", {"eval_examples": 20}),
+        ("--eval.interval 5", {"eval_steps": 5}),
+        ("--difficulty_filter.enabled true", {}),
+        ("--wandb.name x", {"run_name": "x"}),
+    ],
+)
+def test_a_default_of_a_table_never_wins_over_a_value(read, words, changed):
+    below = read(OURS_BELOW).trainer_args
+    assert read(OURS_BELOW, words=words).trainer_args == {**below, **changed}
+
+
+def test_the_newest_key_of_a_table_says_when_it_counts(read):
+    flat_one, ours = 'model = "m"\n[[env]]\nid = "e"\n', "[trainer.args]\nreport_to = {}\n"
+    flat_one += "[wandb]\nproject = 'p'\n"
+    assert read(flat_one, ours.format('"none"')).trainer_args["report_to"] == "none"
+    for before, after in (
+        ('"none"', ["wandb"]),
+        ('"trackio"', ["trackio", "wandb"]),
+        ('["wandb", "trackio"]', ["wandb", "trackio"]),
+        ('"all"', ["all"]),
+    ):
+        args = read(flat_one, ours.format(before), words="--wandb.name x").trainer_args
+        assert args["report_to"] == after
+
+
+def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
+    text = 'model = "m"\n[[env]]\nid = "e"\n[eval]\nnum_examples = 5\n'
+    config = read(text, words="--trainer.args.eval_strategy no")
+    assert config.trainer_args == {"eval_strategy": "no", "eval_examples": 5}
+    config.make_args(use_cpu=True)
+    config = read(text + "interval = 7\n", words="--trainer.args.eval_strategy no")
+    with pytest.raises(TomlError, match=r"0\.toml: \[eval\] interval=7: without effect unless"):
+        config.make_args(use_cpu=True)
+
+
+def test_an_error_about_what_a_table_implies_names_the_table(read):
+    text = 'model = "m"\n[[env]]\nid = "e"\n[[eval.env]]\nid = "f"\nonly = "train"\n'
+    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1: weight=0 must be"):
+        read(text + "weight = 0\n")
+    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1 has an unknown key 'wight'"):
+        read(text + "wight = 2\n")
+    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1: id is missing"):
+        read(text.replace('id = "f"\n', "weight = 2\n"))
+    config = read(text + "num_examples = 3\n")
+    assert [env.eval_examples for env in config.envs] == [None, 3]
 
 
 def test_the_rest_of_the_code_never_sees_a_flat_key(read):

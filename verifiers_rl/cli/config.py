@@ -151,8 +151,18 @@ class RunConfig:
         found = find(self.tree, path)
         if isinstance(found, Value):
             return found.place
-        table = table_name(path[:-1])
+        table = self.name_of(*path[:-1])
         return f"{self.source(*path)}: {table}" if table else f"{self.source(*path)}:"
+
+    def name_of(self, *path: str) -> str:
+        """The name of a table as it is written: an item of `env` may be an [[eval.env]]."""
+        end = 2 if path[1:2] and path[1].isdigit() else 1
+        first = next(values_in(find(self.tree, path[:end]) or {}), None)
+        if path[:1] != ("env",) or first is None:
+            return table_name(path)
+        written = first.key.index("env") + 1
+        written += first.key[written].isdigit()
+        return table_name((*first.key[:written], *path[end:]))
 
     def of_option(self, message: str) -> TomlError:
         """Return the error that says where the option is from with which `message` begins. A key of
@@ -278,10 +288,10 @@ class RunConfig:
         own = ["env", str(number)] if self.is_mix else ["env"]
         about = re.match(r"\[env\.?([\w.]*)\] (?:has an unknown key )?'?(\w+)", message)
         if about is None:
-            return f"{self.source(*own)}: {table_name(own)} {message}"
+            return f"{self.source(*own)}: {self.name_of(*own)} {message}"
         path = [*own, *filter(None, about[1].split(".")), about[2]]
         known = path if find(self.tree, path) is not None else own
-        item = f" [[env]] {number + 1}:" if self.is_mix else ""
+        item = f" {self.name_of(*own)}:" if self.is_mix else ""
         return f"{self.source(*known)}:{item} {message}"
 
 
@@ -426,7 +436,7 @@ def _check_keys(config: RunConfig, at: tuple[str, ...], known: list[str], advice
     for key in _table(config, *at):
         if key not in known:
             raise TomlError(
-                f"{config.source(*at, key)}: {table_name(at)} has an unknown key {key!r}; "
+                f"{config.source(*at, key)}: {config.name_of(*at)} has an unknown key {key!r}; "
                 f"{nearest_hint(key, known, advice)}"
             )
 
@@ -508,7 +518,7 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
     for number in range(len(found) if is_mix else 1):
         at = ("env", str(number)) if is_mix else ("env",)
         env = _table(config, *at)
-        where = f"{config.source(*at)}: {table_name(at)}"
+        where = f"{config.source(*at)}: {config.name_of(*at)}"
 
         def place(key: str, at: tuple[str, ...] = at) -> str:
             return config.place(*at, key)

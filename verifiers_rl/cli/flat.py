@@ -7,6 +7,7 @@ Everything behind this module knows our layout only (cli/config.py). `model`, `e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from verifiers_rl.cli.layers import (
@@ -14,6 +15,7 @@ from verifiers_rl.cli.layers import (
     TomlError,
     Tree,
     Value,
+    find,
     nearest_hint,
     put,
     table_name,
@@ -74,7 +76,7 @@ MEANINGS = {
     "difficulty_filter.enabled": "false leaves the filter out. Default true; with no bound beside "
     "it, groups of one reward are replaced (`min_reward_variance = 1e-6`)",
     "kl_penalty.enabled": "false leaves the penalty out. Default true, if the table is there",
-    "wandb": "the table also sets `report_to`",
+    "wandb": "the table also adds wandb to `report_to`",
     "eval": "the table also sets `eval_strategy`; `interval` is 100 by default, and "
     "`eval_base_model` true",
     "eval.env": "environments for evaluations only: their `only` is `eval`, and that of the others "
@@ -162,7 +164,8 @@ def translate(flat: Tree, ours: Tree) -> tuple[Tree, Tree]:
     _penalty(flat)
     ours = _evaluations(flat, ours, to)
     if (wandb := _table(flat, "wandb")) is not None:
-        to("report_to", _first(wandb, "wandb").but(["wandb"]))
+        some = _newest(wandb, "wandb")
+        to("report_to", some.implies(_with_wandb(ours), "wandb", "report_to"))
     for path, value in _leaves(flat):
         key = ".".join(path)
         refused = next((known for known in REFUSED if f"{key}.".startswith(f"{known}.")), None)
@@ -206,9 +209,21 @@ def _items(tables: Tables) -> list[Tree]:
     return [dict(item) for item in tables.values() if isinstance(item, dict)]
 
 
-def _first(tree: Tree, name: str) -> Value:
-    """Return a value of a table, for where the table is from; a stand-in if it has none."""
-    return next(values_in(tree), Value(None, f"[{name}]", (name, ""), 0))
+def _newest(table: Tree, *name: str) -> Value:
+    """Return the newest value of a table, which says where the table is from. An empty table has a
+    stand-in.
+    """
+    stand_in = Value(None, table_name(name), (*name, ""), 0)
+    return max(values_in(table), key=lambda value: value.layer, default=stand_in)
+
+
+def _with_wandb(ours: Tree) -> list[Any]:
+    """Return the trackers of our layout, and wandb."""
+    found = find(ours, (*ARGS.split(".")[:2], "report_to"))
+    names = found.value if isinstance(found, Value) else []
+    names = names if isinstance(names, list) else [names]
+    others = [name for name in names if name != "none"]
+    return others if {"all", "wandb"} & {*map(str, others)} else [*others, "wandb"]
 
 
 def _copied(tree: Tree) -> Tree:
@@ -231,19 +246,24 @@ def _table(flat: Tree, name: str) -> Tree | None:
     raise TomlError(f"{value.source}: [{name}] must be a table, not {value.value!r}")
 
 
-def _is_enabled(table: Tree) -> bool:
-    """Take `enabled` out of a table.
+def _switched_off(table: Tree) -> Value | None:
+    """Take `enabled` out of a table, and return it if it is false.
 
     Raises:
         TomlError: it is neither true nor false.
     """
     enabled = table.pop("enabled", None)
     if enabled is None:
-        return True
+        return None
     assert isinstance(enabled, Value)
     if not isinstance(enabled.value, bool):
         raise TomlError(f"{enabled.place} enabled={enabled.value!r}: must be true or false")
-    return enabled.value
+    return None if enabled.value else enabled
+
+
+def _neutral(off: Value, **options: Any) -> Tree:
+    """Return a table that has no effect, in place of one that is switched off."""
+    return {name: off.implies(value, *off.key[:-1], name) for name, value in options.items()}
 
 
 def _check_accumulation(flat: Tree) -> None:
@@ -266,20 +286,22 @@ def _filter(flat: Tree) -> None:
     table = _table(flat, "difficulty_filter")
     if table is None:
         return
-    where = _first(table, "difficulty_filter")
-    if not _is_enabled(table):
-        del flat["difficulty_filter"]
+    where = _newest(table, "difficulty_filter")
+    if (off := _switched_off(table)) is not None:
+        flat["difficulty_filter"] = _neutral(off, min_reward_variance=0.0, min_reward=None,
+                                             max_reward=None)  # fmt: skip
     elif not table:
-        table["min_reward_variance"] = where.but(SAME_REWARDS)
+        name = "min_reward_variance"
+        table[name] = where.default(SAME_REWARDS, "difficulty_filter", name)
 
 
 def _penalty(flat: Tree) -> None:
     table = _table(flat, "kl_penalty")
     if table is None:
         return
-    where = _first(table, "kl_penalty")
-    if not _is_enabled(table):
-        del flat["kl_penalty"]
+    where = _newest(table, "kl_penalty")
+    if (off := _switched_off(table)) is not None:
+        flat["kl_penalty"] = _neutral(off, beta=0.0, target_kl=None)
     elif "beta" not in table:
         raise TomlError(
             f"{where.source}: [kl_penalty] lacks beta, the weight of the penalty (the first one, "
@@ -294,11 +316,14 @@ def _evaluations(flat: Tree, ours: Tree, to: Any) -> Tree:
     table = _table(flat, "eval")
     if table is None:
         return ours
-    some = _first(table, "eval")
+    some = _newest(table, "eval")
     envs = table.pop("env", None)
-    to("eval_strategy", some.but("steps"))
-    for option, default in (("interval", EVAL_STEPS), ("eval_base_model", True)):
-        table.setdefault(option, some.but(default))
+    strategy = some.implies("steps", "eval", "eval_strategy")
+    to("eval_strategy", strategy)
+    given = find(ours, (*ARGS.split(".")[:2], "eval_strategy"))
+    if not isinstance(given, Value) or given.value == "steps" or given.layer < strategy.layer:
+        for option, default in (("interval", EVAL_STEPS), ("eval_base_model", True)):
+            table.setdefault(option, some.default(default, "eval", option))
     number = table.get("num_examples")
     _check_number(number)
     if envs is None:
@@ -308,8 +333,10 @@ def _evaluations(flat: Tree, ours: Tree, to: Any) -> Tree:
     own_ones = envs if isinstance(envs, Tables) else Tables({"0": envs})
     limits: list[Value] = []
     used: list[Tree] = []
-    default_limit = number if isinstance(number, Value) else some.but(EVAL_EXAMPLES)
+    default_limit = some.default(EVAL_EXAMPLES, "eval", "num_examples")
+    default_limit = number if isinstance(number, Value) else default_limit
     for env in _items(own_ones):
+        first = _newest(env, "eval", "env")
         if isinstance(rollouts := env.pop("rollouts_per_example", None), Value):
             raise TomlError(
                 f"{rollouts.place} rollouts_per_example={rollouts.value!r}: is the same for all "
@@ -319,8 +346,8 @@ def _evaluations(flat: Tree, ours: Tree, to: Any) -> Tree:
         _check_number(limit)
         assert isinstance(limit, Value)
         limits.append(limit)
-        first = _first(env, "eval.env")
-        used.append({**env, "only": first.but("eval"), "eval_examples": limit})
+        only = replace(first, value="eval", text=None)
+        used.append({**env, "only": only, "eval_examples": limit})
     table["num_examples"] = max(limits, key=lambda limit: limit.value)
     trained = ours.get("env", {})
     of_training: list[Tree] = []
@@ -329,7 +356,7 @@ def _evaluations(flat: Tree, ours: Tree, to: Any) -> Tree:
     elif isinstance(trained, dict) and trained:
         of_training = [dict(trained)]
     for env in of_training:
-        env.setdefault("only", _first(env, "env").but("train"))
+        env.setdefault("only", replace(_newest(env, "env"), value="train", text=None))
     both = Tables({str(i): env for i, env in enumerate([*of_training, *used])})
     return {**ours, "env": both if of_training else trained}
 
@@ -339,7 +366,7 @@ def _check_number(number: Tree | Value | None) -> None:
     if number is None:
         return
     if not isinstance(number, Value):
-        raise TomlError(f"{_first(number, 'eval').source}: num_examples must be an integer >= 1")
+        raise TomlError(f"{_newest(number, 'eval').source}: num_examples must be an integer >= 1")
     if type(number.value) is not int or number.value < 1:
         all_of_them = " (all of them)" if number.value == -1 else ""
         raise TomlError(

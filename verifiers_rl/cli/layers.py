@@ -32,7 +32,7 @@ class Value:
         value: as TOML has it.
         source: path of a file, or `COMMAND_LINE`.
         key: the parts of its key as they are written there. Items of [[env]] have numbers, from 0.
-        layer: number of its layer.
+        layer: number of its layer; -1 for a default.
         text: on the command line, the value as it is written there.
     """
 
@@ -48,9 +48,13 @@ class Value:
         table = table_name(self.key[:-1])
         return f"{self.source}: {table}" if table else f"{self.source}:"
 
-    def but(self, value: Any) -> Value:
-        """Return another value that follows from this one."""
-        return Value(value, self.source, self.key, self.layer)
+    def implies(self, value: Any, *key: str) -> Value:
+        """Return the value of another key that follows from this one."""
+        return Value(value, self.source, key, self.layer)
+
+    def default(self, value: Any, *key: str) -> Value:
+        """Return the default of a key beside this one. Each value of a layer wins over it."""
+        return Value(value, self.source, key, -1)
 
 
 Tree = dict[str, Union["Tree", Value]]
