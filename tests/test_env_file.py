@@ -31,7 +31,10 @@ def test_lines_are_names_and_values(tmp_path):
     )
     later = tmp_path / "later.env"
     later.write_text("KEY=z\r\n")
+    with file.open("a") as lines:
+        lines.write("R=\"a # b\" # judge\nS='c'# d\nT=\"e\"f # g\nU=\"h\" 'i'\n")
     values = {"SEARCH": "abc=def", "KEY": "x # y", "EMPTY": "", "Q": "a b"}
+    values |= {"R": "a # b", "S": "c", "T": '"e"f', "U": "\"h\" 'i'"}
     assert read_env_files([file]) == values
     assert read_env_files([file, later]) == {**values, "KEY": "z"}
 
@@ -112,7 +115,18 @@ def test_the_names_of_several_calls_add_up(environment):
         ("judge_password", "x", True),
         ("note", "hf_AbCdEfGhIjKlMnOpQrStUv", True),
         ("url", "https://me:word@example.org", True),
+        ("Authorization", "Bearer word", True),
+        ("headers", "Bearer sk-AbCdEfGhIjKlMnOpQrStUv", True),
+        ("api_keys", ["x", "y"], True),
+        ("headers", ["X-Key: sk-AbCdEfGhIjKlMnOpQrStUv"], True),
+        ("secrets", {"openai": "x"}, True),
+        ("pin_password", 1234, True),
         ("api_key", "", False),
+        ("api_keys", [], False),
+        ("use_auth_token", True, False),
+        ("model", "org/hf_converted_checkpoint_of_mine", False),
+        ("path", "sk-learn-data-of-mine/part", False),
+        ("stop", ["</answer>"], False),
         ("api_key_var", "OPENAI_API_KEY", False),
         ("max_tokens", 512, False),
         ("answer_key", "solution", False),

@@ -39,8 +39,7 @@ def read_env_files(files: Iterable[Path]) -> dict[str, str]:
 
 
 def _unquoted(value: str) -> str:
-    """Return a value without quotes around it, or else without a comment behind it."""
-    for quote in "\"'":
-        if len(value) >= 2 and value[0] == value[-1] == quote:
-            return value[1:-1]
+    """Return a value without the comment behind it and without quotes around it."""
+    if quoted := re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", value):
+        return quoted[2]
     return re.split(r"\s#", value, maxsplit=1)[0].rstrip()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from verifiers_rl.cli.config import RunConfig
-from verifiers_rl.cli.layers import COMMAND_LINE, plain, values_in
+from verifiers_rl.cli.layers import COMMAND_LINE, plain
 from verifiers_rl.process.secret_names import is_secret_key
-from verifiers_rl.report.run_folder import RunFolderError
+from verifiers_rl.report.run_folder import RunFolderError, holds_a_run
 
 RESOLVED = "resolved.toml"  # in the run's folder
 
@@ -38,9 +39,12 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     secrets: list[str] = []
     told = _without_secrets({**first, **rest, "trainer": trainer}, "", secrets)
     sources = [str(path) for path in config.files]
-    if any(value.source == COMMAND_LINE for value in values_in(config.tree)):
+    if len(config.words) > 2 * len(sources):
         sources.append(COMMAND_LINE)
-    head = [f"# What vf-rl makes of {', '.join(sources)}. It runs as it is: vf-rl @ {RESOLVED}"]
+    how = f"It runs as it is: vf-rl @ {RESOLVED}"
+    if secrets:
+        how = f"Give what it lacks in another file: vf-rl @ {RESOLVED} @ secrets.toml"
+    head = [f"# What vf-rl makes of {', '.join(sources)}. {how}"]
     head += [f"# Left out, because its name or its form is that of a secret: {k}" for k in secrets]
     return "\n".join(head) + "\n" + tomli_w.dumps(told)
 
@@ -62,17 +66,20 @@ def _without_secrets(value: Any, at: str, secrets: list[str]) -> Any:
 
 
 def write_resolved(config: RunConfig, output_dir: str) -> Path:
-    """Write the TOML of this configuration into the run's folder, unless it is what was read.
+    """Write the TOML of this configuration into the run's folder, unless it alone was read.
 
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    target = Path(output_dir).expanduser().absolute() / RESOLVED
-    if target in config.files:
+    target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
+    if config.words == ["@", str(target)]:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(resolved_text(config, output_dir), "utf-8")
+        # Other ranks may be reading the file, if it was an input.
+        beside = target.with_name(f".{RESOLVED}.new")
+        beside.write_text(resolved_text(config, output_dir), "utf-8")
+        beside.replace(target)
     except OSError as error:
         raise RunFolderError(
             f"output_dir={output_dir!r} cannot be written: {error.strerror}; choose another"
@@ -81,8 +88,9 @@ def write_resolved(config: RunConfig, output_dir: str) -> Path:
 
 
 def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
-    """Print the resolved configuration, and write it into the run's folder. Its values are checked
-    as far as nothing has to be started or loaded for that. Returns the exit status.
+    """Print the resolved configuration, and write it into the run's folder, unless that holds a
+    run already. Its values are checked as far as nothing has to be started or loaded for that.
+    Returns the exit status.
 
     Raises:
         TomlError: a value cannot work.
@@ -94,6 +102,9 @@ def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
     check_folder(args, resume)
     print(resolved_text(config, args.output_dir), end="")
     sys.stdout.flush()
-    target = write_resolved(config, args.output_dir)
-    print(f"vf-rl: this is in {target}; nothing was started", file=sys.stderr)
+    if holds_a_run(args.output_dir):
+        where = f"{args.output_dir} holds a run, so this was not written there"
+    else:
+        where = f"this is in {write_resolved(config, args.output_dir)}"
+    print(f"vf-rl: {where}; nothing was started", file=sys.stderr)
     return 0

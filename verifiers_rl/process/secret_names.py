@@ -18,9 +18,12 @@ _PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 # Narrower: a TOML has many keys that end in "token" or "key" and are no secrets.
 _SECRET_KEY = re.compile(
     r"(^|_)(api|access|auth|bearer|hub|hf|secret|private|wandb|openai)_?(key|token)s?$"
-    r"|(^|_)(password|passwd|passphrase|secret|credentials?)$|^token$"
+    r"|(^|_)(passwords?|passwd|passphrase|secrets?|credentials?|authorization)$|^token$"
 )
-_SECRET_VALUE = re.compile(r"(sk|hf|ghp|gho|github_pat|glpat|xox[abp])[-_][\w-]{16,}")
+# Alone or as a word of a text, such as "Bearer sk-..."; not as a part of a path.
+_SECRET_VALUE = re.compile(
+    r"(?<![\w/.-])(sk|hf|ghp|gho|github_pat|glpat|xox[abp])[-_][\w-]{16,}(?![\w/-])"
+)
 
 
 def listed() -> list[str]:
@@ -38,12 +41,16 @@ def is_secret(variable: str, value: str = "") -> bool:
 
 def is_secret_key(key: str, value: object) -> bool:
     """Return whether a key of a TOML has a secret as its value, by the name of the key or by the
-    form of the value.
+    form of the value or of an item of it. A table is one by its name alone.
     """
-    if not isinstance(value, str) or not value:
+    if not value or isinstance(value, bool):
         return False
-    by_name = _SECRET_KEY.search(key.lower().replace("-", "_"))
-    return bool(by_name or _SECRET_VALUE.fullmatch(value) or _PASSWORD_IN_URL.search(value))
+    if _SECRET_KEY.search(key.lower().replace("-", "_")):
+        return True
+    if isinstance(value, list):
+        return any(is_secret_key(key, item) for item in value)
+    is_text = isinstance(value, str)
+    return is_text and bool(_SECRET_VALUE.search(value) or _PASSWORD_IN_URL.search(value))
 
 
 _set_here: set[str] = set()  # variables that `set_secrets` has set in this process
