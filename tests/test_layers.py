@@ -93,7 +93,7 @@ def test_items_of_an_array_have_numbers_on_the_command_line(compose):
     [
         ("10", 10), ("1e-5", 1e-5), ("true", True), ('"10"', "10"), ("[1, 2]", [1, 2]),
         ("{a = 1}", {"a": 1}), ('{"a": 1}', {"a": 1}), ('["a"]', ["a"]), ("word", "word"),
-        ("org/model", "org/model"), ("a = 1", "a = 1"), ("1\nb = 2", "1\nb = 2"), ("", ""),
+        ("True", True), ("False", False), ("org/model", "org/model"), ("a = 1", "a = 1"), ("1\nb = 2", "1\nb = 2"), ("", ""),
     ],
 )  # fmt: skip
 def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
@@ -121,6 +121,15 @@ def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
         ("env_workers 2", "env_workers", "2"),  # RLConfig makes a number of it
         ("eval_strategy steps", "eval_strategy", "steps"),
         ("max_tokens none", "max_tokens", None),
+        ("wandb_entity none", "wandb_entity", None),  # also where any text would do
+        ("output_dir None", "output_dir", None),
+        ("report_to none", "report_to", None),
+        ("loss_args none", "loss_args", None),
+        ("gradient_masks none", "gradient_masks", None),
+        ("gradient_masks {}", "gradient_masks", {}),
+        ("run_name True", "run_name", "True"),
+        ("chat_template_kwargs.enable_thinking False", "chat_template_kwargs",
+         {"enable_thinking": False}),
         ("max_steps ten", "max_steps", "ten"),  # refused later, as it stands
     ],
 )
@@ -134,6 +143,49 @@ def test_a_value_of_the_command_line_has_the_type_of_its_option(compose, words, 
     check_trainer_args(config)
     assert config.trainer_args[name] == value
     assert type(config.trainer_args[name]) is type(value)
+
+
+def test_a_whole_table_of_the_command_line_replaces_and_its_keys_merge(compose):
+    text = BASE + "gradient_masks = { icepop = {} }\n"
+    for words, masks, loss_args in (
+        ("gradient_masks={}", {}, {"eps_high": 3.0}),
+        ("loss_args={} loss=ppo", {"icepop": {}}, {}),
+        ("loss_args=none loss=ppo", {"icepop": {}}, None),
+        ('loss_args={"eps":2}', {"icepop": {}}, {"eps": 2}),
+        ('loss_args={"eps":2} loss_args.beta=1', {"icepop": {}}, {"eps": 2, "beta": 1}),
+        ("loss_args.beta=1", {"icepop": {}}, {"eps_high": 3.0, "beta": 1}),
+    ):
+        config = compose(text, words=[f"--trainer.args.{word}" for word in words.split()])
+        check_trainer_args(config)
+        args = config.trainer_args
+        assert (args["gradient_masks"], args["loss_args"]) == (masks, loss_args), words
+        if args.get("loss") == "ppo":
+            config.make_args(use_cpu=True).make_loss()
+
+
+@pytest.mark.parametrize(
+    ("words", "kwargs"),
+    [
+        ("--trainer.args.chat_template_kwargs {}", {}),
+        ("--trainer.args.chat_template_kwargs.b 2", {"enable_thinking": True, "b": 2}),
+        (
+            "--trainer.args.chat_template_kwargs {} --sampling.reasoning_effort low",
+            {"reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_a_whole_table_also_replaces_what_the_flat_layout_has_set(compose, words, kwargs):
+    flat = 'model = "m"\n[[env]]\nid = "e"\n[sampling]\nenable_thinking = true\n'
+    assert compose(flat, words=words).trainer_args["chat_template_kwargs"] == kwargs
+
+
+def test_servers_that_run_already_can_be_left_out(compose):
+    text = BASE + 'vllm_servers = ["localhost:8000"]\n'
+    for words in ("--trainer.args.vllm_servers none", "--trainer.args.vllm_servers=None"):
+        config = compose(text, words=words)
+        assert config.inference_gpus == 1 and not config.trainer_args["vllm_servers"]
+    without = text.replace('[inference.args]\n"max-model-len" = 2048\n', "")
+    assert compose(without).inference_gpus == 0
 
 
 def test_an_id_and_a_model_of_digits_are_text(compose):

@@ -126,6 +126,13 @@ WRONG = {
         ENVS + 'id = "f"\n', "--env.2.weight 3", "the command line: env.2.weight: there is no item "
         "2; the last one of the 2 env is 1",
     ),
+    "a key of one of several environments": (
+        ENVS + 'id = "f"\n', "--env.args.n 3", "the command line: env.args.n: there are 2 [[env]]; "
+        "begin with the number of one, such as --env.0.args",
+    ),
+    "an empty table for one of several environments": (
+        ENVS + 'id = "f"\n', "--env.args {}", "there are 2 [[env]]; begin with the number of one",
+    ),
     "a word": (
         OURS, "mine.toml", "the command line: 'mine.toml' belongs to no key; files are given as",
     ),

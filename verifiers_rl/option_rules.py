@@ -142,13 +142,13 @@ def of_type(value: Any, text: str, kind: Any) -> Any:
         text: as it was written.
         kind: the declared type. If it has no form for the text, the value is returned as it is.
     """
-    if fits(value, kind):
-        return value
     kinds = _parts(kind)
-    if bool in kinds and text.lower() in ("true", "false"):
-        return text.lower() == "true"
     if NoneType in kinds and text.lower() == "none":
         return None
+    if fits(value, kind):
+        return value
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
     if fits(text, kind):
         return text
     for one in ([value], [text]):

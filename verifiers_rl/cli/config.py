@@ -408,6 +408,9 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
         where = place("inference", "replicas")
         raise TomlError(f"{where} replicas={replicas!r} must be an integer >= 1")
     config.inference_replicas, config.has_replicas = replicas, "replicas" in inference
+    servers = find(tree, ("trainer", "args", "vllm_servers"))
+    if isinstance(servers, Value) and (servers.text or "").lower() == "none":
+        config.trainer_args["vllm_servers"] = None  # before all types are known
     if config.trainer_args.get("vllm_servers"):
         if inference:
             raise TomlError(

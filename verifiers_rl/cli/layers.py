@@ -3,7 +3,7 @@
     vf-rl @ base.toml @ mine.toml --trainer.args.max_steps 10
 
 A later layer wins. Tables are merged key by key; everything else, lists and [[env]] too, is
-replaced. Each value keeps where it is from, for the errors about it.
+replaced, and so is a table that the command line gives as a whole. Each value keeps where it is from, for the errors about it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ Tree = dict[str, Union["Tree", Value]]
 
 class Tables(Tree):
     """The items of an array of tables such as [[env]], by their numbers as text."""
+
+
+class Whole(Tree):
+    """A table that the command line gives as one value, {} too. It replaces what is below it."""
+
+    layer: int
 
 
 def table_name(parts: Sequence[str]) -> str:
@@ -156,9 +162,11 @@ def _is_number(word: str) -> bool:
 
 
 def parse_value(text: str) -> Any:
-    """Return a value of the command line: one of TOML, or a list or table of JSON, else the text
-    itself.
+    """Return a value of the command line: one of TOML, True or False, or a list or table of JSON,
+    else the text itself.
     """
+    if text in ("True", "False"):
+        return text == "True"
     try:
         parsed = tomllib.loads(f"value = {text}")
         if parsed.keys() == {"value"}:  # else the text has more lines
@@ -185,7 +193,8 @@ def layer_of(key: str, text: str, number: int) -> Tree:
     value = parse_value(text)
     inner: Tree | Value
     if isinstance(value, dict):
-        inner = _as_tree(value, parts, COMMAND_LINE, number)
+        inner = whole = Whole(_as_tree(value, parts, COMMAND_LINE, number))
+        whole.layer = number
     else:
         inner = Value(value, COMMAND_LINE, parts, number, text)
     for part in reversed(parts):
@@ -202,26 +211,40 @@ def merge(below: Tree, above: Tree) -> Tree:
     by their numbers.
 
     Raises:
-        TomlError: there is no such item.
+        TomlError: there is no such item, or several and no number.
     """
-    merged: Tree = dict(below)
+    merged = copy.copy(below)  # of its class
     for key, later in above.items():
         earlier = below.get(key)
-        if not isinstance(later, dict) or isinstance(later, Tables):
+        if not (isinstance(later, dict) and isinstance(earlier, dict)):
             merged[key] = later
-        elif isinstance(earlier, Tables) and all(part.isdigit() for part in later):
-            if missing := [part for part in later if part not in earlier]:
-                value = next(values_in(later))
-                raise TomlError(
-                    f"{value.source}: {'.'.join(value.key)}: there is no item {missing[0]}; the "
-                    f"last one of the {len(earlier)} {key} is {len(earlier) - 1}"
-                )
-            merged[key] = Tables(merge(earlier, later))
-        elif isinstance(earlier, dict) and not isinstance(earlier, Tables):
+        elif isinstance(later, Tables | Whole):
+            merged[key] = later
+        elif not isinstance(earlier, Tables):
             merged[key] = merge(earlier, later)
+        elif all(part.isdigit() for part in later):
+            if missing := [part for part in later if part not in earlier]:
+                raise _item_error(
+                    later,
+                    f"there is no item {missing[0]}; the last one of the {len(earlier)} {key} is "
+                    f"{len(earlier) - 1}",
+                )
+            merged[key] = merge(earlier, later)
+        elif key == "env" and not {"id", "taskset"} & later.keys():
+            raise _item_error(
+                later,
+                f"there are {len(earlier)} [[env]]; begin with the number of one, such as "
+                f"--env.0.{next(iter(later))}",
+            )
         else:
             merged[key] = later
     return merged
+
+
+def _item_error(later: Tree, problem: str) -> TomlError:
+    first = next(values_in(later), None)  # an empty table has none
+    place = f"{first.source}: {'.'.join(first.key)}: " if first else ""
+    return TomlError(place + problem)
 
 
 def newest(one: Tree, other: Tree) -> Tree:
@@ -230,6 +253,8 @@ def newest(one: Tree, other: Tree) -> Tree:
     for key, theirs in other.items():
         ours = one.get(key)
         if isinstance(ours, dict) and isinstance(theirs, dict) and not isinstance(theirs, Tables):
+            if isinstance(theirs, Whole):
+                ours = {k: v for k, v in ours.items() if last_layer(v) > theirs.layer}
             merged[key] = newest(ours, theirs)
         elif ours is None or last_layer(theirs) >= last_layer(ours):
             merged[key] = theirs
