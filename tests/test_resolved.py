@@ -134,11 +134,27 @@ def test_files_that_are_relative_to_where_the_run_starts_are_absolute_in_it(tmp_
     (tmp_path / "zero.json").write_text("{}")
     config = tmp_path / "config.toml"
     head = 'model = "m"\n[env]\nid = "e"\n[trainer.args]\n'
-    for option in ("deepspeed", "resume_from_checkpoint"):
+    for option in ("deepspeed", "resume_from_checkpoint", "fsdp_config", "accelerator_config"):
         config.write_text(f'{head}{option} = "zero.json"\n')
         text = resolved_text(load_run_config(config, checks_model=False), "runs/a")
         args = tomllib.loads(text)["trainer"]["args"]
         assert args == {option: f"{tmp_path}/zero.json", "output_dir": f"{tmp_path}/runs/a"}
+
+
+def test_a_model_and_a_template_beside_the_start_are_absolute_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    (tmp_path / "chat.jinja").write_text("")
+    config = tmp_path / "config.toml"
+    for model in ("models/m", "~/models/m"):
+        config.write_text(
+            f'model = "{model}"\n[env]\nid = "e"\n[inference.args]\nchat_template = "chat.jinja"\n'
+        )
+        text = resolved_text(load_run_config(config, checks_model=False), "runs/a")
+        data = tomllib.loads(text)
+        assert data["model"] == f"{tmp_path}/models/m"
+        assert data["inference"]["args"] == {"chat_template": f"{tmp_path}/chat.jinja"}
 
 
 def test_a_run_writes_it_into_its_folder_unless_that_file_alone_was_read(tmp_path):

@@ -502,6 +502,8 @@ def _model(config: RunConfig, checks_model: bool) -> str:
     model, folder = value.value, _folder_of(value)
     if model.startswith(("./", "../")):
         model = str((folder / model).resolve())
+    elif os.path.isdir(os.path.expanduser(model)):
+        model = os.path.abspath(os.path.expanduser(model))
     if checks_model and (problem := model_error(model)):
         if (folder / model).is_dir():
             problem += f"; for the folder beside the TOML write './{model}'"

@@ -13,6 +13,9 @@ from verifiers_rl.process.secret_names import is_secret_key
 from verifiers_rl.report.run_folder import RunFolderError, holds_a_run
 
 RESOLVED = "resolved.toml"  # in the run's folder
+# What may be a path that is relative to where vf-rl was started.
+PATHS_OF_TRAINER = ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint")
+PATHS_OF_SERVER = ("chat_template", "tokenizer", "hf_config_path", "generation_config")
 
 
 def resolved_text(config: RunConfig, output_dir: str) -> str:
@@ -31,11 +34,10 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     args = dict(config.trainer_args)
     args.pop("overwrite_output_dir", None)  # is about one start
     args["output_dir"] = str(Path(output_dir).absolute())
-    for name in ("deepspeed", "resume_from_checkpoint"):  # relative to where vf-rl was started
-        if isinstance(path := args.get(name), str) and Path(path).exists():
-            args[name] = str(Path(path).absolute())
+    _make_absolute(args, PATHS_OF_TRAINER)
     trainer = {k: v for k, v in data.get("trainer", {}).items() if k != "args"} | {"args": args}
     rest = {k: v for k, v in data.items() if k not in first and k not in ("trainer", "env_file")}
+    _make_absolute(rest.get("inference", {}).get("args", {}), PATHS_OF_SERVER)
     secrets: list[str] = []
     told = _without_secrets({**first, **rest, "trainer": trainer}, "", secrets)
     sources = [str(path) for path in config.files]
@@ -47,6 +49,12 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     head = [f"# What vf-rl makes of {', '.join(sources)}. {how}"]
     head += [f"# Left out, because its name or its form is that of a secret: {k}" for k in secrets]
     return "\n".join(head) + "\n" + tomli_w.dumps(told)
+
+
+def _make_absolute(args: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if isinstance(path := args.get(name), str) and os.path.exists(path):
+            args[name] = str(Path(path).absolute())
 
 
 def _without_secrets(value: Any, at: str, secrets: list[str]) -> Any:
