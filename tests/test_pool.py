@@ -392,6 +392,8 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, caplog):
         ("http://10.0.0.5:8000", "127.0.0.1", "set --host"),
         ("10.0.0.5:8000", "10.0.0.6", "of the form http://host:port"),
         ("http://10.0.0.5:x", "10.0.0.6", "of the form http://host:port"),
+        ("http://10.0.0.1:8000", "0.0.0.0", "set --host to one of them"),
+        ("http://127.0.0.1:8000", "::", "set --host to one of them"),
     ],
 )
 def test_a_server_that_could_not_be_reached_does_not_join(url, host, problem):

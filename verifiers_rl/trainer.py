@@ -240,8 +240,7 @@ class RLTrainer(SavingTrainer):
             if is_best and self.weight_sync is not None:
                 self.weight_sync.policy_version = None  # the server has the last weights
             self.checkpoints.save_final()  # first, because the server may be lost below
-            with self._gathering():
-                self._retry_when_server_lost(self._sync_weights)
+            self._on_server(lambda orchestrator: self._sync_weights())
             if self.args.push_to_hub:
                 self.push_final("End of training")
         return result
