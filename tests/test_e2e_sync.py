@@ -181,6 +181,13 @@ def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
         assert largest_difference(model, server, "policy") < 1e-4, version
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert metrics["sync_bytes"] == 4 * trainable
+    # The same in the bodies of requests, with no connection from the server to this process.
+    over_http = connect(server, backend="http")
+    for version in range(10, 13):
+        perturb(model, seed=version)
+        metrics = over_http.push(model, version)
+        assert largest_difference(model, server, "policy") < 1e-4, version
+    assert metrics["sync_bytes"] == 4 * trainable
     # Rank-stabilised: a scale of alpha / sqrt(r), here twice as much.
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], use_rslora=True)
     model = get_peft_model(load(folder), lora)
@@ -751,7 +758,7 @@ def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
         ({"plan": 5}, "plan=5: must be of type dict"),
         ({"port": "1"}, "port='1': must be of type int"),
         ({"plan": {"kind": "full"}}, "not a transfer plan"),
-        ({"backend": "mpi"}, "backend='mpi': must be nccl or tcp"),
+        ({"backend": "mpi"}, "backend='mpi': must be nccl, tcp or http"),
         ({"world_size": 3, "plan": PLAN}, "world_size=3: must be 2, the trainer and"),
     ],
 )
