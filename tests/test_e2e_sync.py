@@ -229,6 +229,10 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
         assert metrics["sync_bytes"] == 2 * sum(p.numel() for p in sent or old.parameters())
         if kind == "adapter":
             check_a_killed_trainer(kind, folder, server, connect, tolerance=0.05)
+            over_http = connect(server, backend="http")
+            perturb(new, seed=3, scale=0.1)
+            over_http.push(new, 3)
+            assert largest_difference(new, server, over_http.model_name) < 0.05
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])

@@ -32,6 +32,7 @@ from verifiers_rl.inference.expected import as_served, check_plan, expected_shap
 from verifiers_rl.models import default_target_modules, load_policy
 from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.buckets import receive_buckets, send_buckets
+from verifiers_rl.sync.fan_out import push_to_all
 from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_num_bytes, bucket_views
 from verifiers_rl.sync.sources import (
     Source,
@@ -373,6 +374,20 @@ def test_adapters_travel_over_http_in_bodies_of_several_buckets():
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
         assert metrics["sync_bytes"] == sum(tensor.nbytes for tensor in wanted.values())
     sync.close()
+
+
+def test_of_two_servers_over_http_one_that_hangs_is_left_behind():
+    model, clients = with_trained_adapter(make_tiny_model()), [ClientOverHttp(), ClientOverHttp()]
+    is_over = threading.Event()
+    clients[1].receive_adapter = lambda *_: is_over.wait(30)
+    syncs = [WeightSync(client, "http", timeout_s=30) for client in clients]
+    try:
+        first, second = push_to_all(syncs, model, 7, "recompute", stall_s=0.2)
+    finally:
+        is_over.set()
+    assert first is None and isinstance(second, ServerLostError)
+    assert [version for version, _ in clients[0].got] == [7]
+    assert [sync.is_connected for sync in syncs] == [True, False]
 
 
 def test_what_fails_in_a_push_over_http_before_its_request_is_told_as_it_is(monkeypatch):
