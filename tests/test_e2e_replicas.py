@@ -93,6 +93,7 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
         thread = threading.Thread(target=work, args=args, daemon=True)
         thread.start()
         stack.callback(thread.join, 30)
+        return thread
 
     def bring_another():
         flags = ("--join", servers[0].url)
@@ -124,12 +125,14 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
 
     def happen():
         """What happens between the steps."""
-        in_background(bring_another)
+        yield
+        in_background(bring_another).join(240)  # the steps would take the cores from it
         while num_serving() < 3:
             yield
         in_background(kill_when_it_generates, servers[1], servers[1].process.pid, "generating")
         while num_serving() == 3:
             yield
+        yield
         due.add("in a push")
         while num_serving() == 2:
             yield

@@ -427,8 +427,9 @@ class ReplicaPool:
             replica.sync, replica.state = sync, State.JOINING
         if self.policy_version is not None:
             logger.warning(
-                "the server at %s is back; it gets the weights with the next push", replica.url
-            )
+                "the server at %s answers%s; it gets the weights with the next push",
+                replica.url, " again" if replica.has_served else "",
+            )  # fmt: skip
 
     def _lose(self, replica: Replica, sync: Any, reason: str) -> None:
         """Leave out a replica, unless it is another one by now than the caller has looked at."""
