@@ -404,16 +404,22 @@ def test_tokens_on_both_sides_of_a_full_push_carry_their_version(full_server, co
     check_tokens_on_both_sides("full", *full_server, connect, in_flight)
 
 
-@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(lora_server, connect, in_flight):
-    check_tokens_on_both_sides("adapter", *lora_server, connect, in_flight)
+@pytest.mark.parametrize(
+    ("in_flight", "backend"), [("recompute", "tcp"), ("keep", "tcp"), ("recompute", "http")]
+)
+def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(
+    lora_server, connect, in_flight, backend
+):
+    check_tokens_on_both_sides("adapter", *lora_server, connect, in_flight, backend=backend)
 
 
-def check_tokens_on_both_sides(kind, folder, server, connect, in_flight, num_requests=1):
+def check_tokens_on_both_sides(
+    kind, folder, server, connect, in_flight, num_requests=1, backend="tcp"
+):
     models = [policy(folder, kind) for _ in range(2)]
     for seed, model in enumerate(models):
         perturb(model, seed)
-    sync = connect(server)
+    sync = connect(server, backend=backend)
     for attempt in range(20):  # until the push falls into the middle of the requests
         sync.push(models[0], 0)
         running = [LongRequest(server, sync.model_name, engine=i) for i in range(num_requests)]
