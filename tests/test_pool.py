@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.joining import join_error
 from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
+from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.sync import fan_out
 from verifiers_rl.sync.buckets import SharedBuckets, WorkersLeftError, receive_buckets
 from verifiers_rl.sync.fan_out import push_to_all
@@ -178,6 +180,33 @@ def test_a_server_that_hangs_is_left_behind(syncs_to):
         assert not syncs[1].is_connected
     finally:
         is_over.set()
+
+
+def sends_sigterm_soon():
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+
+def test_a_signal_ends_a_push_to_servers_that_hang(syncs_to):
+    servers = [StubServer(n) for n in range(2)]
+    syncs, is_over = syncs_to(*servers), threading.Event()
+    for server in servers:
+        server.on_receive = lambda server: is_over.wait(30)
+    try:
+        with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+            sends_sigterm_soon()
+            push_to_all(syncs, make_tiny_model(), 7, "recompute")
+        assert not any(sync.is_connected for sync in syncs) and not is_over.is_set()
+    finally:
+        is_over.set()
+
+
+def test_a_signal_ends_the_wait_for_servers_that_are_all_lost(make_pool):
+    pool, clients = make_pool(2, timeout_s=300)
+    for client in clients:
+        client.is_up = False
+    with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+        sends_sigterm_soon()
+        pool.wait_for_server()
 
 
 def test_an_error_of_the_trainer_itself_is_raised_and_leaves_no_server_half_full(

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 
-from verifiers_rl.process.interrupts import raise_if_interrupted
 from verifiers_rl.process.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
@@ -153,7 +152,6 @@ class InferenceClient:
             try:
                 return self.status()
             except ServerLostError as error:
-                raise_if_interrupted()
                 line.show()
                 if time.monotonic() >= deadline:
                     raise InferenceServerError(
