@@ -523,10 +523,12 @@ def test_the_server_is_told_what_follows_from_the_trainer():
     ):
         assert "--enable-lora" not in plan.server_command(make_config(trainer_args=options), "h", 7)
     # What the trainer will choose for lora_sync = "auto".
-    for lora_sync, has_flag in (("auto", False), ("adapter", True)):
-        config = make_config(
-            inference_args={"dtype": "float32"}, trainer_args={"lora_sync": lora_sync}
-        )
+    for options, has_flag in (
+        ({"lora_sync": "auto"}, False),
+        ({"lora_sync": "adapter"}, True),
+        ({"weight_sync_backend": "http"}, True),
+    ):
+        config = make_config(inference_args={"dtype": "float32"}, trainer_args=options)
         assert ("--enable-lora" in plan.server_command(config, "h", 7)) == has_flag
 
 

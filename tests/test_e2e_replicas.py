@@ -1,17 +1,23 @@
-"""One trainer and two real vLLM servers, of which one is killed. A third one joins the run."""
+"""One trainer with three real vLLM servers, and what may happen to them in a run."""
 
 import os
+import re
 import signal
 import threading
+import time
 from contextlib import ExitStack
+from itertools import groupby
 
+import httpx
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from tests.conftest import running_server
-from tests.helpers import load_example, make_env, make_tiny_model
-from verifiers_rl import RLConfig, RLTrainer
+from tests.helpers import load_example, make_tiny_model
+from tests.troubled_env import num_letters
+from verifiers_rl import RLConfig, RLTrainer, env_from
 from verifiers_rl.inference.pool import State
+from verifiers_rl.sync import buckets
 
 pytestmark = pytest.mark.e2e
 
@@ -51,59 +57,115 @@ def servers(model_folder, tmp_path_factory):
         yield [found[0], found[1]]
 
 
-def test_a_run_goes_on_without_a_killed_server_and_uses_one_that_joins(
-    servers, model_folder, tmp_path
+def num_running(server):
+    """How many requests the server computes, by its own account."""
+    text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=10).text
+    return float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)[1])
+
+
+def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
+    servers, model_folder, tmp_path, monkeypatch
 ):
-    env = make_env({f"question {i}": "" for i in range(8)}, lambda q, reply, a: len(set(reply)))
     trainer = RLTrainer(
         str(model_folder),
-        env,
+        env_from([f"question {i}" for i in range(8)], num_letters),
         RLConfig(
-            output_dir=str(tmp_path / "run"), use_cpu=True, batch_size=16, rollouts_per_example=8,
-            max_seq_len=64, max_tokens=16, learning_rate=1e-2, max_steps=3000, save_strategy="no",
-            vllm_servers=[f"127.0.0.1:{server.port}" for server in servers],
+            output_dir=str(tmp_path / "run"), use_cpu=True, batch_size=32, rollouts_per_example=8,
+            max_seq_len=96, max_tokens=64, learning_rate=1e-2, max_steps=3000, save_strategy="no",
+            vllm_servers=[f"127.0.0.1:{server.port}" for server in servers], env_workers=1,
             max_off_policy_steps=0, use_lora=False, num_rollouts_to_print=0, log_rollouts=False,
         ),
     )  # fmt: skip
-    pool, take, killed, batches = trainer.weight_sync, trainer.weight_sync.take, [], []
+    pool, make_sync, send = trainer.weight_sync, trainer.weight_sync._make_sync, buckets._send
+    stack, joined, batches, killed = ExitStack(), [], [], []
+    deadline = time.monotonic() + 400
 
-    def take_and_kill(policy_version):
-        url = take(policy_version)
-        if policy_version == 2 and url == servers[1].url and not killed:
-            killed.append(policy_version)
-            os.kill(servers[1].process.pid, signal.SIGKILL)  # this rollout has not begun
-        return url
+    def in_small_buckets(client):
+        sync = make_sync(client)
+        sync.bucket_bytes = 20_000
+        return sync
 
-    pool.take = take_and_kill
-    stack, joined = ExitStack(), []
+    pool._make_sync = in_small_buckets
+    for replica in pool.replicas:
+        replica.sync.bucket_bytes = 20_000
+
+    def in_background(work, *args):
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        thread.start()
+        stack.callback(thread.join, 30)
+        return thread
 
     def bring_another():
         flags = ("--join", servers[0].url)
         joined.append(start(stack, model_folder, tmp_path / "joined.log", *flags))
 
-    bringing = threading.Thread(target=bring_another, daemon=True)
+    def kill_when_it_generates(server, pid, name):
+        while not num_running(server):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)  # the server tells nobody when it begins
+        os.kill(pid, signal.SIGKILL)
+        killed.append(name)
 
-    class Watch(TrainerCallback):
+    def send_or_kill(transport, buffer):
+        sync = pool.replicas[2].sync if "in a push" in due else None
+        if sync is not None and sync._transport is transport:
+            sent.append(buffer)
+            if len(sent) == 3:
+                os.kill(joined[0].process.pid, signal.SIGKILL)
+                joined[0].process.wait(30)
+                killed.append("in a push")
+                due.clear()
+        send(transport, buffer)
+
+    due, sent = set(), []
+    monkeypatch.setattr(buckets, "_send", send_or_kill)
+
+    def num_serving():
+        return sum(replica.state == State.SERVING for replica in pool.replicas)
+
+    def happen():
+        """What happens between the steps."""
+        yield
+        in_background(bring_another).join(240)  # the steps would take the cores from it
+        while num_serving() < 3:
+            yield
+        in_background(kill_when_it_generates, servers[1], servers[1].process.pid, "generating")
+        while num_serving() == 3:
+            yield
+        yield
+        due.add("in a push")
+        while num_serving() == 2:
+            yield
+        worker = trainer.orchestrator.env.pool.workers[0]
+        in_background(kill_when_it_generates, servers[0], worker._process.pid, "worker")
+        while len(killed) < 3:
+            yield
+        yield from range(2)
+
+    class Story(TrainerCallback):
+        story = happen()
+
         def on_step_end(self, args, state, control, **kwargs):
+            assert time.monotonic() < deadline, (killed, pool._describe())
             batches.append(trainer.batch)
-            if killed and bringing.ident is None:
-                bringing.start()
-            states = [replica.state for replica in pool.replicas]
-            control.should_training_stop = states == [State.SERVING, State.DEAD, State.SERVING]
+            control.should_training_stop = next(self.story, "the end") == "the end"
 
-    trainer.add_callback(Watch())
+    trainer.add_callback(Story())
     with stack:
         trainer.train()
-        bringing.join()
+    assert killed == ["generating", "in a push", "worker"]
     rows = [row for row in trainer.state.log_history if "num_servers" in row]
-    num_servers = [row["num_servers"] for row in rows]
-    assert num_servers[:3] == [2, 2, 2] and num_servers[3] == 1 and num_servers[-1] == 2
-    assert rows[2]["moved_share"] > 0 and rows[2]["error_share"] == 0
-    assert sum(row["moved_share"] for row in rows) == rows[2]["moved_share"]
+    assert len(rows) == len(batches)
+    assert [number for number, _ in groupby(row["num_servers"] for row in rows)] == [2, 3, 2, 1]
     assert pool.replicas[2].url == joined[0].url
+    # What was lost is counted, where it was lost: nothing fails by it, and no push loses rollouts.
+    (moved,) = (i for i, row in enumerate(rows) if row["moved_share"] > 0)
+    (restarted,) = (i for i, row in enumerate(rows) if row["restarted_share"] > 0)
+    assert rows[moved]["num_servers"] == 3 and restarted > moved + 1
+    assert {row["error_share"] for row in rows} == {0}
     # What the servers say: all tokens are of the weights that train on them.
     for step, batch in enumerate(batches):
-        assert len(batch.rollouts) == 16
+        assert len(batch.rollouts) == 32
         for sample in batch.samples:
             assert {*sample.policy_versions.tolist()} == {-1, step}
     # And what their logprobs say, which differ from weights to weights.

@@ -49,6 +49,33 @@ def test_a_wait_ends_with_a_signal(monkeypatch):
         result_of(Future(), 30.0, lambda: "nothing")
 
 
+def test_a_signal_to_a_forked_process_ends_that_one_and_is_none_to_the_run():
+    code = """
+import multiprocessing, sys, time
+from verifiers_rl.process.interrupts import Interrupts
+interrupts = Interrupts()
+fork = multiprocessing.get_context("fork")
+with interrupts.handled(None, says=True):
+    begun = fork.Event()
+    child = fork.Process(target=lambda: (begun.set(), time.sleep(60)))
+    child.start()
+    assert begun.wait(30)
+    child.terminate()
+    child.join(30)
+    print(child.exitcode, interrupts.number)
+    stays = fork.Process(target=time.sleep, args=(60,))
+    stays.start()
+print("ended while", stays.is_alive())
+stays.kill()
+stays.join(30)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "-15 None\nended while True\n" and not done.stderr
+
+
 def test_other_threads_have_no_signals_and_are_not_interrupted():
     before, errors = signal.getsignal(signal.SIGTERM), []
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -20,14 +21,17 @@ from tests.test_environments_v1 import (  # noqa: F401
     on_the_path,
     think,
 )
+from tests.troubled_env import TroubledEnv
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.routed import RoutedEnvironment
+from verifiers_rl.envs.workers import WorkerEnvironment, WorkerLostError, WorkerPool, _Worker
 from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.joining import join_error
 from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
+from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.sync import fan_out
 from verifiers_rl.sync.buckets import SharedBuckets, WorkersLeftError, receive_buckets
 from verifiers_rl.sync.fan_out import push_to_all
@@ -176,6 +180,33 @@ def test_a_server_that_hangs_is_left_behind(syncs_to):
         assert not syncs[1].is_connected
     finally:
         is_over.set()
+
+
+def sends_sigterm_soon():
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+
+def test_a_signal_ends_a_push_to_servers_that_hang(syncs_to):
+    servers = [StubServer(n) for n in range(2)]
+    syncs, is_over = syncs_to(*servers), threading.Event()
+    for server in servers:
+        server.on_receive = lambda server: is_over.wait(30)
+    try:
+        with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+            sends_sigterm_soon()
+            push_to_all(syncs, make_tiny_model(), 7, "recompute")
+        assert not any(sync.is_connected for sync in syncs) and not is_over.is_set()
+    finally:
+        is_over.set()
+
+
+def test_a_signal_ends_the_wait_for_servers_that_are_all_lost(make_pool):
+    pool, clients = make_pool(2, timeout_s=300)
+    for client in clients:
+        client.is_up = False
+    with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+        sends_sigterm_soon()
+        pool.wait_for_server()
 
 
 def test_an_error_of_the_trainer_itself_is_raised_and_leaves_no_server_half_full(
@@ -384,6 +415,85 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, caplog):
     soon(lambda: states(pool) == ["serving", "dead"])
 
 
+def test_a_server_that_joins_and_refuses_us_does_not_end_the_run(make_pool, caplog, monkeypatch):
+    pool, _ = make_pool(1)
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+
+    def refuse(client):
+        if client.base_url.endswith(":7"):
+            raise InferenceServerError("401: wrong or missing token")
+        return {"joined": [("127.0.0.1", 7)]}
+
+    monkeypatch.setattr(StubClient, "status", refuse)
+    assert pool.push(None, 1, "recompute")["num_servers"] == 1
+    assert states(pool) == ["serving", "dead"] and "401: wrong or missing token" in caplog.text
+
+
+class Vanishing(Replica):
+    """Another thread loses this replica when its sync is read for the first time."""
+
+    def lose_with(self, pool):
+        self.thread = threading.Thread(
+            target=pool._lose, args=(self, self.__dict__["sync"], "gone")
+        )
+
+    @property
+    def sync(self):
+        if (thread := self.__dict__.get("thread")) is not None and thread.ident is None:
+            thread.start()
+            thread.join(0.2)  # it may have to wait for whoever reads this
+        return self.__dict__["sync"]
+
+    @sync.setter
+    def sync(self, sync):
+        self.__dict__["sync"] = sync
+
+
+@pytest.mark.parametrize("use", ["push", "model_name"])
+def test_a_server_that_is_lost_while_it_is_chosen_costs_itself_only(make_pool, use):
+    pool, clients = make_pool(2)
+    pool.replicas[0] = vanishing = Vanishing(clients[0])
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+    vanishing.lose_with(pool)
+    if use == "push":
+        assert pool.push(None, 1, "recompute")["num_servers"] >= 1
+    else:
+        assert pool.model_name == "base"
+    vanishing.thread.join(10)
+    assert pool.replicas[1].state == State.SERVING
+
+
+def test_a_server_that_two_threads_find_at_once_is_taken_in_once(make_pool):
+    pool, clients = make_pool(1)
+    pool.wait_until_ready()
+    pool.push(None, 0, "recompute")
+    (replica,), make_sync = pool.replicas, pool._make_sync
+    pool._stop.set()  # no other thread looks at it
+    replica.wake.set()
+    pool._watching[0].join()
+    pool._lose(replica, replica.sync, "gone")
+    is_making, goes_on = threading.Event(), threading.Event()
+
+    def make_late(client):
+        sync = make_sync(client)
+        is_making.set()
+        goes_on.wait(10)
+        return sync
+
+    pool._make_sync = make_late
+    late = threading.Thread(target=pool._look_at, args=(replica,))
+    late.start()
+    is_making.wait(10)
+    pool._make_sync = make_sync
+    pool._look_at(replica)
+    pool.push(None, 1, "recompute")
+    goes_on.set()
+    late.join(10)
+    assert states(pool) == ["serving"] and clients[0].has_weights_of is replica.sync
+
+
 @pytest.mark.parametrize(
     ("url", "host", "problem"),
     [
@@ -392,6 +502,8 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, caplog):
         ("http://10.0.0.5:8000", "127.0.0.1", "set --host"),
         ("10.0.0.5:8000", "10.0.0.6", "of the form http://host:port"),
         ("http://10.0.0.5:x", "10.0.0.6", "of the form http://host:port"),
+        ("http://10.0.0.1:8000", "0.0.0.0", "set --host to one of them"),
+        ("http://127.0.0.1:8000", "::", "set --host to one of them"),
     ],
 )
 def test_a_server_that_could_not_be_reached_does_not_join(url, host, problem):
@@ -602,6 +714,34 @@ def test_a_request_to_a_server_that_hangs_ends_when_the_pool_finds_it_lost(
     group, _ = roll_out(tokenizer, tmp_path, servers, env_workers=env_workers, during=lose)
     assert [rollout.error for rollout in group] == [None] * 4
     assert sorted(rollout.num_moves for rollout in group) == [0, 0, 1, 1]
+
+
+def test_a_group_that_begins_again_in_another_worker_gets_servers_anew(tmp_path):
+    router, sent = Routing(["a", "b"]), []
+
+    async def main():
+        workers = WorkerPool(1, 8, 60.0)
+        env = RoutedEnvironment(WorkerEnvironment(TroubledEnv(tmp_path), workers), router)
+        workers.workers = [worker := _Worker("env", [], 1.0, 1.0)]
+        worker._starting = asyncio.ensure_future(asyncio.sleep(0))
+
+        def send(message):
+            sent.append(message)
+            reply, on_rollout_end = worker._replies[message["group"]]
+            if len(sent) == 2:
+                assert router.running == {"a": 0, "b": 2}
+                reply.set_result([])
+                return
+            on_rollout_end("a")  # one rollout has ended, and then its server is lost
+            router.report_lost("a")
+            reply.set_exception(WorkerLostError("the worker process ended"))
+
+        worker._send = send
+        await env.run_group("train", 0, 2, "m", {}, 9, Slots(4))
+
+    asyncio.run(main())
+    assert [sorted(message["servers"]) for message in sent] == [["a", "b"], ["b", "b"]]
+    assert router.running == {"a": 0, "b": 0}
 
 
 def test_without_another_server_a_rollout_fails_with_its_error(tokenizer, tmp_path):

@@ -23,6 +23,8 @@ from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
+    RequestRefusedError,
+    ServerLostError,
     find_token,
     generation_key,
     save_token,
@@ -39,6 +41,7 @@ from verifiers_rl.inference.server import (
     flag_error,
     generation_keys,
     paused,
+    read_exactly,
     require,
 )
 from verifiers_rl.inference.vllm_versions import call_engines, layers_without_adapter
@@ -696,14 +699,14 @@ def test_an_engine_that_dies_in_an_update_is_a_lost_server(monkeypatch, fails, d
 
 
 @contextmanager
-def control_server(**args):
+def control_server(routes=WeightSyncRoutes, engine=None, **args):
     """The control routes behind uvicorn, as vLLM starts it; its InferenceClient."""
     app = Starlette()
-    app.add_middleware(WeightSyncRoutes)
+    app.add_middleware(routes)
     config = uvicorn.Config(app, log_level="warning", lifespan="off")
     app.state.server = server = uvicorn.Server(config)
     state = an_app().state
-    app.state.engine_client = state.engine_client
+    app.state.engine_client = engine or state.engine_client
     app.state.args = SimpleNamespace(**{**vars(state.args), **args})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -717,6 +720,201 @@ def control_server(**args):
             client.close()
             assert not thread.is_alive(), "a trainer that holds the server keeps it from ending"
 
+
+# --- Pushes in the body of a request --------------------------------------------------------------
+
+NUM_BYTES = 2**21  # more than one piece
+BODY = bytes(range(256)) * (NUM_BYTES // 256)
+PUSH = {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 5.0}
+
+
+@contextmanager
+def server_of_pushes(num_bytes=NUM_BYTES):
+    """A server with a trainer's connection, for pushes of so many bytes over HTTP; None: over TCP.
+    Its client, and a function that gives its policy version and what its workers have got.
+    """
+    made, got = [], []
+
+    class Engine:
+        errored = False
+        output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
+        vllm_config = config_of(1)
+        core_engines = (0,)
+        engine_core = property(lambda self: self)
+
+        async def _call_utility_async(self, method, *args, engine):
+            if method == "collective_rpc":
+                got.append(args[2][1:])
+            return [None] if method == "collective_rpc" else True
+
+    def connected(app):
+        made.append(WeightSyncRoutes(app))
+        made[0].connection, made[0].policy_version, made[0].body_bytes = "c", 2, num_bytes
+        return made[0]
+
+    with control_server(connected, Engine()) as (client, _):
+        answer_to(client, "GET", "/")  # makes the routes
+        yield client, lambda: (made[0].policy_version, got)
+
+
+def pieces_of(body):
+    return (body[i : i + 2**20] for i in range(0, len(body), 2**20))
+
+
+def test_a_push_in_the_body_of_a_request_reaches_the_workers_and_has_its_version():
+    with server_of_pushes() as (client, state):
+        reply = client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
+        assert reply == {"policy_version": 3}
+        assert state() == (3, [(BODY,)])
+
+
+@pytest.mark.parametrize(
+    ("change", "body", "message"),
+    [
+        ({}, BODY + b"1", "400: a body of 2097153 bytes: this connection's plan has 2097152"),
+        ({}, BODY[:-1], "400: a body of 2097151 bytes"),
+        ({"connection": "d"}, BODY, "400: another trainer has connected"),
+        ({"connection": 5}, BODY, "400: connection=5: must be of type str"),
+        ({"in_flight": "drop"}, BODY, "400: in_flight='drop'"),
+    ],
+)
+def test_a_push_that_is_not_the_announced_one_changes_nothing(change, body, message):
+    with server_of_pushes() as (client, state):
+        with pytest.raises(RequestRefusedError, match=message):
+            client.receive_adapter(PUSH | change, len(body), pieces_of(body), 5.0)
+        assert state() == (2, [])
+
+
+def test_a_push_in_a_body_needs_the_token(monkeypatch):
+    with server_of_pushes() as (client, state):
+        monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
+        with pytest.raises(InferenceServerError, match="401: wrong or missing token"):
+            client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
+        assert state() == (2, [])
+
+
+def test_a_push_takes_the_way_of_its_connection():
+    with (
+        server_of_pushes(None) as (client, _),
+        pytest.raises(RequestRefusedError, match="needs POST /weight_sync/receive"),
+    ):
+        client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
+    with (
+        server_of_pushes() as (client, _),
+        pytest.raises(RequestRefusedError, match="needs POST /weight_sync/adapter"),
+    ):
+        client.receive_weights(PUSH, 5.0)
+
+
+def begin_push(client, timeout_s, headers=f"Content-Length: {NUM_BYTES}\r\n"):
+    """Send the head of a push and the first bytes of its body."""
+    connection = socket.create_connection(("127.0.0.1", client.port), timeout=10)
+    connection.sendall(
+        f"POST /weight_sync/adapter HTTP/1.1\r\nHost: h\r\n{headers}"
+        f"Authorization: Bearer {os.environ[TOKEN_VARIABLE]}\r\n"
+        f"X-Weight-Sync: {json.dumps(PUSH | {'timeout_s': timeout_s})}\r\n\r\n".encode()
+    )
+    connection.sendall(b"100\r\n" + BODY[:256] + b"\r\n")
+    return connection
+
+
+def test_a_trainer_that_leaves_or_hangs_in_a_push_leaves_the_server_as_it_was():
+    with server_of_pushes() as (client, state):
+        begin_push(client, 5.0).close()
+        with begin_push(client, 0.2) as hanging:
+            reply = hanging.recv(2**16)
+            assert b"400 Bad Request" in reply
+            assert b"took longer than 0.2 s (vllm_server_timeout)" in reply
+        assert state() == (2, [])
+        client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
+        assert state() == (3, [(BODY,)])
+
+
+def test_a_body_without_an_announced_length_is_refused():
+    with server_of_pushes() as (client, state):
+        with begin_push(client, 5.0, "Transfer-Encoding: chunked\r\n") as connection:
+            assert b"a body of None bytes" in connection.recv(2**16)
+        assert state() == (2, [])
+
+
+def test_a_body_is_read_up_to_its_announced_length():
+    async def stream():
+        for _ in range(3):
+            yield b"1234"
+        pytest.fail("read on")
+
+    request = SimpleNamespace(stream=stream)
+    with pytest.raises(BadRequest, match="longer than the announced 9 bytes"):
+        asyncio.run(read_exactly(request, 9, 5.0))
+
+
+def test_a_server_that_takes_no_bytes_of_a_push_is_given_up_at_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # and never reads
+        client = InferenceClient("127.0.0.1", listener.getsockname()[1])
+        body = bytes(2**26)  # more than sockets hold
+        start = time.monotonic()
+        with pytest.raises(ServerLostError, match="/weight_sync/adapter"):
+            client.receive_adapter(PUSH, len(body), pieces_of(body), 0.3)
+        assert time.monotonic() - start < 10
+        client.close()
+
+
+ADAPTER = "base_model.model.model.q_proj.lora_"
+
+
+def connect_over_http(monkeypatch, kind="adapter", rows=2):
+    """Ask a server for a connection, and return what its workers were told."""
+    told = []
+
+    class Engine:
+        errored = False
+        vllm_config = config_of(1)
+        core_engines = (0,)
+        engine_core = property(lambda self: self)
+
+        async def _call_utility_async(self, method, *args, engine):
+            told.append(args[2][0])
+            return [None]
+
+    monkeypatch.setattr("verifiers_rl.inference.server.as_served", lambda plan, _: plan)
+    engine, routes = Engine(), WeightSyncRoutes(None)
+    engine.vllm_config.model_config.hf_config = None
+    engine.vllm_config.model_config.dtype = "torch.float32"
+    if kind == "adapter":
+        engine.vllm_config.lora_config = SimpleNamespace(
+            max_lora_rank=2, lora_dtype="torch.float32"
+        )
+    routes.shapes = {"adapter": {"model.q_proj.weight": (5, 3)}, "full": {"x": (1,)}}
+    routes.holder = Holder("first", "n")
+    tensors = [[f"{ADAPTER}A.weight", "float32", [rows, 3]]]
+    tensors += [[f"{ADAPTER}B.weight", "float32", [5, 2]]]
+    if kind == "full":
+        tensors = [["x", "float32", [1]]]
+    plan = {"kind": kind, "tensors": tensors, "bucket_bytes": 8, "adapter": {"r": 2}}
+    request = {"backend": "http", "timeout_s": 1.0, "trainer": "first", "plan": plan}
+    state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}))
+    status, _ = asyncio.run(routes.connect(engine, state, request))
+    assert status == 200 and routes.connection is not None
+    assert routes.body_bytes == 32 + 48  # 2 x 3 and 5 x 2 of 4 bytes, each up to 16 more
+    return told
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_a_connection_over_http_takes_an_adapter_that_fits_the_model_only(monkeypatch):
+    (told,) = connect_over_http(monkeypatch)
+    assert told["backend"] == "http" and "host" not in told
+    with pytest.raises(BadRequest, match=r"lora_A.weight' has shape \[4, 3\], .* has \[2, 3\]"):
+        connect_over_http(monkeypatch, rows=4)
+    monkeypatch.setattr("verifiers_rl.inference.server.MAX_BODY_BYTES", 79)
+    with pytest.raises(
+        BadRequest, match="at most 79 bytes, not adapter weights of 80; set weight_"
+    ):
+        connect_over_http(monkeypatch)
+    with pytest.raises(BadRequest, match=r"weight_sync_backend='http': carries an adapter .*full"):
+        connect_over_http(monkeypatch, "full")
+
+
+# --- Who has the server ---------------------------------------------------------------------------
 
 HOLDER = """
 import multiprocessing, os, sys, time

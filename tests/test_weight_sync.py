@@ -32,6 +32,7 @@ from verifiers_rl.inference.expected import as_served, check_plan, expected_shap
 from verifiers_rl.models import default_target_modules, load_policy
 from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.buckets import receive_buckets, send_buckets
+from verifiers_rl.sync.fan_out import push_to_all
 from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_num_bytes, bucket_views
 from verifiers_rl.sync.sources import (
     Source,
@@ -221,6 +222,16 @@ def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
         list(receive_buckets(plan, Slow(), 0.2))
 
 
+def test_a_transport_over_http_that_was_left_takes_nothing_more():
+    transport = make_transport("http", None, CPU)
+    transport.send(transport.buffer(8))
+    transport.abandon()
+    transport.close()
+    assert transport.take_body()[0] == 0
+    with pytest.raises(RuntimeError, match="was closed"):
+        transport.send(transport.buffer(8))
+
+
 @pytest.mark.parametrize("backend", ["tcp", "nccl"])
 def test_a_transport_may_be_left_again_and_by_two_threads(backend, gloo_for_nccl):
     listener, port = listen()
@@ -262,6 +273,8 @@ def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, gloo_for_nccl):
         ("auto", "gpu-0", ["gpu-0", "gpu-1"], "tcp"),
         ("auto", "gpu-0", [None], "tcp"),
         ("tcp", "gpu-0", ["gpu-1"], "tcp"),
+        ("http", "gpu-0", ["gpu-1"], "http"),
+        ("http", None, [None], "http"),
         ("nccl", "gpu-0", ["gpu-1"], "nccl"),
         ("nccl", "gpu-0", ["gpu-0"], None),
         ("nccl", None, [None], None),
@@ -318,6 +331,98 @@ def sync_with():
     for sync in syncs:
         sync.close()
         sync.client.transport.close()
+
+
+class ClientOverHttp(StubClient):
+    """A server that takes adapters in the bodies of requests."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.got = []
+
+    def status(self):
+        return super().status() | {"lora_dtype": "float32"}
+
+    def connect_weight_sync(self, request, timeout_s):
+        assert request.keys() == {"backend", "timeout_s", "trainer", "plan"}
+        self.plan = TransferPlan.from_json(request["plan"])
+        self.transport = make_transport(request["backend"], None, CPU)
+        return {"connection": "1"}
+
+    def receive_adapter(self, body, num_bytes, pieces, timeout_s):
+        data = b"".join(pieces)
+        assert len(data) == num_bytes
+        self.transport.put_body(data)
+        tensors = [t for bucket in receive_buckets(self.plan, self.transport, 30) for t in bucket]
+        self.got.append((body["policy_version"], dict(tensors)))
+        return {}
+
+
+def test_adapters_travel_over_http_in_bodies_of_several_buckets():
+    model = with_trained_adapter(make_tiny_model())
+    client = ClientOverHttp()
+    sync = WeightSync(client, "http", timeout_s=30, bucket_bytes=1000)
+    for version in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        metrics = sync.push(model, version)
+        assert len(list(client.plan.buckets())) > 2
+        wanted = {name: source.make() for name, source in adapter_sources(model)[0].items()}
+        got_version, got = client.got[-1]
+        assert got_version == version == sync.policy_version and got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert metrics["sync_bytes"] == sum(tensor.nbytes for tensor in wanted.values())
+    sync.close()
+
+
+def test_of_two_servers_over_http_one_that_hangs_is_left_behind():
+    model, clients = with_trained_adapter(make_tiny_model()), [ClientOverHttp(), ClientOverHttp()]
+    is_over = threading.Event()
+    clients[1].receive_adapter = lambda *_: is_over.wait(30)
+    syncs = [WeightSync(client, "http", timeout_s=30) for client in clients]
+    try:
+        first, second = push_to_all(syncs, model, 7, "recompute", stall_s=0.2)
+    finally:
+        is_over.set()
+    assert first is None and isinstance(second, ServerLostError)
+    assert [version for version, _ in clients[0].got] == [7]
+    assert [sync.is_connected for sync in syncs] == [True, False]
+
+
+def test_what_fails_in_a_push_over_http_before_its_request_is_told_as_it_is(monkeypatch):
+    def out_of_memory():
+        raise MemoryError("out of memory while gathering")
+
+    model, client = with_trained_adapter(make_tiny_model()), ClientOverHttp()
+    sync = WeightSync(client, "http", timeout_s=30)
+    sync.connect(model)
+    sources, config = adapter_sources(model)
+    sources = {name: source._replace(make=out_of_memory) for name, source in sources.items()}
+    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, config))
+    with pytest.raises(MemoryError, match="while gathering"):
+        sync.push(model, 0)
+    assert not client.got and sync.policy_version is None and not sync.is_connected
+
+
+@pytest.mark.parametrize("lora_sync", ["full", "merged"])
+def test_all_weights_do_not_travel_over_http(lora_sync):
+    model = make_tiny_model()
+    if lora_sync == "merged":
+        model = with_trained_adapter(model)
+    sync = WeightSync(ClientOverHttp(), "http", "merged", timeout_s=30)
+    with pytest.raises(
+        InferenceServerError, match=r"='http': carries a LoRA adapter only, .*'tcp'"
+    ):
+        sync.push(model, 0)
+
+
+def test_a_body_that_ends_early_is_an_error():
+    transport = make_transport("http", None, CPU)
+    transport.put_body(bytes(20))
+    assert transport.receive(16)().tolist() == [0] * 16
+    with pytest.raises(RuntimeError, match="the body of the push ends 12 bytes early"):
+        transport.receive(16)
 
 
 def test_the_port_of_the_meeting_can_be_chosen(sync_with):
@@ -484,9 +589,10 @@ def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync
 
 
 def test_auto_merges_where_nothing_is_lost_and_the_server_takes_all_weights():
-    def chosen(wanted, dtype, lora_dtype):
-        return choose_lora_sync(wanted, {"dtype": dtype, "lora_dtype": lora_dtype})
+    def chosen(wanted, dtype, lora_dtype, backend="auto"):
+        return choose_lora_sync(wanted, {"dtype": dtype, "lora_dtype": lora_dtype}, backend)
 
+    assert chosen("auto", "float32", None, "http") == "adapter"  # which carries nothing else
     assert chosen("auto", "float32", None) == "merged"
     assert chosen("auto", "float32", "float32") == "adapter"
     assert chosen("auto", "bfloat16", "bfloat16") == "adapter"

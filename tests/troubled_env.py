@@ -127,3 +127,8 @@ class Runner:
 
 def block_the_loop():
     time.sleep(600)
+
+
+def num_letters(completion: str) -> float:
+    """A reward for environments that run in workers, which import this module at once."""
+    return float(len(set(completion)))

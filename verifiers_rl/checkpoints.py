@@ -1,4 +1,4 @@
-"""Checkpoints and the final model: complete or absent, whichever process ends when.
+"""Checkpoints: complete or absent, whichever process ends when; and the final model.
 
     output_dir/_unfinished/checkpoint-N    all ranks write into this folder
                                            one process brings it to the disk
@@ -152,7 +152,6 @@ class Checkpoints(TrainerCallback):
             write()
         finally:
             self.run_dir = None
-        self._saved_step = step
         self._find_best()
         if args.should_save:
             trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
@@ -160,6 +159,7 @@ class Checkpoints(TrainerCallback):
             write_model_card(folder, trainer.model, args, trainer.state, trainer._env)
         target = self._folder / folder.name
         self._finish(folder, partial(put_in_place, folder, target))
+        self._saved_step = step
         if args.should_save:
             self._remove_old()
         if args.push_to_hub and uploads and push_checkpoint(trainer, target):
@@ -219,7 +219,8 @@ class Checkpoints(TrainerCallback):
         trainer.save_model(str(folder), _internal_call=True)
 
         def place() -> None:
-            for path in sorted(folder.iterdir()):
+            # Without its configuration a model is none, so a part of one is not taken for it.
+            for path in sorted(folder.iterdir(), key=lambda p: p.name.endswith("config.json")):
                 put_in_place(path, self._folder / path.name)
             folder.rmdir()
 

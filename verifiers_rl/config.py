@@ -561,9 +561,11 @@ class RLConfig(TrainingArguments):
         "Seconds to wait for the server at the start, for a lost server to come back, and for one "
         "weight sync.",
     )
-    weight_sync_backend: Literal["auto", "nccl", "tcp"] = _option(
+    weight_sync_backend: Literal["auto", "nccl", "tcp", "http"] = _option(
         "auto",
-        "How weights travel: nccl (each side has its own GPUs) or tcp. auto chooses what fits.",
+        "How weights travel: nccl (each side has its own GPUs), tcp, or http (a LoRA adapter, "
+        "in the requests to the server, where its workers cannot reach the trainer). auto chooses "
+        "nccl or tcp.",
     )
     weight_sync_port: Annotated[int, _is_free_or_port] = _option(
         0,
@@ -877,6 +879,24 @@ class RLConfig(TrainingArguments):
             or (self.vllm_server_host, self.vllm_server_port) == ("127.0.0.1", 8000),
             "takes the place of vllm_server_host and vllm_server_port; remove these two",
         )
+        if self.weight_sync_backend == "http":
+            all_travel = {
+                "use_lora=False": not self.use_lora,
+                "lora_sync='merged'": self.lora_sync == "merged",
+                f"lora_modules_to_save={self.lora_modules_to_save}": self.lora_modules_to_save,
+            }
+            reasons = " and ".join(reason for reason, holds in all_travel.items() if holds)
+            check(
+                "weight_sync_backend",
+                not reasons,
+                f"carries a LoRA adapter only, but with {reasons} all weights travel; leave that "
+                "out, or set weight_sync_backend='tcp'",
+            )
+            check(
+                "weight_sync_port",
+                self.weight_sync_port == 0,
+                "without effect with weight_sync_backend='http', where no worker meets the trainer",
+            )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
         for name, options in self.masks().items():

@@ -96,7 +96,7 @@ def connect(
     else:
         client.check_model(policy.config)
     if weight_sync is None:
-        lora_sync = choose_lora_sync(args.lora_sync, status)
+        lora_sync = choose_lora_sync(args.lora_sync, status, args.weight_sync_backend)
         weight_sync = WeightSync(
             client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout,
             port=args.weight_sync_port,
@@ -120,7 +120,7 @@ def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args
     numbers = {client.base_url: number for number, client in enumerate(clients)}
 
     def make_sync(client: InferenceClient) -> WeightSync:
-        lora_sync = choose_lora_sync(args.lora_sync, client.status())
+        lora_sync = choose_lora_sync(args.lora_sync, client.status(), args.weight_sync_backend)
         if client.base_url not in numbers:  # a server that comes again keeps its port
             numbers[client.base_url] = len(numbers)
         port = args.weight_sync_port and args.weight_sync_port + numbers[client.base_url]

@@ -24,7 +24,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -240,8 +240,8 @@ class RLTrainer(SavingTrainer):
             if is_best and self.weight_sync is not None:
                 self.weight_sync.policy_version = None  # the server has the last weights
             self.checkpoints.save_final()  # first, because the server may be lost below
-            with self._gathering():
-                self._retry_when_server_lost(self._sync_weights)
+            with suppress(Interrupted):  # the model is saved; `handled` raises it
+                self._on_server(lambda orchestrator: self._sync_weights())
             if self.args.push_to_hub:
                 self.push_final("End of training")
         return result

@@ -76,15 +76,10 @@ class RoutedEnvironment:
 
         def lose() -> None:
             for lease in list(self._leases):
-                lease.lose(url) if isinstance(lease, GroupLeases) else _lose_if_at(lease, url)
+                lease.lose(url)
 
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(lose)
-
-
-def _lose_if_at(lease: Lease, url: str) -> None:
-    if lease.url == url:
-        lease.lose()
 
 
 def find_other(router: Router, url: str, policy_version: int) -> str | None:
@@ -146,32 +141,41 @@ class RoutedSlots:
                 yield group
             finally:
                 self._leases.discard(group)
-                group.close()
+                group.release_all()
 
 
 class GroupLeases:
     """The servers of a group's rollouts, which run in another process.
 
     Args:
+        num: rollouts in the group.
         end_one: frees the slot of a rollout that has ended.
 
     Attributes:
-        urls: of the servers that its rollouts use; when the group begins, one for each rollout.
-        tell_lost: set by whoever runs the group: tells the process that a server is lost.
+        urls: of the servers that its rollouts use now.
     """
 
     def __init__(
         self, router: Router, policy_version: int, num: int, end_one: Callable[[], None]
     ) -> None:
         self._router, self._policy_version, self._end_one = router, policy_version, end_one
-        self.tell_lost: Callable[[str], None] = lambda url: None
+        self._num, self._tell_lost = num, lambda url: None
         self.urls: list[str] = []
-        try:
-            for _ in range(num):
-                self.urls.append(router.take(policy_version))
-        except BaseException:
-            self.close()
-            raise
+
+    def begin(self, tell_lost: Callable[[str], None]) -> list[str]:
+        """The group begins, perhaps again: return a server for each of its rollouts.
+
+        Args:
+            tell_lost: tells the process that runs the group that a server is lost.
+
+        Raises:
+            ServerLostError: there is no server.
+        """
+        self.release_all()
+        self._tell_lost = tell_lost
+        for _ in range(self._num):
+            self.urls.append(self._router.take(self._policy_version))
+        return list(self.urls)
 
     def __call__(self, url: str | None = None) -> None:
         """A rollout at this server has ended."""
@@ -192,9 +196,9 @@ class GroupLeases:
 
     def lose(self, url: str) -> None:
         if url in self.urls:
-            self.tell_lost(url)
+            self._tell_lost(url)
 
-    def close(self) -> None:
+    def release_all(self) -> None:
         urls, self.urls = self.urls, []
         for url in urls:
             self._router.release(url)

@@ -130,8 +130,7 @@ class _Places:
     def lose(self, url: str) -> None:
         """End what waits for this server, which is lost."""
         for lease in self._leases:
-            if lease.url == url:
-                lease.lose()
+            lease.lose(url)
 
     async def __aexit__(
         self,

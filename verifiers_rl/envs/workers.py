@@ -240,8 +240,6 @@ class WorkerEnvironment:
             "policy_version": policy_version,
         }
         async with slots.several(num_rollouts) as give_one_back:
-            if isinstance(give_one_back, GroupLeases):
-                request["servers"] = list(give_one_back.urls)
             try:
                 group, num_restarts = await self.pool.run_group(request, give_one_back)
             except EnvWorkerError as error:
@@ -384,7 +382,10 @@ class _Worker:
             reply = asyncio.get_running_loop().create_future()
             self._replies[number] = reply, on_rollout_end
             if isinstance(on_rollout_end, GroupLeases):
-                on_rollout_end.tell_lost = lambda url: self._send({"group": number, "lost": url})
+                servers = on_rollout_end.begin(
+                    lambda url: self._send({"group": number, "lost": url})
+                )
+                request = {**request, "servers": servers}
             self._send({"group": number, **request})
             group = await reply
             self.num_deaths = 0

@@ -5,19 +5,21 @@ Rollouts go through `rollout_client.py`.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from verifiers_rl.process.interrupts import raise_if_interrupted
 from verifiers_rl.process.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
+PUSH_HEADER = "X-Weight-Sync"  # of a push over HTTP: JSON, because its body is the weights
 
 
 class InferenceServerError(RuntimeError):
@@ -150,7 +152,6 @@ class InferenceClient:
             try:
                 return self.status()
             except ServerLostError as error:
-                raise_if_interrupted()
                 line.show()
                 if time.monotonic() >= deadline:
                     raise InferenceServerError(
@@ -209,6 +210,22 @@ class InferenceClient:
         """POST /weight_sync/receive; the trainer sends meanwhile."""
         return self._call("POST", "/weight_sync/receive", body, 3 * timeout_s + 60.0)
 
+    def receive_adapter(
+        self, body: dict[str, Any], num_bytes: int, pieces: Iterator[bytes], timeout_s: float
+    ) -> dict[str, Any]:
+        """POST /weight_sync/adapter: as `receive_weights`, and this request carries the push.
+
+        Args:
+            body: of `receive_weights`; it travels in a header.
+            num_bytes, pieces: the push.
+        """
+        headers = {PUSH_HEADER: json.dumps(body), "Content-Length": str(num_bytes)}
+        limits = httpx.Timeout(timeout_s, read=3 * timeout_s + 60.0)
+        reply = self._request(
+            "POST", "/weight_sync/adapter", None, limits, content=pieces, headers=headers
+        )
+        return reply.json()
+
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""
         return self._call("POST", "/v1/completions", body, timeout_s)
@@ -226,17 +243,22 @@ class InferenceClient:
         method: str,
         path: str,
         body: Any = None,
-        timeout_s: float = 30.0,
+        timeout_s: float | httpx.Timeout = 30.0,
         stream: bool = False,
+        content: Iterator[bytes] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> httpx.Response:
-        """Send a request; return its reply if the status is 200, with `stream` once it begins."""
+        """Send a request, with `body` as JSON or with `content` as it is; return its reply if the
+        status is 200, with `stream` once it begins.
+        """
         token = find_token(self.host, self.port)
         request = self._http.build_request(
             method,
             path,
             json=body,
+            content=content,
             timeout=timeout_s,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers={**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})},
         )
         try:
             reply = self._http.send(request, stream=stream)

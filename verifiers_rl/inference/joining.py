@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from urllib.parse import urlsplit
 
 from verifiers_rl.inference.client import LOOPBACK, InferenceClient, InferenceServerError
@@ -28,6 +29,11 @@ def join_error(url: str, host: str) -> str | None:
             f"--join {url}: that trainer may be on another machine, which cannot reach {host}; "
             "set --host to the address at which it reaches this server"
         )
+    if host in ("0.0.0.0", "::"):
+        return (
+            f"--join {url}: --host {host} stands for all addresses of this machine, and is none at "
+            "which the trainer could reach it; set --host to one of them"
+        )
     return None
 
 
@@ -40,12 +46,12 @@ def announce(url: str, host: str, port: int) -> None:
     here = InferenceClient(host, port)
 
     def run() -> None:
-        stop, is_told = threading.Event(), False
+        is_told = False
         while True:
             try:
                 here.status()
             except InferenceServerError:
-                stop.wait(LOOK_S)
+                time.sleep(LOOK_S)
                 continue
             try:
                 there.join(host, port)
@@ -54,6 +60,6 @@ def announce(url: str, host: str, port: int) -> None:
                 is_told = True
             except InferenceServerError as error:
                 logger.warning("--join: %s; trying again in %g s", error, AGAIN_S)
-            stop.wait(AGAIN_S)
+            time.sleep(AGAIN_S)
 
     threading.Thread(target=run, name="join", daemon=True).start()

@@ -41,17 +41,21 @@ class Lease:
         self._find_other = find_other
         self._requests: set[asyncio.Timeout] = set()
 
-    def lose(self) -> None:
-        """Mark the server as lost, and end the requests that wait for it. On the event loop."""
+    def lose(self, url: str) -> None:
+        """If the server at this URL is the rollout's, mark it as lost, and end the requests that
+        wait for it. On the event loop.
+        """
+        if url != self.url:
+            return
         self.is_lost = True
         for request in self._requests:
             if not request.expired():
                 request.reschedule(asyncio.get_running_loop().time())
 
     def fail(self) -> None:
-        """Do as `lose`, and let the rollout begin again."""
+        """Mark the server as lost, and let the rollout begin again."""
         self.has_failed = True
-        self.lose()
+        self.lose(self.url)
 
     @contextmanager
     def watching(self, request: asyncio.Timeout) -> Iterator[None]:

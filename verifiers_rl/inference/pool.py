@@ -128,11 +128,12 @@ class ReplicaPool:
 
     def _any_sync(self) -> Any:
         """Return that of a replica that serves, or else of one that answers."""
-        able = [one for one in self.replicas if one.state != State.DEAD]
-        able.sort(key=lambda one: one.state != State.SERVING)
-        if not able:
-            raise ServerLostError(f"none of the servers answers: {self._describe()}")
-        return able[0].sync
+        with self._lock:  # another thread may lose one meanwhile
+            able = [one for one in self.replicas if one.state != State.DEAD]
+            able.sort(key=lambda one: one.state != State.SERVING)
+            if able:
+                return able[0].sync
+        raise ServerLostError(f"none of the servers answers: {self._describe()}")
 
     def push(
         self, model: Any, policy_version: int, in_flight: Literal["recompute", "keep"]
@@ -151,17 +152,18 @@ class ReplicaPool:
         """
         start = time.monotonic()
         self._take_in_joined()
-        pushed = [one for one in self.replicas if one.state != State.DEAD]
+        with self._lock:  # another thread may lose one meanwhile
+            pushed = [(one, one.sync) for one in self.replicas if one.state != State.DEAD]
         if not pushed:
             raise ServerLostError(f"none of the servers answers: {self._describe()}")
-        syncs = [one.sync for one in pushed]
+        syncs = [sync for _, sync in pushed]
         try:
             errors = self._push_to_all(syncs, model, policy_version, in_flight)
         except BaseException:
             self.policy_version = None
             raise
         num_bytes = 0.0
-        for replica, sync, error in zip(pushed, syncs, errors, strict=True):
+        for (replica, sync), error in zip(pushed, errors, strict=True):
             is_first = not any(one.has_served for one in self.replicas)
             if error is not None and is_first and not isinstance(error, ServerLostError):
                 raise error  # at the start, what is wrong with a server is the user's to mend
@@ -170,12 +172,14 @@ class ReplicaPool:
                 continue
             num_bytes += sync.plan.num_bytes
             with self._lock:
-                if replica.sync is not sync:
-                    continue  # lost meanwhile
-                replica.policy_version = policy_version
-                if replica.state == State.JOINING:
-                    replica.state = State.SYNCED
-            self._begin_to_serve(replica, model)
+                if is_ours := replica.sync is sync:
+                    replica.policy_version = policy_version
+                    if replica.state == State.JOINING:
+                        replica.state = State.SYNCED
+            if is_ours:
+                self._begin_to_serve(replica, sync, model)
+            else:  # lost meanwhile
+                sync.close()  # what it has connected anew would keep its successor out
         num_serving = sum(one.state == State.SERVING for one in self.replicas)
         if not num_serving:
             self.policy_version = None
@@ -205,14 +209,17 @@ class ReplicaPool:
                 logger.warning("the server at %s joins the run", new.url)
                 with self._lock:
                     self.replicas = [*self.replicas, new]
-                self._look_for(new)
+                try:
+                    self._look_for(new)
+                except InferenceServerError as error:  # the run goes on without it
+                    logger.warning("the server at %s cannot be used: %s", new.url, error)
 
-    def _begin_to_serve(self, replica: Replica, model: Any) -> None:
+    def _begin_to_serve(self, replica: Replica, sync: Any, model: Any) -> None:
         """Compare the logprobs of a replica that is new, then let it serve."""
         if replica.state != State.SYNCED:
             return
         try:
-            name = replica.sync.model_name
+            name = sync.model_name
             if name != self.model_name:
                 raise InferenceServerError(
                     f"the server at {replica.url} serves {name!r}, another one serves "
@@ -224,11 +231,11 @@ class ReplicaPool:
             is_first = not any(one.has_served for one in self.replicas)
             if is_first and not isinstance(error, ServerLostError):
                 raise
-            self._lose(replica, replica.sync, str(error))
+            self._lose(replica, sync, str(error))
             return
         with self._lock:
-            replica.is_checked = True
-            if replica.state == State.SYNCED:
+            if replica.state == State.SYNCED and replica.sync is sync:
+                replica.is_checked = True
                 replica.state, replica.has_served = State.SERVING, True
 
     def check_server(self) -> None:
@@ -415,11 +422,14 @@ class ReplicaPool:
             return
         sync = self._make_sync(replica.client)
         with self._lock:
+            if replica.state != State.DEAD:
+                return  # another thread has found it meanwhile
             replica.sync, replica.state = sync, State.JOINING
         if self.policy_version is not None:
             logger.warning(
-                "the server at %s is back; it gets the weights with the next push", replica.url
-            )
+                "the server at %s answers%s; it gets the weights with the next push",
+                replica.url, " again" if replica.has_served else "",
+            )  # fmt: skip
 
     def _lose(self, replica: Replica, sync: Any, reason: str) -> None:
         """Leave out a replica, unless it is another one by now than the caller has looked at."""

@@ -1,13 +1,14 @@
 """`vf-vllm`: vLLM's own OpenAI server with weight sync switched on.
 
 All of vLLM's flags pass through. vf-vllm adds logprobs as sampled (`processed_logprobs`), a worker
-extension that receives weights, four control routes that need the run's token, and one route for
+extension that receives weights, control routes that need the run's token, and one route for
 chats. It listens on 127.0.0.1 unless told otherwise.
 
     POST /weight_sync/hold      the server belongs to this trainer until the connection ends
     POST /weight_sync/connect   meet the trainer's transport
     POST /weight_sync/receive   take one push, then drop cached prefixes
                                 and set the policy version
+    POST /weight_sync/adapter   the same; the push is the body of this request
     POST /weight_sync/join      another server wants to take part in the trainer's run
     GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
 
@@ -44,7 +45,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint
-from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
+from verifiers_rl.inference.client import LOOPBACK, PUSH_HEADER, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.joining import announce, join_error
@@ -52,7 +53,13 @@ from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
 from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.process.limits import raise_open_files
-from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan, needs_lora_flag
+from verifiers_rl.sync.plan import (
+    ADAPTER_NAME,
+    TransferPlan,
+    bucket_num_bytes,
+    needs_lora_flag,
+)
+from verifiers_rl.sync.transports.http import MAX_BODY_BYTES
 from verifiers_rl.sync.transports.meeting import OthersLeftError
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
@@ -122,6 +129,7 @@ class WeightSyncRoutes:
         self.policy_version: int | None = None
         self.holder: Holder | None = None
         self.connection: str | None = None
+        self.body_bytes: int | None = None  # of each push of this connection, if it is HTTP's
         self.gpus: list[str | None] | None = None
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by kind of plan
         self.in_flight = InFlight()
@@ -288,6 +296,8 @@ class WeightSyncRoutes:
                 body = await json_of(request)
                 async with self.lock:
                     return await self.receive(engine, body)
+            if route == ("POST", "/weight_sync/adapter"):
+                return await self.receive_adapter(engine, request)
         except BadRequest as error:
             return 400, {"error": str(error)}
         except WorkerError as error:
@@ -381,17 +391,19 @@ class WeightSyncRoutes:
 
         from verifiers_rl.inference.worker import ADAPTER_ID
 
-        require(body, host=str, port=int, secret=str, world_size=int, backend=str)
-        require(body, timeout_s=float, plan=dict, trainer=str)
-        if body["backend"] not in ("nccl", "tcp"):
-            raise BadRequest(f"backend={body['backend']!r}: must be nccl or tcp")
+        require(body, backend=str, timeout_s=float, plan=dict, trainer=str)
+        is_http = body["backend"] == "http"
+        if not is_http:
+            require(body, host=str, port=int, secret=str, world_size=int)
+            if body["backend"] not in ("nccl", "tcp"):
+                raise BadRequest(f"backend={body['backend']!r}: must be nccl, tcp or http")
         try:
             plan = TransferPlan.from_json(body["plan"])
         except ValueError as error:
             raise BadRequest(error) from error
         config, lora = engine.vllm_config, engine.vllm_config.lora_config
         world_size = 1 + config.parallel_config.world_size_across_dp
-        if body["world_size"] != world_size:
+        if not is_http and body["world_size"] != world_size:
             raise BadRequest(
                 f"world_size={body['world_size']}: must be {world_size}, the trainer and the "
                 "server's workers"
@@ -411,12 +423,19 @@ class WeightSyncRoutes:
             check_plan(plan, self.shapes[plan.kind], str(dtype).removeprefix("torch."))
         except ValueError as error:
             raise BadRequest(error) from error
+        num_bytes = sum(bucket_num_bytes(bucket) for bucket in plan.buckets())
+        if is_http and (plan.kind != "adapter" or num_bytes > MAX_BODY_BYTES):
+            raise BadRequest(
+                f"weight_sync_backend='http': carries an adapter of at most {MAX_BODY_BYTES:,} "
+                f"bytes, not {plan.kind} weights of {num_bytes:,}; set weight_sync_backend='tcp'"
+            )
         plan = await asyncio.to_thread(as_served, plan, config.model_config.hf_config)
         body = {**body, "plan": asdict(plan)}
         self.connection = self.policy_version = None  # of a previous trainer
         async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():
             await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
         self.connection = secrets.token_hex(8)
+        self.body_bytes = num_bytes if is_http else None
         if plan.kind == "adapter":
             # The name by which requests reach the adapter.
             # The path is never read: the tensors come from memory.
@@ -425,7 +444,27 @@ class WeightSyncRoutes:
             )
         return 200, {"connection": self.connection}
 
-    async def receive(self, engine: Any, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async def receive_adapter(self, engine: Any, request: Any) -> tuple[int, dict[str, Any]]:
+        """Take a push that is the body of this request. Nothing changes until all of it is here."""
+        body = json_object(request.headers.get(PUSH_HEADER, "").encode())
+        if refusal := self.refusal_of_push(body, carries=True):
+            return refusal
+        length, wanted = request.headers.get("content-length"), self.body_bytes or 0
+        if length != str(wanted):
+            raise BadRequest(f"a body of {length} bytes: this connection's plan has {wanted}")
+        data = await read_exactly(request, wanted, body["timeout_s"])
+        async with self.lock:
+            return await self.receive(engine, body, data)
+
+    def refusal_of_push(self, body: Any, carries: bool) -> tuple[int, dict[str, Any]] | None:
+        """Return the reply to a push that this connection does not take, else None.
+
+        Args:
+            carries: its request carries the weights.
+
+        Raises:
+            BadRequest: the request is wrong.
+        """
         require(body, connection=str, policy_version=int, in_flight=str, timeout_s=float)
         if self.connection is None:
             return 409, {"error": "no trainer is connected: POST /weight_sync/connect first"}
@@ -433,6 +472,17 @@ class WeightSyncRoutes:
             raise BadRequest("another trainer has connected; give each run a server of its own")
         if body["in_flight"] not in ("recompute", "keep"):
             raise BadRequest(f"in_flight={body['in_flight']!r}: must be recompute or keep")
+        if carries != (self.body_bytes is not None):
+            route = "receive" if carries else "adapter"
+            raise BadRequest(f"the backend of this connection needs POST /weight_sync/{route}")
+        return None
+
+    async def receive(
+        self, engine: Any, body: dict[str, Any], data: bytes | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """Let the workers take one push, or this one if `data` has it."""
+        if refusal := self.refusal_of_push(body, carries=data is not None):
+            return refusal
         # Requests may be running. They are frozen during the swap and continue on the new weights.
         running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
         freezes = running or steps_together(engine)
@@ -442,7 +492,8 @@ class WeightSyncRoutes:
             async with paused(engine, timeout_s) if freezes else nullcontext():
                 await self.in_flight.all_counted(COUNT_DEADLINE_S)
                 self.policy_version = None  # two versions are mixed until the load is done
-                await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s)
+                carried = () if data is None else (data,)
+                await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s, *carried)
                 await self.drop_caches(engine, running, body["in_flight"] == "recompute")
                 self.policy_version = body["policy_version"]
                 self.in_flight.swap(self.policy_version)
@@ -522,6 +573,32 @@ async def json_of(request: Any) -> Any:
         raise BadRequest(f"the body is not JSON: {error}") from error
     except TimeoutError as error:
         raise BadRequest(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from error
+
+
+async def read_exactly(request: Any, num_bytes: int, timeout_s: float) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        BadRequest: it is longer or shorter, or has not arrived in time.
+    """
+    from starlette.requests import ClientDisconnect
+
+    data = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > num_bytes:
+                    raise BadRequest(f"the body is longer than the announced {num_bytes} bytes")
+    except ClientDisconnect as error:
+        raise BadRequest("the trainer left before all of the push was here") from error
+    except TimeoutError as error:
+        raise BadRequest(
+            f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
+        ) from error
+    if len(data) < num_bytes:
+        raise BadRequest(f"the body is shorter than the announced {num_bytes} bytes")
+    return bytes(data)
 
 
 async def disconnected(receive: Any) -> None:

@@ -26,6 +26,7 @@ from verifiers_rl.inference.vllm_versions import (
 from verifiers_rl.sync.buckets import receive_buckets
 from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.transports import Meeting, Transport, gpu_uuid, make_transport
+from verifiers_rl.sync.transports.http import BodyTransport
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +113,11 @@ class WeightSyncWorker:
         """Meet the trainer and remember what it will send. Return an error's text, or None."""
         return self._error_of(lambda: self._connect(request))
 
-    def weight_sync_receive(self, timeout_s: float) -> str | None:
-        """Receive one push and load it. Return an error's text, or None."""
-        return self._error_of(lambda: self._receive(timeout_s))
+    def weight_sync_receive(self, timeout_s: float, body: bytes | None = None) -> str | None:
+        """Receive one push, or take it from the body of a request, and load it. Return an error's
+        text, or None.
+        """
+        return self._error_of(lambda: self._receive(timeout_s, body))
 
     def _error_of(self, work: Callable[[], None]) -> str | None:
         """Return the error of `work` as text, or None. It is not raised: vLLM would take the first
@@ -151,24 +154,26 @@ class WeightSyncWorker:
         parallel = self.vllm_config.parallel_config
         # data_parallel_rank is 0 in all engines of a model without experts.
         rank = 1 + parallel.data_parallel_index * parallel.world_size + self.rank
-        self._weight_sync_transport = make_transport(
-            request["backend"],
-            Meeting(
+        meeting = None
+        if request["backend"] != "http":
+            meeting = Meeting(
                 request["host"],
                 request["port"],
                 request["secret"],
                 rank,
                 request["world_size"],
                 request["timeout_s"],
-            ),
-            self.device,
-        )
+            )
+        self._weight_sync_transport = make_transport(request["backend"], meeting, self.device)
 
-    def _receive(self, timeout_s: float) -> None:
-        if self._weight_sync_transport is None:
+    def _receive(self, timeout_s: float, body: bytes | None) -> None:
+        transport = self._weight_sync_transport
+        if transport is None:
             raise RuntimeError("the last push failed here; connect again")
+        if body is not None and isinstance(transport, BodyTransport):
+            transport.put_body(body)
         plan = self._weight_sync_plan
-        buckets = receive_buckets(plan, self._weight_sync_transport, timeout_s)
+        buckets = receive_buckets(plan, transport, timeout_s)
         with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
             if plan.kind == "adapter":
                 self._load_adapter(plan, buckets)

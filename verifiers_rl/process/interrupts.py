@@ -2,7 +2,8 @@
 
     a signal ──► noted at once; a line says what happens next
                  raised as `Interrupted` where the weights next are those of a whole step
-    a second ──► the process ends at once, also while C code holds the main thread
+    a second ──► the process ends at once, also while C code holds the main thread (one that comes
+                 within a second is taken for the first)
 
 Handlers raise nothing, so no code of a step or a checkpoint is broken off anywhere else.
 """
@@ -22,6 +23,7 @@ from typing import Protocol
 # Launchers pass on what the terminal or the scheduler has sent to the ranks already. So a further
 # signal in this time after the first one is the same one.
 SAME_S = 1.0
+_NO_SIGNAL = 0  # tells the listener to end
 EXIT_S = 120.0  # deadline for rank 0 to close its files and its environment; the others wait for it
 
 
@@ -139,16 +141,28 @@ class Interrupts:
         # Python's own handlers run between two bytecodes of the main thread, so not while it waits
         # in C for another rank. The number of a signal goes through this pipe at once.
         pipe_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+        def stop_noting() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(pipe_before)
+
+        def stop_in_child() -> None:
+            stop_noting()
+            os.close(writing)
+
+        global _stop_in_child
+        stop_before, _stop_in_child = _stop_in_child, stop_in_child
         try:
             for number in before:
                 signal.signal(number, self._note)
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(pipe_before)
-            os.close(writing)
+            stop_noting()
+            _stop_in_child = stop_before
+            os.write(writing, bytes([_NO_SIGNAL]))
             listener.join()
+            os.close(writing)
             os.close(reading)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -156,8 +170,7 @@ class Interrupts:
 
     def _listen(self, pipe: int, numbers: set[int]) -> None:
         first_s: float | None = None
-        while came := os.read(pipe, 1):
-            number = came[0]
+        while (number := os.read(pipe, 1)[0]) != _NO_SIGNAL:
             if number not in numbers:
                 continue
             if first_s is None:
@@ -176,6 +189,18 @@ class Interrupts:
 
 
 _active: Interrupts | None = None  # that of the run in this process
+_stop_in_child: Callable[[], None] | None = None
+
+
+def _let_go_in_child() -> None:
+    """A forked process, such as one of an environment's pool, has handlers of its own: a signal to
+    it is none to the run, and ends it.
+    """
+    if _stop_in_child is not None:
+        _stop_in_child()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def raise_if_interrupted() -> None:

@@ -37,7 +37,10 @@ class WaitingLine:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def show(self) -> None:
-        """Update the line; call this about once a second."""
+        """Update the line; call this about once a second. Raises Interrupted if a signal asks the
+        run to end.
+        """
+        raise_if_interrupted()
         waited_s = time.monotonic() - self._start
         if waited_s < self._next_s:
             return
@@ -63,6 +66,5 @@ def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str
         while (left_s := deadline - time.monotonic()) > 0:
             if wait([future], timeout=min(left_s, LOOK_S)).done:
                 return future.result()
-            raise_if_interrupted()
             line.show()
     raise TimeoutError

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from verifiers_rl.inference import InferenceServerError, ServerLostError
+from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.sync.buckets import SharedBuckets
 from verifiers_rl.sync.gather import announced
 from verifiers_rl.sync.sources import what_to_send
@@ -98,11 +99,14 @@ def _on_each(
             done[i] = error
             changed.notify_all()
 
+    def describe() -> str:
+        return f"weights to reach the servers: {len(done)} of {len(indices)}"
+
     start, deadline = time.monotonic(), None
     for i in indices:
         threading.Thread(target=run, args=(i,), name="weight-sync", daemon=True).start()
     try:
-        with changed:
+        with WaitingLine(describe) as line, changed:
             while len(done) < len(indices):
                 now = time.monotonic()
                 if deadline is None and None in done.values():
@@ -110,8 +114,9 @@ def _on_each(
                 if deadline is not None and now > deadline:
                     break
                 changed.wait(1.0 if deadline is None else max(min(deadline - now, 1.0), 0.01))
+                line.show()
             ended = dict(done)
-    except BaseException:  # Ctrl-C
+    except BaseException:  # a signal
         for i in indices:
             syncs[i].forget_server()
         raise

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Backend = Literal["nccl", "tcp"]
+Backend = Literal["nccl", "tcp", "http"]
 
 
 ADAPTER_NAME = "policy"

@@ -186,15 +186,16 @@ class _Parts:
 
 
 def choose_lora_sync(
-    wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any]
+    wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any], backend: str
 ) -> Literal["adapter", "merged"]:
     """Return what is sent with LoRA, to a server of this status. One that was started with
-    --enable-lora takes adapters only.
+    --enable-lora takes adapters only, and the backend "http" carries adapters only.
     """
     if wanted != "auto":
         return wanted
     is_exact = status["dtype"] == "float32"
-    return "merged" if is_exact and status["lora_dtype"] is None else "adapter"
+    takes_all = status["lora_dtype"] is None and backend != "http"
+    return "merged" if is_exact and takes_all else "adapter"
 
 
 def what_to_send(

@@ -10,7 +10,8 @@
 The transport is NCCL between GPUs, TCP elsewhere. Tensors travel packed in buckets of a bounded
 size, and each tensor is gathered, merged and cast when its bucket is packed. So the number of
 messages follows from the bytes, not from the number of tensors, and the extra memory does not grow
-with the model. With LoRA the adapter alone travels, or the merged weights.
+with the model. With LoRA the adapter alone travels, or the merged weights. Where workers cannot
+reach the trainer there is no meeting: the request that announces an adapter carries it (HTTP).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from verifiers_rl.sync.plan import (
 )
 from verifiers_rl.sync.sources import Source, what_to_send
 from verifiers_rl.sync.transports import Meeting, Transport, gpu_uuid, make_transport
+from verifiers_rl.sync.transports.http import BodyTransport
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def _own_address(peer: str) -> str:
 
 
 def choose_backend(
-    wanted: Literal["auto", "nccl", "tcp"], own: str | None, workers: Sequence[str | None]
+    wanted: Literal["auto", "nccl", "tcp", "http"], own: str | None, workers: Sequence[str | None]
 ) -> Backend:
     """Choose the transport between this GPU and the workers' GPUs (uuids; None for a CPU).
 
@@ -83,7 +85,8 @@ class WeightSync:
 
     Args:
         client: HTTP to the server.
-        backend: "nccl", "tcp", or "auto" for what the GPUs on both sides allow.
+        backend: "nccl", "tcp", or "auto" for what the GPUs on both sides allow; "http" sends an
+            adapter in the requests to the server.
         lora_sync: for a PEFT model, send the "adapter" or the "merged" weights.
         timeout_s: deadline of the meeting and of one push.
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
@@ -94,7 +97,7 @@ class WeightSync:
     def __init__(
         self,
         client: InferenceClient,
-        backend: Literal["auto", "nccl", "tcp"] = "auto",
+        backend: Literal["auto", "nccl", "tcp", "http"] = "auto",
         lora_sync: Literal["adapter", "merged"] = "adapter",
         timeout_s: float = 300.0,
         bucket_bytes: int = 16 * 2**20,
@@ -158,29 +161,26 @@ class WeightSync:
         )
         device = next(model.parameters()).device
         backend = choose_backend(self.backend, gpu_uuid(device), status["gpus"])
-        address = _own_address(self.client.host)
-        # Bound to one address and a free port: two runs never collide, and loopback stays loopback.
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            listener = socket.create_server((address, self.port), family=family, backlog=128)
-        except OSError as error:
-            raise InferenceServerError(
-                f"cannot listen on {address}:{self.port} for the server's workers: "
-                f"{error.strerror}; set weight_sync_port to another port, or to 0"
-            ) from error
-        port = listener.getsockname()[1]
-        world_size = 1 + status["world_size"]
-        meeting = Meeting(address, port, new_secret(), 0, world_size, self.timeout_s)
         request = {
-            "host": address,
-            "port": port,
-            "secret": meeting.secret,
-            "world_size": world_size,
             "backend": backend,
             "timeout_s": self.timeout_s,
             "trainer": self._trainer,
             "plan": asdict(self._plan),
         }
+        meeting = listener = None
+        if backend != "http":
+            listener = self._listen()
+            host, port = listener.getsockname()[:2]
+            world_size = 1 + status["world_size"]
+            meeting = Meeting(host, port, new_secret(), 0, world_size, self.timeout_s)
+            request |= {"host": host, "port": port}
+            request |= {"secret": meeting.secret, "world_size": world_size}
+        elif not adapter:
+            raise InferenceServerError(
+                "weight_sync_backend='http': carries a LoRA adapter only, but all weights of this "
+                "model travel; train a plain adapter with lora_sync='adapter', or set "
+                "weight_sync_backend='tcp'"
+            )
 
         def meet() -> Transport:
             try:
@@ -200,6 +200,19 @@ class WeightSync:
             backend,
             status["world_size"],
         )
+
+    def _listen(self) -> socket.socket:
+        """Listen for the server's workers."""
+        address = _own_address(self.client.host)
+        # Bound to one address and a free port: two runs never collide, and loopback stays loopback.
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, self.port), family=family, backlog=128)
+        except OSError as error:
+            raise InferenceServerError(
+                f"cannot listen on {address}:{self.port} for the server's workers: "
+                f"{error.strerror}; set weight_sync_port to another port, or to 0"
+            ) from error
 
     def push(
         self,
@@ -257,12 +270,19 @@ class WeightSync:
             "in_flight": in_flight,
             "timeout_s": self.timeout_s,
         }
+
+        def announce() -> dict[str, Any]:
+            return self.client.receive_weights(body, self.timeout_s)
+
+        def announce_and_carry(transport: BodyTransport) -> dict[str, Any]:
+            send_all(transport)  # keeps all buckets for the request
+            return self.client.receive_adapter(body, *transport.take_body(), self.timeout_s)
+
         try:
-            self._together(
-                lambda: self.client.receive_weights(body, self.timeout_s),
-                lambda: send_all(transport),
-                give_up=transport.close,
-            )
+            if isinstance(transport, BodyTransport):
+                self._together(partial(announce_and_carry, transport), lambda: None)
+            else:
+                self._together(announce, partial(send_all, transport), transport.close)
         except BaseException:  # Ctrl-C too: close() must not wait for an unfinished push
             self.forget_server()
             raise

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verifiers_rl.sync.plan import Backend
+from verifiers_rl.sync.transports.http import BodyTransport
 from verifiers_rl.sync.transports.meeting import GuestStore, HostStore, host_meeting, join_meeting
 from verifiers_rl.sync.transports.nccl import ProcessGroupTransport
 from verifiers_rl.sync.transports.tcp import SocketTransport
@@ -55,18 +56,21 @@ class Meeting(NamedTuple):
 
 def make_transport(
     backend: Backend,
-    meeting: Meeting,
+    meeting: Meeting | None,
     device: torch.device,
     listener: socket.socket | None = None,
 ) -> Transport:
     """Meet the other ranks. Rank 0 is the trainer, and waits for the workers on `listener`.
 
     Args:
+        meeting: None for "http", which has none.
         device: of this process's model.
 
     Raises:
         RuntimeError: the other ranks did not come, or went away.
     """
+    if meeting is None:
+        return BodyTransport()
     timeout_s, world_size = meeting.timeout_s, meeting.world_size
     if listener is not None:
         connections = host_meeting(listener, world_size - 1, meeting.secret, timeout_s)

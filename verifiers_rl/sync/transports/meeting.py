@@ -123,7 +123,10 @@ def join_meeting(host: str, port: int, rank: int, secret: str, timeout_s: float)
     try:
         connection = socket.create_connection((host, port), timeout_s)
     except OSError as error:
-        raise MeetingError(f"no trainer at {host}:{port}: {error}") from error
+        raise MeetingError(
+            f"no trainer at {host}:{port}: {error}. If the server's machine cannot connect to the "
+            "trainer's, weight_sync_backend='http' carries an adapter"
+        ) from error
     try:
         connection.settimeout(min(timeout_s, _HANDSHAKE_S))
         _check_trainer(connection, rank, secret)

@@ -34,6 +34,8 @@ ERRORS_ARE_OURS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would ask the store from a thread of torch's own
 }
 
+_making = threading.Lock()  # servers are met at the same time, and have one environment
+
 
 def make_nccl_group(store: HostStore | GuestStore, rank: int, world_size: int) -> Any:
     """Make a process group, apart from torch's default group. It connects at its first message."""
@@ -41,7 +43,7 @@ def make_nccl_group(store: HostStore | GuestStore, rank: int, world_size: int) -
 
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = GROUP_TIMEOUT
-    with _environment(ERRORS_ARE_OURS):
+    with _making, _environment(ERRORS_ARE_OURS):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

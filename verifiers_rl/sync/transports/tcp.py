@@ -29,7 +29,7 @@ class SocketTransport:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def send(self, buffer: Tensor) -> None:
-        view = _bytes_of(buffer)
+        view = bytes_of(buffer)
         sending = [self._start(connection.sendall, view) for connection in self._connections]
         wait(sending)
         for one in sending:
@@ -37,7 +37,7 @@ class SocketTransport:
 
     def receive(self, num_bytes: int) -> Callable[[], Tensor]:
         buffer = self.buffer(num_bytes)
-        coming = self._start(receive_into, self._connections[0], _bytes_of(buffer))
+        coming = self._start(receive_into, self._connections[0], bytes_of(buffer))
 
         def wait_for_it() -> Tensor:
             self._result(coming)
@@ -66,7 +66,7 @@ class SocketTransport:
         self._threads.shutdown(wait=False)
 
 
-def _bytes_of(buffer: Tensor) -> memoryview:
+def bytes_of(buffer: Tensor) -> memoryview:
     """View the memory of a uint8 tensor on the CPU, for sockets."""
     array: Any = buffer.numpy()  # numpy's types lack the buffer protocol
     return memoryview(array)
