@@ -32,7 +32,7 @@ def test_lines_are_names_and_values(tmp_path):
     later = tmp_path / "later.env"
     later.write_text("KEY=z\r\n")
     with file.open("a") as lines:
-        lines.write("R=\"a # b\" # judge\nS='c'# d\nT=\"e\"f # g\nU=\"h\" 'i'\n")
+        lines.write('R="a # b" # judge\nS=\'c\'# d\nT="e"f # g\nU="h" \'i\'\n')
     values = {"SEARCH": "abc=def", "KEY": "x # y", "EMPTY": "", "Q": "a b"}
     values |= {"R": "a # b", "S": "c", "T": '"e"f', "U": "\"h\" 'i'"}
     assert read_env_files([file]) == values

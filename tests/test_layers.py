@@ -93,7 +93,8 @@ def test_items_of_an_array_have_numbers_on_the_command_line(compose):
     [
         ("10", 10), ("1e-5", 1e-5), ("true", True), ('"10"', "10"), ("[1, 2]", [1, 2]),
         ("{a = 1}", {"a": 1}), ('{"a": 1}', {"a": 1}), ('["a"]', ["a"]), ("word", "word"),
-        ("True", True), ("False", False), ("org/model", "org/model"), ("a = 1", "a = 1"), ("1\nb = 2", "1\nb = 2"), ("", ""),
+        ("True", True), ("False", False), ("org/model", "org/model"), ("a = 1", "a = 1"),
+        ("1\nb = 2", "1\nb = 2"), ("", ""),
     ],
 )  # fmt: skip
 def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
@@ -128,8 +129,11 @@ def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
         ("gradient_masks none", "gradient_masks", None),
         ("gradient_masks {}", "gradient_masks", {}),
         ("run_name True", "run_name", "True"),
-        ("chat_template_kwargs.enable_thinking False", "chat_template_kwargs",
-         {"enable_thinking": False}),
+        (
+            "chat_template_kwargs.enable_thinking False",
+            "chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
         ("max_steps ten", "max_steps", "ten"),  # refused later, as it stands
     ],
 )
@@ -146,14 +150,14 @@ def test_a_value_of_the_command_line_has_the_type_of_its_option(compose, words, 
 
 
 def test_a_whole_table_of_the_command_line_replaces_and_its_keys_merge(compose):
-    text = BASE + "gradient_masks = { icepop = {} }\n"
+    text = BASE + "gradient_masks = { ipo = {} }\n"
     for words, masks, loss_args in (
         ("gradient_masks={}", {}, {"eps_high": 3.0}),
-        ("loss_args={} loss=ppo", {"icepop": {}}, {}),
-        ("loss_args=none loss=ppo", {"icepop": {}}, None),
-        ('loss_args={"eps":2}', {"icepop": {}}, {"eps": 2}),
-        ('loss_args={"eps":2} loss_args.beta=1', {"icepop": {}}, {"eps": 2, "beta": 1}),
-        ("loss_args.beta=1", {"icepop": {}}, {"eps_high": 3.0, "beta": 1}),
+        ("loss_args={} loss=ppo", {"ipo": {}}, {}),
+        ("loss_args=none loss=ppo", {"ipo": {}}, None),
+        ('loss_args={"eps":2}', {"ipo": {}}, {"eps": 2}),
+        ('loss_args={"eps":2} loss_args.beta=1', {"ipo": {}}, {"eps": 2, "beta": 1}),
+        ("loss_args.beta=1", {"ipo": {}}, {"eps_high": 3.0, "beta": 1}),
     ):
         config = compose(text, words=[f"--trainer.args.{word}" for word in words.split()])
         check_trainer_args(config)

@@ -3,7 +3,8 @@
     vf-rl @ base.toml @ mine.toml --trainer.args.max_steps 10
 
 A later layer wins. Tables are merged key by key; everything else, lists and [[env]] too, is
-replaced, and so is a table that the command line gives as a whole. Each value keeps where it is from, for the errors about it.
+replaced, and so is a table that the command line gives as a whole. Each value keeps where it is
+from, for the errors about it.
 """
 
 from __future__ import annotations
@@ -216,9 +217,11 @@ def merge(below: Tree, above: Tree) -> Tree:
     merged = copy.copy(below)  # of its class
     for key, later in above.items():
         earlier = below.get(key)
-        if not (isinstance(later, dict) and isinstance(earlier, dict)):
-            merged[key] = later
-        elif isinstance(later, Tables | Whole):
+        if (
+            not isinstance(later, dict)
+            or not isinstance(earlier, dict)
+            or isinstance(later, Tables | Whole)
+        ):
             merged[key] = later
         elif not isinstance(earlier, Tables):
             merged[key] = merge(earlier, later)

@@ -49,8 +49,9 @@ def is_secret_key(key: str, value: object) -> bool:
         return True
     if isinstance(value, list):
         return any(is_secret_key(key, item) for item in value)
-    is_text = isinstance(value, str)
-    return is_text and bool(_SECRET_VALUE.search(value) or _PASSWORD_IN_URL.search(value))
+    if not isinstance(value, str):
+        return False
+    return bool(_SECRET_VALUE.search(value) or _PASSWORD_IN_URL.search(value))
 
 
 _set_here: set[str] = set()  # variables that `set_secrets` has set in this process
