@@ -370,8 +370,16 @@ from torch import distributed
 distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
 ranks = torch.tensor(distributed.get_rank() + 1)
 distributed.all_reduce(ranks)
+def reach(server):
+    try:
+        urllib.request.urlopen(f"http://{server}", timeout=20).close()
+    except OSError:
+        return False
+    return True
+
 for server in os.environ["VERIFIERS_RL_SERVERS"].split():
-    urllib.request.urlopen(f"http://{server}", timeout=20)
+    while not reach(server):
+        time.sleep(0.1)
 print("ranks", int(ranks), "servers", os.environ["VERIFIERS_RL_SERVERS"], flush=True)
 has_ended = torch.tensor(0)
 while not has_ended:

@@ -27,6 +27,7 @@ from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, Infer
 from verifiers_rl.process.waiting import WaitingLine
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+COMMAND_VARIABLE = "VERIFIERS_RL_COMMAND"  # what the user typed, where another process started us
 
 # A machine that is lost closes no connection. TCP probes it after this time, this often.
 _KEEPALIVE = (

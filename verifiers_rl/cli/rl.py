@@ -27,9 +27,10 @@ from verifiers_rl.cli.config import (
     add_folder_options,
     parse_command_line,
 )
-from verifiers_rl.cli.ending import SAVE_GRACE_S
+from verifiers_rl.cli.ending import SAVE_GRACE_S, end_with
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.nodes import (
+    COMMAND_VARIABLE,
     GuestMeeting,
     HostMeeting,
     Node,
@@ -80,6 +81,8 @@ class Stopped(Exception):
 def main() -> None:
     if sys.argv[1:2] in (["view"], ["report"]):
         sys.exit(look_at_runs(sys.argv[1:]))
+    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+        end_with({int(parent)})
     try:
         sys.exit(run())
     except KeyboardInterrupt:
@@ -132,6 +135,10 @@ def run() -> int:
 
             return check(config, options.resume)
         node = node_of(config, take_variables())
+        if config.cluster.engine:
+            from verifiers_rl.cli.ray_engine import run_on_ray
+
+            return run_on_ray(config, options)
         loads = not options.in_session and (node is None or node.trains)
         with LoadedEnvironments(config) if loads else nullcontext() as loading:
             if node is not None:
@@ -321,8 +328,8 @@ def make_meeting(
     print(f"vf-rl: node {node.rank} of {node.num_nodes}, which meet at {where}", flush=True)
     if node.rank:
         return GuestMeeting(node, own, token)
-    resume = shlex.join(["vf-rl", *config.words, "--resume"])
-    return HostMeeting(node, own, token, resume, SAVE_GRACE_S)
+    command = os.environ.get(COMMAND_VARIABLE) or shlex.join(["vf-rl", *config.words])
+    return HostMeeting(node, own, token, f"{command} --resume", SAVE_GRACE_S)
 
 
 if __name__ == "__main__":

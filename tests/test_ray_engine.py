@@ -1,0 +1,229 @@
+"""A run on a Ray cluster: of no machines, and of machines that are network namespaces."""
+
+import builtins
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, make_tiny_model, write_environment
+from tests.machines import machines
+from verifiers_rl.cli import ray_engine, rl
+from verifiers_rl.cli.config import TomlError, load_run_config
+
+HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
+
+
+def read_toml(tmp_path, text="", env='[env]\nid = "e"\n'):
+    make_tiny_model().save_pretrained(tmp_path / "model")
+    path = tmp_path / "config.toml"
+    path.write_text(f'model = "./model"\n{env}[cluster]\nengine = "ray"\n{text}')
+    return path
+
+
+def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
+    find = builtins.__import__
+
+    def without_ray(name, *args, **kwargs):
+        if name == "ray":
+            raise ImportError(name)
+        return find(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_ray)
+    monkeypatch.setattr(sys, "argv", ["vf-rl", "@", str(read_toml(tmp_path))])
+    with pytest.raises(SystemExit):
+        rl.main()
+    said = capsys.readouterr().err
+    assert "[cluster] engine='ray' needs Ray, which is not installed" in said
+    assert "pip install 'verifiers-rl[ray]'" in said
+
+
+def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path):
+    source = tmp_path / "source"
+    (source / "outputs").mkdir(parents=True)
+    (source / "package").mkdir()
+    for name in ("mine.py", "package/data.json", "outputs/big", ".hidden"):
+        (source / name).write_text("x")
+    path = read_toml(source, "trainer_nodes = 2\n[trainer.args]\nmax_steps = 7\n")
+    config = load_run_config([path], [("trainer.args.batch_size", "24")])
+    target = tmp_path / "target"
+    target.mkdir()
+    ray_engine.write_code(config, "runs/a", target)
+    sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
+    modules = {"code0/mine.py", "code0/package/data.json"}
+    assert sent >= {"config.toml", *modules}
+    assert not [name for name in sent if "outputs" in name or "hidden" in name or "safet" in name]
+    data = tomllib.loads((target / "config.toml").read_text())
+    assert data["import_from"] == ["./code0"] and "cluster" not in data
+    assert data["model"] == str(source / "model")
+    wanted = {"max_steps": 7, "batch_size": 24, "output_dir": str(Path("runs/a").absolute())}
+    assert wanted.items() <= data["trainer"]["args"].items()
+
+
+def test_a_folder_too_large_to_travel_is_one_clear_error(tmp_path, monkeypatch):
+    config = load_run_config(read_toml(tmp_path))
+    monkeypatch.setattr(ray_engine, "MAX_CODE_MB", 1e-6)
+    with pytest.raises(TomlError, match=r"this folder travels to the machines .* folder of their"):
+        ray_engine.write_code(config, "runs/a", tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    ("text", "trainers", "servers", "words"),
+    [
+        ("", 1, 1, []),
+        ("trainer_nodes = 3\ninference_nodes = 2\n", 3, 2, []),
+        ("inference_nodes = 2\n[inference]\nreplicas = 3\n", 1, 6, ["--inference.replicas=1"]),
+        ('[trainer.args]\nvllm_servers = ["h:1"]\n', 1, 0, []),
+    ],
+)
+def test_each_replica_gets_a_place_of_its_own(tmp_path, text, trainers, servers, words):
+    config = load_run_config(read_toml(tmp_path, text))
+    run = ray_engine.RayRun(None, config, [], "vf-rl")
+    assert (run.num_trainers, run.num_servers, run.size) == (trainers, servers, trainers + servers)
+    assert ray_engine.replica_words(config) == words
+
+
+# --- Machines -------------------------------------------------------------------------------------
+
+# vf-rl in an actor, with stand-ins for the server, which answers any request, and for the trainer,
+# which reaches all servers and then waits for a file.
+NODE = """
+import sys
+from verifiers_rl.cli import nodes, plan, rl, servers
+
+SERVER = '''
+import http.server, sys
+host, port = sys.argv[1:3]
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+    def log_message(self, *args):
+        pass
+print("serving at", host, *sys.argv[3:], flush=True)
+http.server.HTTPServer((host, int(port)), Answer).serve_forever()
+'''
+TRAINER = '''
+import os, sys, time, urllib.request
+def reach(server):
+    try:
+        urllib.request.urlopen(f"http://{server}", timeout=20).close()
+    except OSError:
+        return False
+    return True
+for server in os.environ["VERIFIERS_RL_SERVERS"].split():
+    while not reach(server):
+        time.sleep(0.1)
+print("trains with", len(os.environ["VERIFIERS_RL_SERVERS"].split()), "servers", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+'''
+nodes._KEEPALIVE = tuple((option, 1, level) for option, _, level in nodes._KEEPALIVE)
+servers.answers, rl.POLL_S, rl.STOP_GRACE_S = (lambda client: True), 0.1, 1.0
+rl.server_command = lambda _, host, port: [sys.executable, "-c", SERVER, host, str(port)]
+rl.trainer_command = lambda *_: [sys.executable, "-c", TRAINER, "FOLDER/end"]
+rl.main()
+"""
+DRIVER = """
+import sys
+from verifiers_rl.cli import ray_engine, rl
+
+ray_engine.PROGRAM = ("code0/node.py",)
+sys.argv[0] = "vf-rl"
+rl.main()
+"""
+# So that Ray takes a machine for lost after seconds, not half a minute.
+FAST = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 1000, "failure_threshold": 4}
+
+
+@contextmanager
+def ray_cluster(found):
+    """Ray on these machines; the first is the head, and gets no process of a run."""
+    folder = tempfile.mkdtemp(prefix="vfray", dir="/tmp")  # a longer name is too long for sockets
+    environment = {f"RAY_health_check_{key}": str(value) for key, value in FAST.items()}
+    environment |= {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_TMPDIR": folder, "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **environment}
+    program = [str(Path(sys.executable).parent / "ray"), "start"]
+    program += ["--object-store-memory", "80000000", "--num-gpus", "0", "--disable-usage-stats"]
+
+    # Machines have files of Ray's of their own, but the driver must find those of the head.
+    apart = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder]
+
+    def start(machine, *words):
+        own = apart if machine is not found[0] else []
+        command = [*machine.words, *own, *program, "--node-ip-address", machine.address, *words]
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    head = ["--head", "--port", "6379", "--num-cpus", "0", "--include-dashboard", "false"]
+    try:
+        starting = [start(found[0], *head, "--temp-dir", folder)]
+        assert starting[0].wait(60) == 0, starting[0].stdout.read()
+        address = f"{found[0].address}:6379"
+        starting += [start(one, "--address", address, "--num-cpus", "2") for one in found[1:]]
+        for process in starting[1:]:
+            assert process.wait(60) == 0, process.stdout.read()
+        yield environment
+    finally:
+        for process in starting:
+            process.kill()  # what it has started ends with its machine
+            process.wait()
+            process.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_path):
+    (tmp_path / "code").mkdir()
+    env = write_environment(tmp_path / "code", "tiny_env", {"a": "b"})
+    text = "inference_nodes = 2\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
+    path = read_toml(tmp_path / "code", f'{text}output_dir = "{tmp_path}/run"\n', env)
+    (tmp_path / "code" / "node.py").write_text(NODE.replace("FOLDER", str(tmp_path)))
+    with machines(4) as found, ray_cluster(found) as environment:
+        log = tmp_path / "log"
+        command = [*found[0].words, sys.executable, "-c", DRIVER, "@", str(path)]
+        command += ["--cluster.address", f"{found[0].address}:6379"]
+        with log.open("wb") as output:
+            run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+        def wait_for(pattern):
+            deadline = time.monotonic() + 120
+            while not (hit := re.search(pattern, log.read_text())):
+                assert time.monotonic() < deadline and run.poll() is None, log.read_text()
+                time.sleep(0.1)
+            return hit
+
+        try:
+            wait_for(r"\[node 0\] \[trainer\] trains with 2 servers")
+            places = dict(re.findall(r"node (\d) of 3 is on ([\d.]+)", log.read_text()))
+            assert places["1"] != places["2"] and found[0].address not in places.values()
+            lost = next(rank for rank in "12" if places[rank] != places["0"])
+            machine = next(one for one in found if one.address == places[lost])
+            machine.set_link("down")
+            wait_for(rf"node {lost} is lost; Ray places it again")
+            again = wait_for(rf"node {lost} is lost; Ray(?s:.*)node {lost} of 3 is on ([\d.]+)")
+            assert again.group(1) != machine.address
+            other = places["2" if lost == "1" else "1"]
+            joined = (
+                rf"\[node {lost}\] \[inference\] serving at {again.group(1)} --join http://{other}"
+            )
+            wait_for(joined)
+            (tmp_path / "end").touch()
+            assert run.wait(60) == 0, log.read_text()
+        finally:
+            if run.poll() is None:
+                run.kill()
+                run.wait()
