@@ -435,44 +435,26 @@ class Run:
             process.wait()
 
 
-@pytest.fixture
-def three_machines():
+@pytest.mark.slow
+def test_a_run_outlives_a_machine_with_servers_alone_and_ends_without_one_with_ranks(tmp_path):
     with machines(3) as found:
-        yield found
-
-
-@pytest.mark.slow
-def test_three_machines_run_together_and_outlive_one_with_servers_alone(three_machines, tmp_path):
-    run = Run(three_machines, tmp_path)
-    try:
-        for rank in (0, 1):
-            run.wait_for(rank, "[trainer] ranks 3 servers 10.77.0.2:8000 10.77.0.3:8000")
-        assert "[inference]" not in run.said(0) and "[trainer]" not in run.said(2)
-        assert "[inference] serving 10.77.0.2" in run.said(1)
-        three_machines[2].set_link("down")
-        run.wait_for(0, "node 2 is lost; the run goes on with the other servers")
-        assert run.processes[2].wait(60) == 1
-        assert "node 0 is lost, and the run with it" in run.said(2)
-        three_machines[2].set_link("up")
-        run.start(2)
-        run.wait_for(0, "node 2 is here again")
-        (tmp_path / "end").touch()
-        assert run.statuses() == [0, 0, 0]
-    finally:
-        run.end()
-
-
-@pytest.mark.slow
-def test_a_machine_with_ranks_whose_link_is_cut_ends_the_run_with_the_command_to_go_on(
-    three_machines, tmp_path
-):
-    run = Run(three_machines, tmp_path)
-    try:
-        run.wait_for(1, "[trainer] ranks 3")
-        three_machines[1].set_link("down")
-        assert run.statuses() == [1, 1, 1]
-        assert "node 1 is lost, with ranks of the trainer. Go on from" in run.said(0)
-        assert "on all nodes: vf-rl @ /a/rl.toml --resume" in run.said(0)
-        assert "node 0 is lost, and the run with it" in run.said(1)
-    finally:
-        run.end()
+        run = Run(found, tmp_path)
+        try:
+            for rank in (0, 1):
+                run.wait_for(rank, "[trainer] ranks 3 servers 10.77.0.2:8000 10.77.0.3:8000")
+            assert "[inference]" not in run.said(0) and "[trainer]" not in run.said(2)
+            assert "[inference] serving 10.77.0.2" in run.said(1)
+            found[2].set_link("down")
+            run.wait_for(0, "node 2 is lost; the run goes on with the other servers")
+            assert run.processes[2].wait(60) == 1
+            assert "node 0 is lost, and the run with it" in run.said(2)
+            found[2].set_link("up")
+            run.start(2)
+            run.wait_for(0, "node 2 is here again")
+            found[1].set_link("down")
+            assert run.statuses() == [1, 1, 1]
+            assert "node 1 is lost, with ranks of the trainer. Go on from" in run.said(0)
+            assert "on all nodes: vf-rl @ /a/rl.toml --resume" in run.said(0)
+            assert "node 0 is lost, and the run with it" in run.said(1)
+        finally:
+            run.end()

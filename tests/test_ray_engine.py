@@ -172,7 +172,7 @@ def ray_cluster(found):
         starting = [start(found[0], *head, "--temp-dir", folder)]
         assert starting[0].wait(60) == 0, starting[0].stdout.read()
         address = f"{found[0].address}:6379"
-        starting += [start(one, "--address", address, "--num-cpus", "2") for one in found[1:]]
+        starting += [start(one, "--address", address, "--num-cpus", "3") for one in found[1:]]
         for process in starting[1:]:
             assert process.wait(60) == 0, process.stdout.read()
         yield environment
@@ -192,7 +192,7 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
     text = "inference_nodes = 2\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
     path = read_toml(tmp_path / "code", f'{text}output_dir = "{tmp_path}/run"\n', env)
     (tmp_path / "code" / "node.py").write_text(NODE.replace("FOLDER", str(tmp_path)))
-    with machines(4) as found, ray_cluster(found) as environment:
+    with machines(3) as found, ray_cluster(found) as environment:
         log = tmp_path / "log"
         command = [*found[0].words, sys.executable, "-c", DRIVER, "@", str(path)]
         command += ["--cluster.address", f"{found[0].address}:6379"]
