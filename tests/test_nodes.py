@@ -156,6 +156,13 @@ def test_ranks_of_several_machines_use_the_interface_of_the_nodes(monkeypatch):
     assert not {"GLOO_SOCKET_IFNAME", "ACCELERATE_USE_CPU", "VERIFIERS_RL_SERVERS"} & env.keys()
 
 
+def test_a_name_that_is_loopback_here_is_refused(monkeypatch):
+    found = [(2, 2, 17, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(nodes.socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(TomlError, match=r"MASTER_ADDR='me' is 127.0.1.1 on this machine"):
+        nodes.own_address(Node(0, 2, "me", 29500, num_trainers=2, num_servers=2))
+
+
 # --- The meeting ----------------------------------------------------------------------------------
 
 

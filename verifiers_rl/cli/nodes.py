@@ -196,7 +196,13 @@ def own_address(node: Node) -> str:
             0
         ]
         if node.rank == 0:
-            return str(address[0])
+            own = str(address[0])
+            if own.startswith("127.") and node.host not in (own, "localhost"):
+                raise TomlError(
+                    f"MASTER_ADDR={node.host!r} is {own} on this machine, which other machines "
+                    "cannot reach; set it to this machine's address in their network"
+                )
+            return own
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
