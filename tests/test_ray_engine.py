@@ -2,15 +2,20 @@
 
 import builtins
 import os
+import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +23,7 @@ from tests.helpers import ROOT, make_tiny_model, write_environment
 from tests.machines import machines
 from verifiers_rl.cli import ray_engine, rl
 from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
@@ -90,6 +96,137 @@ def test_each_replica_gets_a_place_of_its_own(tmp_path, text, trainers, servers,
     run = ray_engine.RayRun(None, config, [], "vf-rl")
     assert (run.num_trainers, run.num_servers, run.size) == (trainers, servers, trainers + servers)
     assert ray_engine.replica_words(config) == words
+
+
+class StubRay:
+    """Ray as far as a run uses it. Actors are played: each reads what `script` gives it, a queue of
+    lists of lines and exit statuses for its rank.
+    """
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+    def __init__(self, script):
+        self.script, self.signals, self.killed, self.started = script, [], [], []
+        self.util = SimpleNamespace(
+            placement_group=lambda bundles, strategy: SimpleNamespace(
+                bundles=bundles, strategy=strategy, wait=lambda s: True
+            ),
+            remove_placement_group=lambda group: None,
+            scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *a: a),
+        )
+
+    def remote(self, kind):
+        return SimpleNamespace(options=lambda **options: self.actor(options))
+
+    def actor(self, options):
+        group, index = options["scheduling_strategy"]
+        rank = index if group.strategy == "PACK" else index + 1
+
+        def read():
+            said = self.script[rank].get(timeout=20)
+            if said == "lost":
+                raise self.exceptions.RayError
+            return said
+
+        def start(words, variables):
+            self.started.append((rank, options["num_gpus"], words, variables))
+
+        methods = {
+            "find_place": lambda num_ports: (f"10.0.0.{len(self.started)}", 7000),
+            "start": start,
+            "read": read,
+            "signal": lambda number: self.signals.append((rank, number)),
+        }
+        actor = SimpleNamespace(
+            rank=rank,
+            **{k: SimpleNamespace(remote=partial(partial, v)) for k, v in methods.items()},
+        )
+        actor.signal.remote = methods["signal"]
+        return SimpleNamespace(remote=lambda: actor)
+
+    def get(self, call):
+        return call()
+
+    def kill(self, actor):
+        self.killed.append(actor.rank)
+
+
+@pytest.fixture
+def stub_run(tmp_path, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)  # so the run draws one
+    script = {rank: queue.Queue() for rank in range(2)}
+    config = load_run_config(read_toml(tmp_path, "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"))
+    ray = StubRay(script)
+    run = ray_engine.RayRun(ray, config, ["@", "config.toml"], "vf-rl @ mine.toml")
+    run.place(1.0)
+    return SimpleNamespace(ray=ray, run=run, script=script)
+
+
+def test_nodes_get_their_gpus_and_variables_and_their_output_comes_here(stub_run, capfd):
+    stub_run.script[0].put((["hello"], None))
+    stub_run.script[0].put((["bye"], 3))
+    stub_run.script[1].put(([], 3))
+    assert stub_run.run.run() == 3
+    (rank, gpus, words, variables), (_, server_gpus, server_words, server) = stub_run.ray.started
+    assert (rank, gpus, server_gpus) == (0, 2, 4)
+    groups = stub_run.run._groups
+    assert [(g.strategy, g.bundles) for g in groups] == [
+        ("PACK", [{"CPU": 1, "GPU": 2}]),
+        ("SPREAD", [{"CPU": 1, "GPU": 4}]),
+    ]
+    assert "--trainer.args.vllm_server_port=7000" in server_words and "--trainer" not in words
+    for found, own in ((variables, "0"), (server, "1")):
+        assert found["MASTER_ADDR"] == "10.0.0.0" and found["MASTER_PORT"] == "7000"
+        assert (found["WORLD_SIZE"], found["RANK"]) == ("2", own)
+    assert variables[TOKEN_VARIABLE] == server[TOKEN_VARIABLE] and len(server[TOKEN_VARIABLE]) > 30
+    said = capfd.readouterr().out
+    assert "[node 0] hello" in said and "[node 0] bye" in said
+
+
+def test_a_replica_is_placed_again_a_few_times_only(stub_run, capfd):
+    for _ in range(ray_engine.MAX_RESTARTS + 1):
+        stub_run.script[1].put("lost")
+
+    def end_when_given_up():
+        while stub_run.run._restarts[1] <= ray_engine.MAX_RESTARTS:
+            time.sleep(0.01)
+        stub_run.script[0].put(([], 0))
+
+    threading.Thread(target=end_when_given_up, daemon=True).start()
+    assert stub_run.run.run() == 0
+    ranks = [started[0] for started in stub_run.ray.started]
+    assert ranks.count(1) == ray_engine.MAX_RESTARTS + 1 and ranks.count(0) == 1
+    said = capfd.readouterr()
+    assert said.out.count("node 1 is lost; Ray places it again") == ray_engine.MAX_RESTARTS
+    assert "node 1 is lost again, and is not placed again" in said.err
+
+
+def test_a_lost_machine_with_ranks_ends_the_run_with_the_command_to_resume(stub_run, capfd):
+    stub_run.script[0].put("lost")
+    stub_run.script[1].put(([], 1))
+    assert stub_run.run.run() == 1
+    assert "is lost. Go on from the last checkpoint: vf-rl @ mine.toml --resume" in (
+        capfd.readouterr().err
+    )
+
+
+def test_a_signal_ends_node_0_in_good_order_and_a_second_one_all_at_once(stub_run):
+    def signal_twice():
+        while len(stub_run.ray.started) < 2:
+            time.sleep(0.01)
+        stub_run.run.on_signal(signal.SIGINT, None)
+        assert stub_run.ray.signals == [(0, signal.SIGTERM)] and not stub_run.ray.killed
+        stub_run.run.on_signal(signal.SIGINT, None)
+        stub_run.script[0].put(([], 143))
+        stub_run.script[1].put(([], 143))
+
+    signalling = threading.Thread(target=signal_twice, daemon=True)
+    signalling.start()
+    assert stub_run.run.run() == 130
+    signalling.join()
+    assert sorted(stub_run.ray.killed) == [0, 1]
 
 
 # --- Machines -------------------------------------------------------------------------------------
