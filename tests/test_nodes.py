@@ -17,9 +17,10 @@ import pytest
 from tests.conftest import free_port
 from tests.helpers import ROOT
 from tests.machines import machines
-from verifiers_rl.cli import nodes, plan
+from verifiers_rl.cli import node_meeting, nodes, plan
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
-from verifiers_rl.cli.nodes import GuestMeeting, Hello, HostMeeting, Node, NodeError
+from verifiers_rl.cli.node_meeting import GuestMeeting, Hello, HostMeeting, NodeError
+from verifiers_rl.cli.nodes import Node
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
@@ -121,9 +122,12 @@ def test_the_first_nodes_train_and_the_last_ones_serve(tmp_path, monkeypatch, ta
 
 
 def test_a_node_starts_its_own_part_on_its_own_address(monkeypatch):
+    from accelerate.commands.launch import launch_command_parser
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     options = SimpleNamespace(overwrite=False, resume=None)
     gpus, commands, servers = [], [], []
+    config_of_two = make_config(trainer_gpus=2)
     for rank in range(3):
         node = Node(rank, 3, "127.0.0.1", 29500, num_trainers=2, num_servers=2)
         config = make_config(trainer_gpus=2, inference_gpus=1, inference_replicas=2)
@@ -137,6 +141,13 @@ def test_a_node_starts_its_own_part_on_its_own_address(monkeypatch):
         assert "--num_processes 4 --num_machines 2" in commands[rank]
         assert f"--machine_rank {rank} --main_process_ip 127.0.0.1" in commands[rank]
         assert "--main_process_port 29501" in commands[rank]
+        words = plan.trainer_command(
+            config_of_two, options, Node(rank, 3, "127.0.0.1", 29500, 2, 2)
+        )
+        read = launch_command_parser().parse_args(
+            words[words.index("accelerate.commands.launch") + 1 :]
+        )
+        assert (read.num_machines, read.machine_rank, read.main_process_port) == (2, rank, 29501)
     on_cpus = make_config(trainer_gpus=0)
     command = " ".join(plan.trainer_command(on_cpus, options, node))
     assert "torch.distributed.run --nproc-per-node 1 --nnodes 2 --node-rank 2" in command
@@ -301,12 +312,12 @@ def test_a_lost_node_with_servers_alone_may_come_again(meeting, monkeypatch, cap
 
         def status(self):
             if self.base_url != "http://b:1":
-                raise nodes.InferenceServerError("none")
+                raise node_meeting.InferenceServerError("none")
 
         def close(self):
             pass
 
-    monkeypatch.setattr(nodes, "InferenceClient", Answers)
+    monkeypatch.setattr(node_meeting, "InferenceClient", Answers)
     moved = meeting.come(2, "d:3")
     meeting.look_until(lambda: not meeting.results.empty())
     assert meeting.results.get() is None and moved.join == "http://b:1"
@@ -335,7 +346,7 @@ NODE = """
 import socket, sys
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import nodes, plan, rl, servers
+from verifiers_rl.cli import node_meeting, plan, rl, servers
 
 SERVER = '''
 import http.server, sys
@@ -349,7 +360,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
 print("serving", host, *sys.argv[3:], flush=True)
 http.server.HTTPServer((host, int(port)), Answer).serve_forever()
 '''
-nodes._KEEPALIVE = tuple((option, 1, level) for option, _, level in nodes._KEEPALIVE)
+fast = tuple((option, 1, level) for option, _, level in node_meeting._KEEPALIVE)
+node_meeting._KEEPALIVE = fast
 servers.answers, rl.POLL_S = (lambda client: True), 0.1
 rl.server_command = lambda _, host, port: [sys.executable, "-c", SERVER, host, str(port)]
 make = rl.trainer_command

@@ -235,7 +235,7 @@ def test_a_signal_ends_node_0_in_good_order_and_a_second_one_all_at_once(stub_ru
 # which reaches all servers and then waits for a file.
 NODE = """
 import sys
-from verifiers_rl.cli import nodes, plan, rl, servers
+from verifiers_rl.cli import node_meeting, plan, rl, servers
 
 SERVER = '''
 import http.server, sys
@@ -265,7 +265,8 @@ print("trains with", len(os.environ["VERIFIERS_RL_SERVERS"].split()), "servers",
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
 '''
-nodes._KEEPALIVE = tuple((option, 1, level) for option, _, level in nodes._KEEPALIVE)
+fast = tuple((option, 1, level) for option, _, level in node_meeting._KEEPALIVE)
+node_meeting._KEEPALIVE = fast
 servers.answers, rl.POLL_S, rl.STOP_GRACE_S = (lambda client: True), 0.1, 1.0
 rl.server_command = lambda _, host, port: [sys.executable, "-c", SERVER, host, str(port)]
 rl.trainer_command = lambda *_: [sys.executable, "-c", TRAINER, "FOLDER/end"]

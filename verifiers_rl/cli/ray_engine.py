@@ -211,9 +211,12 @@ class RayRun:
             self._events.put((rank, status))
 
     def run(self) -> int:
+        running: set[int] = set()
+        status, deadline = 0, float("inf")
         for rank in range(self.size):
-            self.start_node(rank)
-        running, status, deadline = set(range(self.size)), 0, float("inf")
+            if self._stopped is None:
+                self.start_node(rank)
+                running.add(rank)
         while running and time.monotonic() < deadline:
             if self._stopped is not None:
                 deadline = min(deadline, time.monotonic() + SAVE_GRACE_S + 60.0)

@@ -29,17 +29,8 @@ from verifiers_rl.cli.config import (
 )
 from verifiers_rl.cli.ending import SAVE_GRACE_S, end_with
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.nodes import (
-    COMMAND_VARIABLE,
-    GuestMeeting,
-    HostMeeting,
-    Node,
-    NodeError,
-    fit_to_node,
-    hello_of,
-    node_of,
-    take_variables,
-)
+from verifiers_rl.cli.node_meeting import GuestMeeting, HostMeeting, NodeError, hello_of
+from verifiers_rl.cli.nodes import COMMAND_VARIABLE, Node, fit_to_node, node_of, take_variables
 from verifiers_rl.cli.plan import (
     LoadedEnvironments,
     assign_gpus,
@@ -130,11 +121,11 @@ def run() -> int:
         options, config = parse_command_line(parser, sys.argv[1:])
         if options.dry_run:
             return dry_run(config, options.resume)
+        node = node_of(config, take_variables())
         if options.check:
             from verifiers_rl.cli.check import check
 
             return check(config, options.resume)
-        node = node_of(config, take_variables())
         if config.cluster.engine:
             from verifiers_rl.cli.ray_engine import run_on_ray
 
