@@ -4,6 +4,7 @@ import builtins
 import os
 import queue
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -291,6 +292,7 @@ def ray_cluster(found):
     environment = {f"RAY_health_check_{key}": str(value) for key, value in FAST.items()}
     environment |= {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"RAY_TMPDIR": folder, "PYTHONWARNINGS": "ignore"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment = {**os.environ, **environment}
     program = [str(Path(sys.executable).parent / "ray"), "start"]
     program += ["--object-store-memory", "80000000", "--num-gpus", "0", "--disable-usage-stats"]

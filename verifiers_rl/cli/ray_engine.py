@@ -76,9 +76,11 @@ class NodeActor:
     def start(self, words: list[str], variables: dict[str, str]) -> None:
         """Start Python with these words and variables. It ends with this process."""
         own = {"VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        # `vf-rl` knows nothing of Ray, whose variables have the cluster's token.
+        others = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._process = subprocess.Popen(
             [sys.executable, *words],
-            env={**os.environ, **own, **variables},
+            env={**others, **own, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -318,7 +320,7 @@ def run_on_ray(config: RunConfig, options: argparse.Namespace) -> int:
                 log_to_driver=False,
                 logging_level="warning",
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise TomlError(
                 f"{config.place('cluster', 'address')} address={config.cluster.address!r}: no Ray "
                 f"cluster answers there ({str(error).splitlines()[0]}); start one: ray start --head"
