@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import free_port
 from tests.helpers import ROOT
 from tests.machines import machines
-from verifiers_rl.cli import node_meeting, nodes, plan
+from verifiers_rl.cli import node_meeting, nodes, plan, rl
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.node_meeting import GuestMeeting, Hello, HostMeeting, NodeError
 from verifiers_rl.cli.nodes import Node
@@ -303,6 +303,7 @@ def test_a_lost_node_with_servers_alone_may_come_again(meeting, monkeypatch, cap
     again = meeting.come(2, "c:2")
     meeting.look_until(lambda: not meeting.results.empty())
     assert meeting.results.get() is None and again.join is None  # the trainer knows the address
+    assert again.is_late and not guest.is_late
 
     class Answers:
         """Of the servers, the one of node 1 answers."""
@@ -329,6 +330,38 @@ def test_the_end_of_node_0_is_heard(meeting):
         connection.shutdown(2)
     with pytest.raises(NodeError, match="node 0 is lost, and the run with it"):
         guest.look(20.0)
+
+
+@pytest.fixture
+def supervise(monkeypatch):
+    """Runs the part of a node with servers alone, with a server that does not start."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+
+    def supervise(**of_meeting):
+        node = Node(1, 2, "127.0.0.1", free_port(), num_trainers=1, num_servers=1)
+        guest, told = GuestMeeting(node, Hello(), "token"), []
+        guest.__dict__.update(begin=lambda s: None, tell=told.append, **of_meeting)
+        command = [sys.executable, "-c", "import sys; print('words', *sys.argv[1:])"]
+        monkeypatch.setattr(rl, "make_meeting", lambda *_: guest)
+        monkeypatch.setattr(rl, "server_command", lambda *_: list(command))
+        port = {"vllm_server_port": free_port()}
+        config = make_config(inference_gpus=0, trainer_gpus=0, trainer_args=port)
+        options = SimpleNamespace(server_log=None)
+        return rl.supervise(config, ("", ""), options, node), told
+
+    yield supervise
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_server_that_does_not_start_ends_a_new_run_but_not_one_that_has_begun(supervise, capfd):
+    status, told = supervise()
+    assert status == 1 and "ended with status 0 before it was ready" in told[0]["error"]
+    assert supervise(is_late=True) == (1, [])
+    capfd.readouterr()
+    supervise(is_late=True, join="http://10.0.0.5:8000")
+    assert "[inference] words --join http://10.0.0.5:8000" in capfd.readouterr().out
 
 
 def test_a_foreign_address_is_one_clear_error():

@@ -284,12 +284,14 @@ class GuestMeeting:
     Attributes:
         servers: all servers of the run.
         join: a server that serves, if ours have to join a run that has begun.
+        is_late: the run had begun when this node came.
     """
 
     def __init__(self, node: Node, own: Hello, token: str) -> None:
         self._node, self._own, self._token = node, own, token
         self.servers: list[str] = []
         self.join: str | None = None
+        self.is_late = False
         self._connection: socket.socket | None = None
         self._end: End | None = None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -344,6 +346,7 @@ class GuestMeeting:
         if "refused" in reply:
             raise NodeError(reply["refused"])
         self.servers, self.join = reply["servers"], reply.get("join")
+        self.is_late = "join" in reply
 
     def look(self, wait_s: float = 0.0) -> End | None:
         """Return how the run has ended, once node 0 says so; wait for that at most so long.

@@ -246,7 +246,7 @@ def supervise(
                 return status
             if servers and all(server.is_given_up for server in servers):
                 if trainer is None:
-                    raise InferenceServerError("all servers of this node have died too often")
+                    raise NodeError("all servers of this node have died too often; see their logs")
                 if meeting is not None:
                     continue  # other nodes may have servers
                 if not ended_within(trainer, timeout_s + 60.0):
@@ -268,7 +268,8 @@ def supervise(
         status = 1
         if isinstance(error, NodeError) and error.is_lost:
             grace_s = STOP_GRACE_S  # without its ranks, the trainer cannot save
-        if isinstance(meeting, GuestMeeting) and isinstance(error, InferenceServerError):
+        did_not_start = isinstance(error, InferenceServerError)  # nor would it elsewhere
+        if did_not_start and isinstance(meeting, GuestMeeting) and not meeting.is_late:
             meeting.tell({"error": str(error)})
         return status
     except Stopped as stopped:
