@@ -3,7 +3,7 @@
     python benchmarks/machines.py                      # four variables, ranks and servers on both
     python benchmarks/machines.py --trainers 1 --cut 1 # the run goes on without the second server
     python benchmarks/machines.py --trainers 2 --cut 1 # the run ends, with the command to resume
-    python benchmarks/machines.py --ray --cut 2        # Ray places the server again
+    python benchmarks/machines.py --ray --cut 1        # Ray places the server again
     python benchmarks/machines.py --ray --interrupt    # all processes of the run end
 
 Two machines (three with Ray, of which one is the head) are network namespaces of this one, with
@@ -92,7 +92,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--trainers", type=int, default=None, help="machines with ranks")
     parser.add_argument("--ray", action="store_true")
-    parser.add_argument("--cut", type=int, help="node whose machine's link is cut after 3 steps")
+    parser.add_argument(
+        "--cut",
+        type=int,
+        help="machine whose link is cut after 3 steps; with Ray, one with a server only",
+    )
     parser.add_argument("--interrupt", action="store_true", help="Ctrl-C after 3 steps")
     parser.add_argument("--model", type=Path, help="a warm start that exists already")
     options = parser.parse_args()
@@ -122,10 +126,13 @@ def main() -> None:
         if options.cut is not None or options.interrupt:
             wait_until(lambda: len(rows_of(folder)) >= 3 or processes[0].poll() is not None)
         if options.cut is not None:
-            said = (folder / "log0").read_text(errors="replace")
-            places = dict(re.findall(r"node (\d+) of \d+ is on ([\d.]+)", said))
-            address = places.get(str(options.cut), found[options.cut % len(found)].address)
-            next(one for one in found if one.address == address).set_link("down")
+            cut = found[options.cut]
+            if options.ray:  # a machine with a server, and without the trainer
+                said = (folder / "log0").read_text(errors="replace")
+                places = dict(re.findall(r"node (\d+) of \d+ is on ([\d.]+)", said))
+                taken = {places["0"], found[0].address}
+                cut = next(one for one in found if one.address not in taken)
+            cut.set_link("down")
         if options.interrupt:
             processes[0].send_signal(signal.SIGINT)
         began = time.monotonic()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.joining import join_error
 from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
+from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.sync import fan_out
 from verifiers_rl.sync.buckets import SharedBuckets, WorkersLeftError, receive_buckets
 from verifiers_rl.sync.fan_out import push_to_all
@@ -352,6 +354,15 @@ def test_a_server_that_started_anew_between_two_looks_is_lost(make_pool):
     clients[0].has_weights_of = None
     pool.check_server()
     soon(lambda: states(pool) == ["joining", "serving"])
+
+
+def test_a_signal_ends_the_wait_for_servers(make_pool):
+    pool, clients = make_pool(2)
+    clients[1].die()
+    with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        pool.wait_until_ready()
+        pytest.fail("the wait did not end")
 
 
 def test_if_all_servers_are_lost_the_trainer_waits_for_one(make_pool):

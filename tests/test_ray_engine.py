@@ -22,7 +22,7 @@ import pytest
 
 from tests.helpers import ROOT, make_tiny_model, write_environment
 from tests.machines import machines
-from verifiers_rl.cli import ray_engine, rl
+from verifiers_rl.cli import ray_engine, resolved, rl
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
@@ -54,21 +54,25 @@ def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
     assert "pip install 'verifiers-rl[ray]'" in said
 
 
-def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path):
+def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     source = tmp_path / "source"
     (source / "outputs").mkdir(parents=True)
     (source / "package").mkdir()
-    for name in ("mine.py", "package/data.json", "outputs/big", ".hidden"):
-        (source / name).write_text("x")
+    for name in ("mine.py", "package/data.json", "outputs/big", ".hidden", "keys", "b.env"):
+        (source / name).write_text("KEY=x")
     path = read_toml(source, "trainer_nodes = 2\n[trainer.args]\nmax_steps = 7\n")
+    path.write_text(f'env_file = "keys"\n{path.read_text()}hub_token = "hf_0123456789abcdef0"\n')
     config = load_run_config([path], [("trainer.args.batch_size", "24")])
     target = tmp_path / "target"
     target.mkdir()
-    ray_engine.write_code(config, "runs/a", target)
+    resolved.write_code(config, "runs/a", target)
     sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
     modules = {"code0/mine.py", "code0/package/data.json"}
     assert sent >= {"config.toml", *modules}
-    assert not [name for name in sent if "outputs" in name or "hidden" in name or "safet" in name]
+    left = ("outputs", "hidden", "safetensors", "keys", ".env")
+    assert not [name for name in sent for one in left if one in name]
+    assert "hf_0123" not in (target / "config.toml").read_text()
+    assert "not sent to the machines of the cluster: Left out" in capsys.readouterr().out
     data = tomllib.loads((target / "config.toml").read_text())
     assert data["import_from"] == ["./code0"] and "cluster" not in data
     assert data["model"] == str(source / "model")
@@ -78,9 +82,9 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path):
 
 def test_a_folder_too_large_to_travel_is_one_clear_error(tmp_path, monkeypatch):
     config = load_run_config(read_toml(tmp_path))
-    monkeypatch.setattr(ray_engine, "MAX_CODE_MB", 1e-6)
+    monkeypatch.setattr(resolved, "MAX_CODE_MB", 1e-6)
     with pytest.raises(TomlError, match=r"this folder travels to the machines .* folder of their"):
-        ray_engine.write_code(config, "runs/a", tmp_path / "target")
+        resolved.write_code(config, "runs/a", tmp_path / "target")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import os
 import queue
 import secrets
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -35,18 +33,13 @@ from typing import Any
 from verifiers_rl.cli.config import RunConfig, TomlError, folder_words
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.nodes import COMMAND_VARIABLE
-from verifiers_rl.cli.resolved import resolved_text
+from verifiers_rl.cli.resolved import write_code
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.waiting import WaitingLine
 
 PROGRAM = ("-m", "verifiers_rl.cli.rl")
 MAX_RESTARTS = 5  # of one node
 READ_S = 1.0  # between two looks at the output of a node
-MAX_CODE_MB = 100  # of the folders that travel to the machines
-_LEFT_BEHIND = shutil.ignore_patterns(
-    *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log"),
-)
 
 
 class NodeActor:
@@ -222,13 +215,13 @@ class RayRun:
         while running and time.monotonic() < deadline:
             if self._stopped is not None:
                 deadline = min(deadline, time.monotonic() + SAVE_GRACE_S + 60.0)
-            is_over = deadline < float("inf")
             try:
                 rank, ended = self._events.get(timeout=READ_S)
             except queue.Empty:
                 continue
-            may_restart = rank >= self.num_trainers and not is_over and ended != 0
-            if may_restart and self._restart(rank, ended):
+            is_over = deadline < float("inf") or self._stopped is not None
+            is_server = rank >= self.num_trainers
+            if ended is None and is_server and not is_over and self._restart(rank):
                 continue
             running.discard(rank)
             if ended is None and rank < self.num_trainers and not is_over:
@@ -245,14 +238,13 @@ class RayRun:
                 status = failed if rank == 0 else status or failed
         return status if self._stopped is None else 128 + self._stopped
 
-    def _restart(self, rank: int, ended: int | None) -> bool:
-        """Start a node with servers alone again, where Ray finds a place."""
-        what = "is lost" if ended is None else f"has ended with status {ended}"
+    def _restart(self, rank: int) -> bool:
+        """Start a node with servers alone, whose machine is lost, where Ray finds a place."""
         self._restarts[rank] += 1
         if self._restarts[rank] > MAX_RESTARTS:
-            print(f"vf-rl: node {rank} {what} again, and is not placed again", file=sys.stderr)
+            print(f"vf-rl: node {rank} is lost again, and is not placed again", file=sys.stderr)
             return False
-        print(f"vf-rl: node {rank} {what}; Ray places it again", flush=True)
+        print(f"vf-rl: node {rank} is lost; Ray places it again", flush=True)
         old = self._actors.pop(rank)
 
         def start() -> None:
@@ -344,33 +336,3 @@ def replica_words(config: RunConfig) -> list[str]:
     Without `replicas`, a node divides its GPUs by itself.
     """
     return ["--inference.replicas=1"] if config.has_replicas else []
-
-
-def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
-    """Write into a folder what travels to the machines: one TOML, and the folders with its modules.
-
-    Raises:
-        TomlError: they are too large.
-    """
-    import tomli_w
-
-    data = tomllib.loads(resolved_text(config, output_dir))
-    data.pop("cluster", None)
-    data["import_from"] = []
-    for number, source in enumerate(config.folders):
-        num_bytes = 0
-        for parent, folders, files in os.walk(source):
-            left = _LEFT_BEHIND(parent, [*folders, *files])
-            folders[:] = [name for name in folders if name not in left]
-            kept = [Path(parent, name) for name in files if name not in left]
-            num_bytes += sum(path.stat().st_size for path in kept if path.is_file())
-            if num_bytes > MAX_CODE_MB * 1e6:
-                raise TomlError(
-                    f"{source}: this folder travels to the machines of the Ray cluster with what "
-                    f"is in it, which is more than {MAX_CODE_MB} MB; put the TOML and its modules "
-                    "into a folder of their own"
-                )
-        target = folder / f"code{number}"
-        shutil.copytree(source, target, ignore=_LEFT_BEHIND, ignore_dangling_symlinks=True)
-        data["import_from"].append(f"./code{number}")
-    (folder / "config.toml").write_text(tomli_w.dumps(data), "utf-8")

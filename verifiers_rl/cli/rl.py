@@ -293,14 +293,16 @@ def supervise(
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal may send several
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end_at_once)
-        if isinstance(meeting, HostMeeting):
-            meeting.end(status, grace_s)
         for client in clients:
             client.close()
         for server in servers:
             server.child.mute()  # its last output is of no interest; a log file still gets it
-        for child in children:
-            child.stop(grace_s if child is trainer else STOP_GRACE_S)
+        if trainer is not None:
+            trainer.stop(grace_s)
+        if isinstance(meeting, HostMeeting):
+            meeting.end(status, grace_s)  # not before: the trainer may need the others' servers
+        for server in servers:
+            server.child.stop()
         if isinstance(meeting, GuestMeeting) and trainer is not None:
             meeting.tell({"ended": status_of(trainer)})  # in good order, not by losing this node
         for reservation in reservations:

@@ -28,6 +28,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, ServerLostError
+from verifiers_rl.process.interrupts import raise_if_interrupted
 from verifiers_rl.process.waiting import WaitingLine
 
 logger = logging.getLogger(__name__)
@@ -250,6 +251,7 @@ class ReplicaPool:
 
         Raises:
             InferenceServerError: none did within `timeout_s`.
+            Interrupted: a signal asks the run to end.
         """
         for replica in self.replicas:
             if replica.state in ALIVE_WITH_WEIGHTS:
@@ -301,6 +303,7 @@ class ReplicaPool:
                 if num_known >= number:
                     return
                 line.show()
+                raise_if_interrupted()
                 if time.monotonic() >= deadline:
                     if num_known:
                         return
