@@ -103,6 +103,13 @@ def test_each_replica_gets_a_place_of_its_own(tmp_path, text, trainers, servers,
     assert ray_engine.replica_words(config) == words
 
 
+def test_servers_that_run_already_need_their_token(tmp_path, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    config = load_run_config(read_toml(tmp_path, '[trainer.args]\nvllm_servers = ["h:1"]\n'))
+    with pytest.raises(TomlError, match=r"\[trainer.args\] has vllm_servers, .*set it to their t"):
+        ray_engine.RayRun(None, config, [], "vf-rl")
+
+
 class StubRay:
     """Ray as far as a run uses it. Actors are played: each reads what `script` gives it, a queue of
     lists of lines and exit statuses for its rank.

@@ -115,6 +115,9 @@ class RayRun:
     Args:
         words: of `vf-rl` on each machine.
         command: the command that was given here, for messages.
+
+    Raises:
+        TomlError: servers that run already need a token, which is not set.
     """
 
     def __init__(self, ray: Any, config: RunConfig, words: Sequence[str], command: str) -> None:
@@ -125,6 +128,12 @@ class RayRun:
         self.num_servers = (table.inference_nodes or 1) * config.inference_replicas
         if config.trainer_args.get("vllm_servers"):
             self.num_servers = 0
+            if not os.environ.get(TOKEN_VARIABLE):
+                place = config.place("trainer", "args", "vllm_servers")
+                raise TomlError(
+                    f"{place} has vllm_servers, which run already, and {TOKEN_VARIABLE} is not "
+                    "set; set it to their token"
+                )
         self.size = self.num_trainers + self.num_servers
         self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
         self._actors: dict[int, Any] = {}
@@ -300,6 +309,8 @@ def run_on_ray(config: RunConfig, options: argparse.Namespace) -> int:
         )
     args = check_trainer_options(config)
     command = shlex.join(["vf-rl", *config.words])
+    if isinstance(options.resume, str):  # other machines have other working directories
+        options.resume = os.path.abspath(options.resume)
     words = ["@", "config.toml", "--no-tmux", *folder_words(options), *replica_words(config)]
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         write_code(config, str(args.output_dir), Path(folder))
