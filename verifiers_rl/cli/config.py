@@ -33,6 +33,13 @@ replicas = 1                     # servers of the same model, each with `gpus` G
 gpus = 1                         # 0: CPU
 class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module beside this file
 [trainer.args]                   # fields of RLConfig; loss and advantage may be "module:function"
+
+[cluster]                        # several machines; [inference] and [trainer] are of each
+trainer_nodes = 2                # so many machines train, the first ones; by default all
+inference_nodes = 2              # so many run servers, the last ones; by default all
+engine = "ray"                   # Ray chooses the machines; without it, MASTER_ADDR, MASTER_PORT,
+                                 # WORLD_SIZE and RANK say which one this is
+address = "auto"                 # of the Ray cluster; "auto": the one of this machine
 """
 
 from __future__ import annotations
@@ -103,6 +110,16 @@ class EnvTable:
 
 
 @dataclass
+class ClusterTable:
+    """[cluster]: how many machines do what, and what places the processes."""
+
+    engine: str = ""
+    address: str = "auto"
+    trainer_nodes: int | None = None
+    inference_nodes: int | None = None
+
+
+@dataclass
 class RunConfig:
     """A checked configuration. `model` is resolved.
 
@@ -129,6 +146,7 @@ class RunConfig:
     tree: Tree = field(default_factory=dict)
     env_files: list[Path] = field(default_factory=list)
     import_from: list[Path] = field(default_factory=list)
+    cluster: ClusterTable = field(default_factory=ClusterTable)
 
     def __post_init__(self) -> None:
         self.files = self.files or [self.path]
@@ -431,7 +449,40 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
     config.model = _model(config, checks_model)
     config.envs = _env_tables(config)
     config.is_mix = isinstance(tree.get("env"), Tables)
+    config.cluster = _cluster(config)
     return config
+
+
+def _cluster(config: RunConfig) -> ClusterTable:
+    """[cluster], checked. Whether its counts fit the machines is for cli/nodes.py to see."""
+    _check_keys(config, ("cluster",), [f.name for f in fields(ClusterTable)])
+    given = {k: v for k, v in _table(config, "cluster").items() if v is not None}
+    table, place = ClusterTable(**given), config.place
+    if "engine" in given and table.engine != "ray":
+        raise TomlError(
+            f"{place('cluster', 'engine')} engine={table.engine!r} must be 'ray'; leave it out to "
+            "start vf-rl on each machine by hand"
+        )
+    if "address" in given and not (isinstance(table.address, str) and table.address):
+        raise TomlError(
+            f"{place('cluster', 'address')} address={table.address!r} must be 'auto', or the "
+            "host:port of a Ray cluster"
+        )
+    if "address" in given and not table.engine:
+        raise TomlError(
+            f"{place('cluster', 'address')} address={table.address!r} is of a Ray cluster; add "
+            'engine = "ray", or remove it'
+        )
+    for name in ("trainer_nodes", "inference_nodes"):
+        count = given.get(name, 1)
+        if type(count) is not int or count < 1:
+            raise TomlError(f"{place('cluster', name)} {name}={count!r} must be an integer >= 1")
+    if "inference_nodes" in given and config.trainer_args.get("vllm_servers"):
+        raise TomlError(
+            f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, so "
+            "[cluster] inference_nodes has no effect; remove one of the two"
+        )
+    return table
 
 
 def _check_keys(config: RunConfig, at: tuple[str, ...], known: list[str], advice: str = "") -> None:

@@ -103,7 +103,7 @@ REFUSED = {
     "into --trainer.args.chat_template_kwargs",
 }
 OURS = ("inference", "trainer")
-COMMON = ("model", "env", "env_file", "import_from")
+COMMON = ("model", "env", "env_file", "import_from", "cluster")
 FLAT = tuple(dict.fromkeys(key.split(".")[0] for key in (*MOVED, *MEANINGS, *REFUSED)))
 EVAL_EXAMPLES = 256  # the default of the option
 EVAL_STEPS = 100

@@ -15,8 +15,10 @@ from typing import Any
 
 from verifiers_rl.cli.children import STOP_GRACE_S, Child, ended_within
 from verifiers_rl.cli.config import RunConfig, TomlError, folder_words, server_flags
+from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
-from verifiers_rl.cli.servers import cores_of_replicas
+from verifiers_rl.cli.nodes import Node, interface_of, own_address
+from verifiers_rl.cli.servers import SERVERS_VARIABLE, cores_of_replicas
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
@@ -108,7 +110,7 @@ def check_trainer_options(config: RunConfig) -> Any:
     check_trainer_args(config)
     for name in ("fsdp", "deepspeed"):
         value = config.trainer_args.get(name)
-        if value and config.trainer_gpus < 2:
+        if value and config.trainer_gpus * (config.cluster.trainer_nodes or 1) < 2:
             raise config.of_option(
                 f"{name}={value!r}: spreads the trainer over GPUs; "
                 f"trainer.gpus={config.trainer_gpus} must be at least 2"
@@ -313,22 +315,56 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     ]
 
 
+def trainer_env(
+    config: RunConfig, gpus: str, node: Node | None, servers: list[str]
+) -> dict[str, str]:
+    """Return the variables of the trainer: its GPUs, the servers if they are several, and how ranks
+    on several machines reach each other.
+    """
+    env = {"CUDA_VISIBLE_DEVICES": gpus}
+    # A launcher of several ranks kills them after this time, by default 30 s.
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
+    if len(servers) > 1 or (servers and node is not None):
+        env[SERVERS_VARIABLE] = " ".join(servers)
+    if node is not None and node.num_trainers > 1:
+        if not config.trainer_gpus:
+            env["ACCELERATE_USE_CPU"] = "true"
+        # gloo takes the interface of the machine's name otherwise, which is often the loopback's.
+        interface = interface_of(own_address(node))
+        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            env["GLOO_SOCKET_IFNAME"] = interface
+    return env
+
+
 def smallest_lora_rank(rank: int) -> int:
     """Return the smallest --max-lora-rank of vLLM that is enough for this rank."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
-def trainer_command(config: RunConfig, options: argparse.Namespace) -> list[str]:
-    launcher = [sys.executable]
-    if config.trainer_gpus > 1:
+def trainer_command(
+    config: RunConfig, options: argparse.Namespace, node: Node | None = None
+) -> list[str]:
+    """Return the command of the trainer's ranks on this machine. torch's elastic launch connects
+    them with those on other nodes.
+    """
+    launcher, num_trainers = [sys.executable], node.num_trainers if node else 1
+    if config.trainer_gpus * num_trainers > 1:
         launcher += [
             "-m",
             "accelerate.commands.launch",
             "--config_file",
             str(Path(__file__).with_name("accelerate.yaml")),
             "--num_processes",
-            str(config.trainer_gpus),
+            str(config.trainer_gpus * num_trainers),
         ]
+        if node is not None and num_trainers > 1:
+            launcher += ["--num_machines", str(num_trainers), "--machine_rank", str(node.rank)]
+            launcher += ["--main_process_ip", node.host]
+            launcher += ["--main_process_port", str(node.port + 1)]
+    elif node is not None and num_trainers > 1:  # CPUs, which accelerate's launch does not connect
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
+        launcher += ["--nnodes", str(num_trainers), "--node-rank", str(node.rank)]
+        launcher += ["--master-addr", node.host, "--master-port", str(node.port + 1)]
     return [
         *launcher,
         "-m",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.layers import COMMAND_LINE, plain
 from verifiers_rl.process.secret_names import is_secret_key
 from verifiers_rl.report.run_folder import RunFolderError, holds_a_run
@@ -16,6 +18,11 @@ RESOLVED = "resolved.toml"  # in the run's folder
 # What may be a path that is relative to where vf-rl was started.
 PATHS_OF_TRAINER = ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint")
 PATHS_OF_SERVER = ("chat_template", "tokenizer", "hf_config_path", "generation_config")
+MAX_CODE_MB = 100  # of the folders that travel to the machines
+_LEFT_BEHIND = shutil.ignore_patterns(
+    *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log", "*.env"),
+)
 
 
 def resolved_text(config: RunConfig, output_dir: str) -> str:
@@ -116,3 +123,42 @@ def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
         where = f"this is in {write_resolved(config, args.output_dir)}"
     print(f"vf-rl: {where}; nothing was started", file=sys.stderr)
     return 0
+
+
+def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
+    """Write into a folder what travels to the machines: one TOML, and the folders with its modules.
+    Secrets stay here, also the files of `env_file`.
+
+    Raises:
+        TomlError: they are too large.
+    """
+    import tomli_w
+
+    def stays(parent: str, names: list[str]) -> set[str]:
+        secret = {path.name for path in config.env_files if path.parent == Path(parent)}
+        return _LEFT_BEHIND(parent, names) | secret
+
+    text = resolved_text(config, output_dir)
+    for line in text.splitlines():
+        if line.startswith("# Left out"):
+            print(f"vf-rl: not sent to the machines of the cluster: {line[2:]}", flush=True)
+    data = tomllib.loads(text)
+    data.pop("cluster", None)
+    data["import_from"] = []
+    for number, source in enumerate(config.folders):
+        num_bytes = 0
+        for parent, folders, files in os.walk(source):
+            left = stays(parent, [*folders, *files])
+            folders[:] = [name for name in folders if name not in left]
+            kept = [Path(parent, name) for name in files if name not in left]
+            num_bytes += sum(path.stat().st_size for path in kept if path.is_file())
+            if num_bytes > MAX_CODE_MB * 1e6:
+                raise TomlError(
+                    f"{source}: this folder travels to the machines of the Ray cluster with what "
+                    f"is in it, which is more than {MAX_CODE_MB} MB; put the TOML and its modules "
+                    "into a folder of their own"
+                )
+        target = folder / f"code{number}"
+        shutil.copytree(source, target, ignore=stays, ignore_dangling_symlinks=True)
+        data["import_from"].append(f"./code{number}")
+    (folder / "config.toml").write_text(tomli_w.dumps(data), "utf-8")

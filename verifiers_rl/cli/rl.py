@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -26,8 +27,10 @@ from verifiers_rl.cli.config import (
     add_folder_options,
     parse_command_line,
 )
-from verifiers_rl.cli.ending import SAVE_GRACE_S
+from verifiers_rl.cli.ending import SAVE_GRACE_S, end_with
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.node_meeting import GuestMeeting, HostMeeting, NodeError, hello_of
+from verifiers_rl.cli.nodes import COMMAND_VARIABLE, Node, fit_to_node, node_of, take_variables
 from verifiers_rl.cli.plan import (
     LoadedEnvironments,
     assign_gpus,
@@ -38,9 +41,10 @@ from verifiers_rl.cli.plan import (
     servers_to_start,
     split_gpus,
     trainer_command,
+    trainer_env,
 )
 from verifiers_rl.cli.resolved import dry_run
-from verifiers_rl.cli.servers import SERVERS_VARIABLE, SupervisedServer, log_of
+from verifiers_rl.cli.servers import SupervisedServer, log_of
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
@@ -68,6 +72,8 @@ class Stopped(Exception):
 def main() -> None:
     if sys.argv[1:2] in (["view"], ["report"]):
         sys.exit(look_at_runs(sys.argv[1:]))
+    if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
+        end_with({int(parent)})
     try:
         sys.exit(run())
     except KeyboardInterrupt:
@@ -115,15 +121,26 @@ def run() -> int:
         options, config = parse_command_line(parser, sys.argv[1:])
         if options.dry_run:
             return dry_run(config, options.resume)
+        node = node_of(config, take_variables())
         if options.check:
             from verifiers_rl.cli.check import check
 
             return check(config, options.resume)
-        with nullcontext() if options.in_session else LoadedEnvironments(config) as loading:
+        if config.cluster.engine:
+            from verifiers_rl.cli.ray_engine import run_on_ray
+
+            return run_on_ray(config, options)
+        loads = not options.in_session and (node is None or node.trains)
+        with LoadedEnvironments(config) if loads else nullcontext() as loading:
+            if node is not None:
+                config.cluster.trainer_nodes = node.num_trainers
             args = check_trainer_options(config)
+            if node is not None:
+                fit_to_node(config, node)
             split_gpus(config)
             gpus = assign_gpus(config)
-            check_folder(args, options.resume)
+            if node is None or node.rank == 0:  # the others may look when its run has begun
+                check_folder(args, options.resume)
             for host, port in servers_to_start(config):
                 if problem := port_error(host, port):
                     raise TomlError(problem.replace("--port", "vllm_server_port in [trainer.args]"))
@@ -136,10 +153,14 @@ def run() -> int:
                 begin_log(log_of(options.server_log, number, config.inference_replicas))
     except (TomlError, RunFolderError) as error:
         fail(error)
-    if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
+    if node is None and sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
         return run_in_tmux(config, options, Path(args.output_dir).absolute())
-    status = supervise(config, gpus, options)
-    if status == 0 and Child.last_printed.startswith("inference"):
+    status = supervise(config, gpus, options, node)
+    if (
+        status == 0
+        and (node is None or not node.rank)
+        and Child.last_printed.startswith("inference")
+    ):
         # The server printed after the trainer's closing lines: print these again as the last.
         print("\n".join(closing_lines(args.output_dir)), flush=True)
     return status
@@ -158,9 +179,17 @@ def begin_log(path: Path) -> None:
         raise TomlError(f"--server-log {path}: {error.strerror}; choose another") from error
 
 
-def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namespace) -> int:
+def supervise(
+    config: RunConfig,
+    gpus: tuple[str, str],
+    options: argparse.Namespace,
+    node: Node | None = None,
+) -> int:
     """Start servers and trainer, restart a server when it dies, and end all when the trainer ends.
     The trainer waits while the servers load. Returns the trainer's exit status.
+
+    Args:
+        node: this machine's place in a run of several. Its part of the run ends with the run.
     """
     addresses = servers_to_start(config)
     timeout_s = config.option("vllm_server_timeout")
@@ -168,7 +197,7 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
         reservations = [reserve_port(host, port) for host, port in addresses]
     except PortError as error:
         fail(str(error).replace("--port", "vllm_server_port in [trainer.args]"))
-    if addresses:  # for this run; all children inherit it
+    if addresses and node is None:  # for this run; all children inherit it
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -176,14 +205,11 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
-    trainer_env = {"CUDA_VISIBLE_DEVICES": gpus[1]}
-    # A launcher of several ranks kills them after this time, by default 30 s.
-    trainer_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
-    if len(addresses) > 1:
-        trainer_env[SERVERS_VARIABLE] = " ".join(f"{host}:{port}" for host, port in addresses)
     clients = [InferenceClient(host, port, timeout_s) for host, port in addresses]
+    named = [client.base_url.removeprefix("http://") for client in clients]
     servers: list[SupervisedServer] = []
-    trainer = None
+    trainer = meeting = None
+    status, grace_s = 1, SAVE_GRACE_S
 
     def start_server(number: int) -> SupervisedServer:
         client, name, what = clients[number], "inference", "the server"
@@ -191,35 +217,69 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
             name, what = f"inference-{number}", f"the server on port {client.port}"
         log = options.server_log and log_of(options.server_log, number, len(clients))
         command = server_command(config, client.host, client.port)
+        if meeting is not None and meeting.join:
+            command += ["--join", meeting.join]
         env = server_env(config, gpus[0], number)
         return SupervisedServer(name, what, command, env, client, log)
 
     try:
+        if node is not None:
+            meeting = make_meeting(config, options, node, named)
+            meeting.begin(timeout_s)
+            named = meeting.servers
         for client in clients:
             where = f"{client.host}:{client.port}"
             print(f"vf-rl: starting the server on {where}, up to {timeout_s:g} s", flush=True)
             servers.append(start_server(len(servers)))
-        command = trainer_command(config, options)
-        inherit = options.server_log is not None
-        trainer = Child("trainer", command, trainer_env, None, inherit)
-        while not ended_within(trainer, POLL_S):
+        if node is None or node.trains:
+            command = trainer_command(config, options, *([node] if node else []))
+            inherit = options.server_log is not None
+            env = trainer_env(config, gpus[1], node, named)
+            trainer = Child("trainer", command, env, None, inherit)
+        while trainer is None or not ended_within(trainer, POLL_S):
             for server in servers:
                 server.look(config)
+            if meeting is not None and (end := meeting.look(0.0 if trainer else POLL_S)):
+                status, grace_s = end.status, end.grace_s
+                if trainer is not None and status == 0:
+                    ended_within(trainer, grace_s)
+                return status
             if servers and all(server.is_given_up for server in servers):
+                if trainer is None:
+                    raise NodeError("all servers of this node have died too often; see their logs")
+                if meeting is not None:
+                    continue  # other nodes may have servers
                 if not ended_within(trainer, timeout_s + 60.0):
                     raise InferenceServerError("the trainer did not end after its server")
                 return status_of(trainer) or 1
-        return status_of(trainer)
-    except InferenceServerError as error:
+        status = status_of(trainer)
+        if isinstance(meeting, HostMeeting):
+            meeting.look()
+            status = meeting.status(status)
+        elif meeting is not None:  # the run goes on until node 0 says how it has ended
+            meeting.tell({"ended": status})
+            while (end := meeting.look(POLL_S)) is None:
+                for server in servers:
+                    server.look(config)
+            status = status or end.status
+        return status
+    except (InferenceServerError, NodeError) as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
-        return 1
+        status = 1
+        if isinstance(error, NodeError) and error.is_lost:
+            grace_s = STOP_GRACE_S  # without its ranks, the trainer cannot save
+        did_not_start = isinstance(error, InferenceServerError)  # nor would it elsewhere
+        if did_not_start and isinstance(meeting, GuestMeeting) and not meeting.is_late:
+            meeting.tell({"error": str(error)})
+        return status
     except Stopped as stopped:
         print(
             f"\nvf-rl: {stopped}: ending the trainer, which saves a checkpoint (up to "
             f"{SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
             flush=True,
         )
-        return 128 + signal.Signals[str(stopped)].value
+        status = 128 + signal.Signals[str(stopped)].value
+        return status
     finally:
         children = [server.child for server in servers]
         if trainer is not None:
@@ -237,10 +297,33 @@ def supervise(config: RunConfig, gpus: tuple[str, str], options: argparse.Namesp
             client.close()
         for server in servers:
             server.child.mute()  # its last output is of no interest; a log file still gets it
-        for child in children:
-            child.stop(SAVE_GRACE_S if child is trainer else STOP_GRACE_S)
+        if trainer is not None:
+            trainer.stop(grace_s)
+        if isinstance(meeting, HostMeeting):
+            meeting.end(status, grace_s)  # not before: the trainer may need the others' servers
+        for server in servers:
+            server.child.stop()
+        if isinstance(meeting, GuestMeeting) and trainer is not None:
+            meeting.tell({"ended": status_of(trainer)})  # in good order, not by losing this node
         for reservation in reservations:
             reservation.close()
+
+
+def make_meeting(
+    config: RunConfig, options: argparse.Namespace, node: Node, servers: list[str]
+) -> HostMeeting | GuestMeeting:
+    """Return this node's side of the meeting of all nodes.
+
+    Raises:
+        NodeError: this is node 0, and cannot listen.
+    """
+    own, token = hello_of(config, node, servers), os.environ[TOKEN_VARIABLE]
+    where = f"{node.host}:{node.port}"
+    print(f"vf-rl: node {node.rank} of {node.num_nodes}, which meet at {where}", flush=True)
+    if node.rank:
+        return GuestMeeting(node, own, token)
+    command = os.environ.get(COMMAND_VARIABLE) or shlex.join(["vf-rl", *config.words])
+    return HostMeeting(node, own, token, f"{command} --resume", SAVE_GRACE_S)
 
 
 if __name__ == "__main__":

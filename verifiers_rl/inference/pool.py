@@ -257,6 +257,7 @@ class ReplicaPool:
 
         Raises:
             InferenceServerError: none did within `timeout_s`.
+            Interrupted: a signal asks the run to end.
         """
         for replica in self.replicas:
             if replica.state in ALIVE_WITH_WEIGHTS:

@@ -69,7 +69,7 @@ def host_meeting(
     def ask(connection: socket.socket) -> None:
         try:
             connection.settimeout(_HANDSHAKE_S)
-            rank = _check_worker(connection, secret)
+            rank = check_worker(connection, secret)
             with lock:
                 if not is_open or not 1 <= rank <= num_workers or rank in found:
                     raise MeetingError(f"rank {rank} is not awaited")
@@ -129,7 +129,7 @@ def join_meeting(host: str, port: int, rank: int, secret: str, timeout_s: float)
         ) from error
     try:
         connection.settimeout(min(timeout_s, _HANDSHAKE_S))
-        _check_trainer(connection, rank, secret)
+        check_trainer(connection, rank, secret)
         connection.settimeout(timeout_s)
         connection.setsockopt(*_NO_DELAY)
     except BaseException as error:
@@ -145,7 +145,7 @@ def _proof(secret: str, role: bytes, rank: int, trainers: bytes, workers: bytes)
     return hmac.digest(secret.encode(), message, "sha256")
 
 
-def _check_worker(connection: socket.socket, secret: str) -> int:
+def check_worker(connection: socket.socket, secret: str) -> int:
     """Return the worker's rank. The worker proves first, so a stranger learns nothing."""
     trainers = secrets.token_bytes(_NONCE)
     connection.sendall(trainers)
@@ -158,7 +158,7 @@ def _check_worker(connection: socket.socket, secret: str) -> int:
     return rank
 
 
-def _check_trainer(connection: socket.socket, rank: int, secret: str) -> None:
+def check_trainer(connection: socket.socket, rank: int, secret: str) -> None:
     workers = secrets.token_bytes(_NONCE)
     trainers = receive_exactly(connection, _NONCE)
     proof = _proof(secret, b"worker", rank, trainers, workers)

@@ -1,0 +1,78 @@
+"""Several machines on this one: network namespaces with addresses of their own, behind a switch.
+Nothing of them touches this machine's own network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass
+class Machine:
+    """One of them. `words` before a command run the command there."""
+
+    name: str
+    address: str
+    switch: str
+    port: str
+
+    @property
+    def words(self) -> list[str]:
+        return ["ip", "netns", "exec", self.name]
+
+    def set_link(self, state: str) -> None:
+        """Cut its link to all others with "down"; neither side hears of that."""
+        _ip("-n", self.switch, "link", "set", self.port, state)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr}")
+
+
+def _end_all_in(name: str) -> None:
+    """End what still runs there, and remove the namespace."""
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for pid in found.stdout.split():
+        try:
+            os.kill(int(pid), 9)
+        except ProcessLookupError:
+            pass  # it has ended meanwhile
+    _ip("netns", "del", name)
+
+
+@contextmanager
+def machines(number: int) -> Iterator[list[Machine]]:
+    """Make so many machines; a test that cannot have them is skipped."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the program ip (iproute2)")
+    with ExitStack() as stack:
+        switch = f"vf{os.getpid()}-switch"
+        try:
+            _ip("netns", "add", switch)
+            stack.callback(_end_all_in, switch)
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        except OSError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        found = []
+        for n in range(number):
+            one = Machine(f"vf{os.getpid()}-{n}", f"10.77.0.{n + 1}", switch, f"port{n}")
+            _ip("netns", "add", one.name)
+            stack.callback(_end_all_in, one.name)
+            _ip("link", "add", "eth0", "netns", one.name, "type", "veth",
+                "peer", "name", one.port, "netns", switch)  # fmt: skip
+            _ip("-n", one.name, "addr", "add", f"{one.address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _ip("-n", one.name, "link", "set", link, "up")
+            _ip("-n", switch, "link", "set", one.port, "master", "br0", "up")
+            found.append(one)
+        yield found
