@@ -1,5 +1,6 @@
 """How files and keys of the command line become one configuration."""
 
+import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -8,7 +9,12 @@ import pytest
 
 from tests.helpers import ROOT
 from verifiers_rl.cli import load, train
-from verifiers_rl.cli.config import check_trainer_args, load_run_config, overrides_of
+from verifiers_rl.cli.config import (
+    check_trainer_args,
+    load_run_config,
+    overrides_of,
+    parse_command_line,
+)
 from verifiers_rl.cli.layers import TomlError, parse_value
 from verifiers_rl.cli.plan import check_trainer_options
 
@@ -258,6 +264,22 @@ def test_the_configuration_reaches_the_process_that_loads_the_environments(
     assert loaded == [
         ("of_layers", {"size": 3, "note": "two words"}, [tmp_path / "1", tmp_path / "0"])
     ]
+
+
+def test_a_value_with_a_space_is_not_the_checkpoint_of_resume(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(BASE)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?", const=True)
+    parser.add_argument("--overwrite", action="store_true")
+
+    words = ["--resume", "--trainer.args.run_name=a b", "--sampling.stop", "c d"]
+    options, config = parse_command_line(parser, ["@", str(file), *words], checks_model=False)
+
+    assert options.resume is True
+    assert config.trainer_args["run_name"] == "a b"
+    options, _ = parse_command_line(parser, ["@", str(file), "--resume", "of last week"], False)
+    assert options.resume == "of last week"
 
 
 def test_vf_train_takes_several_files_and_keys(compose, tmp_path, monkeypatch, capsys):

@@ -743,8 +743,14 @@ def parse_command_line(
         TomlError: see `load_run_config`.
     """
     files, rest = toml_arguments(argv)
-    options, words = parser.parse_known_args(rest)
     own = re.findall(r"--[a-z][\w-]+", parser.format_help())
+    # A word with a space would be the checkpoint of `--resume` before it: `--env.args.p="a b"`.
+    is_key = [word.startswith("--") and word.partition("=")[0] not in own for word in rest]
+    rest = [
+        word.replace(" ", "\0") if key else word for word, key in zip(rest, is_key, strict=True)
+    ]
+    options, words = parser.parse_known_args(rest)
+    words = [word.replace("\0", " ") for word in words]
     if getattr(options, "dry_run", False):
         checks_model = False
     config = load_run_config(files, overrides_of(words), checks_model, own)
