@@ -346,6 +346,8 @@ def write_page(folder: Path, page: Path) -> None:
     lines = [*head.splitlines(), "", *table(TRAINER_COLUMNS, trainer), "", "Why not:", ""]
     lines += [*(of_trainer or ["- nothing failed"]), *SERVER_HEAD.splitlines(), ""]
     lines += [*table(SERVER_COLUMNS, server), "", "Why not:", "", *(of_server or ["- nothing"])]
+    if missing := [family.title for name, family in FAMILIES.items() if name not in found]:
+        lines += ["", f"Not tried yet: {', '.join(missing)}."]
     page.write_text("\n".join(lines) + "\n")
     print(f"{page} has {len(found)} of {len(FAMILIES)} families")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
@@ -218,35 +218,45 @@ def default_target_modules(model: Any) -> list[str]:
         )
     others = [name for name, _ in model.named_modules() if name and name not in wanted]
     # A layer's experts may be one tensor. PEFT would take the three names below for its parts in a
-    # checkpoint, and adapt the experts. If the checkpoint has each expert by itself, PEFT does so
-    # also with longer names that end in one of them.
+    # checkpoint, and adapt the experts.
     has_experts = any(name.endswith(".experts") for name in others)
-    of_experts = ("gate_proj", "up_proj", "down_proj")
-    are_separate = has_experts and _has_separate_experts_on_disk(model)
     refused = _REFUSED_BY_PEFT if model.config.model_type in _MAMBA else ()
     names: dict[str, None] = {}
     for name in wanted:
         parts = name.split(".")
-        if parts[-1] in refused or (are_separate and parts[-1] in of_experts):
+        if parts[-1] in refused:
             continue
         for start in reversed(range(len(parts))):
             short = ".".join(parts[start:])
-            is_of_experts = has_experts and short in of_experts
+            is_of_experts = has_experts and short in ("gate_proj", "up_proj", "down_proj")
             if not is_of_experts and not any(f".{o}".endswith(f".{short}") for o in others):
                 break
         names[short] = None
-    return list(names)
+    taken = _taken_for_experts(model, names) if has_experts else set()
+    return [name for name in names if name not in taken]
 
 
-def _has_separate_experts_on_disk(model: Any) -> bool:
-    """Return whether a checkpoint has each expert of a layer by itself, as a gated layer."""
-    if not isinstance(model, PreTrainedModel):
-        return False
-    return any(
-        ".experts.*.gate_proj." in pattern
-        for conversion in get_model_conversion_mapping(model, add_legacy=False)
-        for pattern in conversion.source_patterns
-    )
+def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
+    """Return those of these target modules that PEFT would take for parts of a layer's experts,
+    because they end in the name of such a part in a checkpoint.
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return set()  # an older PEFT takes names as they are
+    taken = set()
+    for name in names:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:
+            taken.add(name)  # it belongs to a tensor of several parts
+        else:
+            if name not in (config.target_modules or ()):
+                taken.add(name)
+    return taken
 
 
 def describe_adapter(policy: Any) -> str:
