@@ -204,8 +204,8 @@ def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
 
 
 def default_target_modules(model: Any) -> list[str]:
-    """Return names of all `linear_layers` for PEFT: the shortest that match no other module. For
-    most models these are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+    """Return names of all `linear_layers` that PEFT can adapt: the shortest that match no other
+    module. For most models these are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
 
     Raises:
         ConfigError: the model has no such layers.
