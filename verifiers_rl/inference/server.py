@@ -46,7 +46,12 @@ from typing import Any, NoReturn
 
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, PUSH_HEADER, TOKEN_VARIABLE, save_token
-from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.inference.expected import (
+    as_served,
+    check_plan,
+    expected_shapes,
+    reason_against_full_weights,
+)
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.joining import announce, join_error
 from verifiers_rl.inference.port import PortError, reserve_port
@@ -414,8 +419,10 @@ class WeightSyncRoutes:
             raise BadRequest(needs_lora_flag(plan.adapter["r"]))
         if plan.kind == "full" and lora is not None:
             raise BadRequest("the trainer sends full weights; start vf-vllm without --enable-lora")
+        hf_config = config.model_config.hf_config
+        if plan.kind == "full" and (problem := reason_against_full_weights(hf_config)):
+            raise BadRequest(problem)
         if plan.kind not in self.shapes:
-            hf_config = config.model_config.hf_config
             shapes = await asyncio.to_thread(expected_shapes, hf_config, plan.kind)
             self.shapes[plan.kind] = shapes
         dtype = lora.lora_dtype if plan.kind == "adapter" else config.model_config.dtype
@@ -429,7 +436,7 @@ class WeightSyncRoutes:
                 f"weight_sync_backend='http': carries an adapter of at most {MAX_BODY_BYTES:,} "
                 f"bytes, not {plan.kind} weights of {num_bytes:,}; set weight_sync_backend='tcp'"
             )
-        plan = await asyncio.to_thread(as_served, plan, config.model_config.hf_config)
+        plan = await asyncio.to_thread(as_served, plan, hf_config)
         body = {**body, "plan": asdict(plan)}
         self.connection = self.policy_version = None  # of a previous trainer
         async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():

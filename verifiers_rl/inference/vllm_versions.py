@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 
 class ServerParts(NamedTuple):
@@ -79,6 +81,73 @@ def repack_for_cpu(model: Any) -> None:
             "on a CPU this vLLM cannot take new weights of a mixture of experts; install 0.29 or "
             "later"
         )
+
+
+def lost_in_reload(model: Any, loaded: set[str]) -> list[str]:
+    """Return those of the parameters that a vLLM model says it has loaded, and that its reload has
+    not taken.
+
+    During a reload, a parameter has no memory, and its `weight_loader` collects what is loaded.
+    Some models copy into the parameter instead, which then has no effect.
+
+    Args:
+        model: between `initialize_layerwise_reload` and `finalize_layerwise_reload`.
+        loaded: what its `load_weights` has returned.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    modules = dict(model.named_modules())
+    lost = []
+    for name in loaded:
+        prefix, _, own = name.rpartition(".")
+        if prefix not in modules:
+            continue
+        parameter = getattr(modules[prefix], own, None)
+        if not isinstance(parameter, torch.Tensor) or parameter.device.type != "meta":
+            continue  # it has memory: the layer is complete, or its parameter stayed in place
+        if own not in {given for given, _ in get_layerwise_info(modules[prefix]).loaded_weights}:
+            lost.append(name)
+    return sorted(lost)
+
+
+class GptOssReload:
+    """Weights of gpt-oss in the form in which vLLM's reload takes them. Of those in the form of
+    a checkpoint, the reload would lose the experts and the attention sinks.
+
+    Args:
+        model: vLLM's; if it is another one, all weights stay as they are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._is_needed = type(model).__name__ == "GptOssForCausalLM"
+        self._sinks: dict[str, torch.Tensor] = {}
+
+    def prepare(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, each expert by itself, without the sinks, which are kept."""
+        for name, tensor in tensors:
+            prefix, experts, part = name.rpartition(".mlp.experts.")
+            if not self._is_needed:
+                yield name, tensor
+            elif name.endswith(".sinks"):
+                self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
+            elif experts:
+                for number, one in enumerate(tensor):
+                    yield f"{prefix}{experts}{number}.{part}", one
+            else:
+                yield name, tensor
+
+    def finish(self) -> None:
+        """Copy the sinks of this worker's heads into the model. Call it behind the reload."""
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in self._sinks.items():
+            num_heads = parameters[name].numel()
+            start = get_tensor_model_parallel_rank() * num_heads
+            parameters[name].data.copy_(tensor[start : start + num_heads])
 
 
 async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -> list[Any]:
