@@ -55,9 +55,10 @@ from verifiers_rl.option_rules import (
     type_rule,
     usable,
 )
-from verifiers_rl.types import LOAD_S, BatchOrder
+from verifiers_rl.types import LOAD_S, MAX_MASK, BatchOrder
 from verifiers_rl.user_code import UserCodeError, load_user_code
 
+DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 # Without temperature: the trainer computes all logprobs of a batch at one temperature.
 _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", "top_p", "top_k", "min_p"),
@@ -423,6 +424,12 @@ class RLConfig(TrainingArguments):
     min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = _option(
         0.0,
         "Leave out tokens whose probability is below this share of the likeliest token's.",
+    )
+    sampling_mask: bool = _option(
+        False,
+        "The server returns which tokens top_p, top_k and min_p allowed at each position, and the "
+        "trainer takes logprobs over these. Ratios are then exact with such options. top_k is 256 "
+        "if left out, and at most 1024.",
     )
     repetition_penalty: PositiveNumber = _option(
         1.0, "Above 1, tokens that the prompt or the reply already has become less likely."
@@ -842,6 +849,16 @@ class RLConfig(TrainingArguments):
             "without effect unless stop is set",
         )
         check(
+            "sampling_mask",
+            not self.sampling_mask or self.client_type == "openai_chat_completions_token",
+            f"client_type={self.client_type!r} gets no mask; leave client_type out",
+        )
+        check(
+            "top_k",
+            not self.sampling_mask or (self.top_k or DEFAULT_MASK) <= MAX_MASK,
+            f"must be at most {MAX_MASK} with sampling_mask, which travels for each token",
+        )
+        check(
             "chat_template_kwargs",
             not self.chat_template_kwargs or self.client_type != "renderer",
             "the renderers package does not use the chat template; choose another client_type",
@@ -979,13 +996,15 @@ class RLConfig(TrainingArguments):
         the model's generation_config.json may set other defaults on the server.
         """
         extra: dict[str, Any] = {
-            "top_k": self.top_k or -1,
+            "top_k": self.top_k or (DEFAULT_MASK if self.sampling_mask else -1),
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "return_token_ids": True,
         }
         if self.include_stop_str_in_output and self.stop:
             extra["include_stop_str_in_output"] = True
+        if self.sampling_mask:
+            extra["sampling_mask"] = True
         if self.chat_template_kwargs:
             extra["chat_template_kwargs"] = self.chat_template_kwargs
         return {
@@ -1008,11 +1027,13 @@ class RLConfig(TrainingArguments):
         for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop"):
             if (value := getattr(self, f"eval_{name}")) is not None:
                 setattr(copied, name, value)
+        copied.sampling_mask = False  # nothing is trained on an evaluation
         return copied.sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:
-        """Return the options that make the server sample from another distribution than
-        softmax(logits / temperature).
+        """Return the options that make the server sample from another distribution than the
+        trainer's: softmax(logits / temperature), over the tokens of the sampling mask if there is
+        one.
         """
         neutral = {
             "top_p": 1.0,
@@ -1022,4 +1043,9 @@ class RLConfig(TrainingArguments):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
-        return [name for name, value in neutral.items() if getattr(self, name) != value]
+        of_mask = ("top_p", "top_k", "min_p") if self.sampling_mask else ()
+        return [
+            name
+            for name, value in neutral.items()
+            if name not in of_mask and getattr(self, name) != value
+        ]

@@ -14,7 +14,8 @@ chats. It listens on 127.0.0.1 unless told otherwise.
 
     POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
                                       "tokens", not the tokenised messages; with "packed_tokens",
-                                      tokens travel as packed_tokens.py says
+                                      tokens travel as packed_tokens.py says, also those that
+                                      could be sampled if "sampling_mask" asks for them
 
 Every reply to a generation request for one completion says which policy sampled its tokens, in a
 header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
@@ -55,7 +56,12 @@ from verifiers_rl.inference.expected import (
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.joining import announce, join_error
 from verifiers_rl.inference.port import PortError, reserve_port
-from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
+from verifiers_rl.inference.token_route import (
+    NUM_TIES,
+    TokenRequest,
+    current_request,
+    take_over,
+)
 from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.sync.plan import (
@@ -66,6 +72,7 @@ from verifiers_rl.sync.plan import (
 )
 from verifiers_rl.sync.transports.http import MAX_BODY_BYTES
 from verifiers_rl.sync.transports.meeting import OthersLeftError
+from verifiers_rl.types import MAX_MASK
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
 
@@ -883,6 +890,7 @@ def main() -> None:
         host="127.0.0.1",
         allowed_origins=[],  # vLLM's default lets in the scripts of every web page
         logprobs_mode="processed_logprobs",
+        max_logprobs=MAX_MASK + NUM_TIES,
         worker_extension_cls=WORKER_EXTENSION,
         disable_uvicorn_access_log=True,  # a line for each rollout hides everything else
     )

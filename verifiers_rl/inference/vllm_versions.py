@@ -6,6 +6,7 @@ The rest of `inference/` uses only what all these versions have.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from verifiers_rl.types import SamplingMask
 
 
 class ServerParts(NamedTuple):
@@ -176,17 +179,50 @@ async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -
     return calls.result()
 
 
-def keep_logprobs_as_numbers(state: Any) -> None:
+def keep_logprobs_as_numbers(state: Any, with_possible: bool = False) -> None:
     """Make vLLM keep the logprobs of a request's sampled tokens in plain lists, without the tokens'
     text. Otherwise it makes a dict and an object for each token, and decodes each once more.
 
     Args:
         state: what vLLM's output processor keeps about the request, before its first token.
+        with_possible: also keep those of the likeliest tokens that could be sampled. The sampling
+            options give probability 0 to the others.
     """
     from vllm.logprobs import FlatLogprobs
 
-    state.logprobs_processor.logprobs = FlatLogprobs()
+    class PossibleTokens(FlatLogprobs):
+        def append_fast(
+            self, token_ids: list[int], logprobs: list[float], *ranks_and_texts: Any
+        ) -> None:
+            self.start_indices.append(len(self.logprobs))
+            # The sampled token comes first, then the likeliest ones in their order: as many as the
+            # request of this step that asks for most wants.
+            num = len(logprobs) if with_possible else 1
+            if num > 1 and logprobs[-1] == -math.inf:
+                num = logprobs.index(-math.inf, 1)
+            self.token_ids += token_ids[:num]
+            self.logprobs += logprobs[:num]
+            self.end_indices.append(len(self.logprobs))
+
+    state.logprobs_processor.logprobs = PossibleTokens()
     state.logprobs_processor.tokenizer = None
+
+
+def possible_tokens(kept: Any) -> SamplingMask:
+    """Return which tokens could be sampled in place of each, from what vLLM has kept after
+    `keep_logprobs_as_numbers`.
+    """
+    starts, ends = np.asarray(kept.start_indices, int), np.asarray(kept.end_indices, int)
+    ids = np.asarray(kept.token_ids, np.int32)
+    is_first = np.zeros(len(ids), bool)
+    is_first[starts] = True
+    # The sampled token is also among the likeliest, unless many more are as likely as it is.
+    sampled = np.repeat(ids[starts], ends - starts)
+    again = np.zeros(len(starts), int)
+    np.add.at(again, np.repeat(np.arange(len(starts)), ends - starts), (ids == sampled) & ~is_first)
+    is_first[starts] = again > 0
+    counts = ends - starts - (again > 0)
+    return SamplingMask(counts, ids[~is_first])
 
 
 def sampled_logprobs(kept: Any) -> np.ndarray:
