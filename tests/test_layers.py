@@ -1,6 +1,7 @@
 """How files and keys of the command line become one configuration."""
 
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 
 from tests.helpers import ROOT
 from verifiers_rl.cli import load, train
-from verifiers_rl.cli.config import check_trainer_args, load_run_config, overrides_of
+from verifiers_rl.cli.config import RunConfig, check_trainer_args, load_run_config, overrides_of
 from verifiers_rl.cli.layers import TomlError, parse_value
 from verifiers_rl.cli.plan import check_trainer_options
+from verifiers_rl.cli.sft import SFTRunConfig
 
 BASE = """
 model = "./model"
@@ -284,4 +286,5 @@ TOMLS = [
 def test_every_toml_of_the_repository_is_a_valid_run(path, monkeypatch):
     # The model is made or downloaded later.
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda model: None)
-    check_trainer_options(load_run_config(path))
+    kind = SFTRunConfig if "data" in tomllib.loads(path.read_text()) else RunConfig
+    check_trainer_options(load_run_config(path, kind=kind))
