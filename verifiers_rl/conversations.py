@@ -32,6 +32,7 @@ from jinja2 import TemplateError
 
 from verifiers_rl.envs.chat_template import as_vllm_renders
 from verifiers_rl.option_rules import ConfigError
+from verifiers_rl.process.waiting import WaitingLine
 
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = "messages, or prompt and completion, or text"
@@ -185,19 +186,14 @@ class Tokenization:
                 "rows, or a datasets.Dataset, not a stream"
             )
         result = TokenizedRows()
-        for number in range(len(rows)):
-            try:
-                samples = self.of_row(rows[number])
-            except DatasetError as error:
-                raise DatasetError(f"data {name}, row {number}: {error}") from error
-            result.num_split += len(samples) > 1
-            result.num_cut += any(len(ids) > self._max_seq_len for ids, _ in samples)
-            cut = [(ids[: self._max_seq_len], mask[: self._max_seq_len]) for ids, mask in samples]
-            kept = [(ids, mask) for ids, mask in cut if mask.any()]
-            if kept:
-                result.rows.append(kept)
-            else:
-                result.num_left_out += 1
+        with WaitingLine(lambda: f"the tokens of rows: {number} of {len(rows)}") as line:
+            for number in range(len(rows)):
+                if number % 1000 == 0:
+                    line.show()
+                try:
+                    self._add(self.of_row(rows[number]), result)
+                except DatasetError as error:
+                    raise DatasetError(f"data {name}, row {number}: {error}") from error
         if not result.rows:
             raise DatasetError(
                 f"data {name}: none of its {len(rows)} rows has a loss token among the first "
@@ -205,6 +201,16 @@ class Tokenization:
             )
         report(f"data {name}: {result.describe()}")
         return result
+
+    def _add(self, samples: list[Tokens], result: TokenizedRows) -> None:
+        """Add the samples of a row, cut."""
+        result.num_split += len(samples) > 1
+        result.num_cut += any(len(ids) > self._max_seq_len for ids, _ in samples)
+        cut = [(ids[: self._max_seq_len], mask[: self._max_seq_len]) for ids, mask in samples]
+        if kept := [(ids, mask) for ids, mask in cut if mask.any()]:
+            result.rows.append(kept)
+        else:
+            result.num_left_out += 1
 
     def of_row(self, row: Any) -> list[Tokens]:
         """Return the samples of a row, whole.
