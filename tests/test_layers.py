@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers import ROOT
 from verifiers_rl.cli import load, train
 from verifiers_rl.cli.config import (
+    RunConfig,
     check_trainer_args,
     load_run_config,
     overrides_of,
@@ -17,6 +19,7 @@ from verifiers_rl.cli.config import (
 )
 from verifiers_rl.cli.layers import TomlError, parse_value
 from verifiers_rl.cli.plan import check_trainer_options
+from verifiers_rl.cli.sft import SFTRunConfig
 
 BASE = """
 model = "./model"
@@ -306,4 +309,5 @@ TOMLS = [
 def test_every_toml_of_the_repository_is_a_valid_run(path, monkeypatch):
     # The model is made or downloaded later.
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda model: None)
-    check_trainer_options(load_run_config(path))
+    kind = SFTRunConfig if "data" in tomllib.loads(path.read_text()) else RunConfig
+    check_trainer_options(load_run_config(path, kind=kind))

@@ -148,7 +148,7 @@ _UNUSABLE_SCHEDULE = dict.fromkeys(
 
 
 def _has_no_epochs(steps: str) -> Rule:
-    problem = f"a run has no epochs, only max_steps; set 'steps' and {steps}"
+    problem = f"a run counts steps, not epochs; set 'steps' and {steps}"
     return lambda value: problem if value == "epoch" else None
 
 
@@ -221,14 +221,15 @@ _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
 def unknown_option_hint(name: str, config_class: Any = None) -> str:
     """Return what to set instead of an option that `RLConfig` does not have."""
     name = name.replace("-", "_")
-    if name in HINTS:
-        return HINTS[name]
+    hints = {**HINTS, **getattr(config_class, "HINTS", {})}
+    if name in hints:
+        return hints[name]
     known = [f.name for f in fields(config_class or RLConfig)]
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else "verifiers_rl/config.py lists the options"
 
 
-def _refuse_unknown_options(cls: type[_T]) -> type[_T]:
+def refuse_unknown_options(cls: type[_T]) -> type[_T]:
     """Give the class an `__init__` that says what to set instead of an unknown option. That of
     dataclass raises a bare TypeError.
     """
@@ -238,14 +239,15 @@ def _refuse_unknown_options(cls: type[_T]) -> type[_T]:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         known = {f.name for f in fields(self)}
         if unknown := [name for name in options if name not in known]:
-            raise ConfigError("; ".join(f"{name}: {unknown_option_hint(name)}" for name in unknown))
+            hints = [f"{name}: {unknown_option_hint(name, type(self))}" for name in unknown]
+            raise ConfigError("; ".join(hints))
         init(self, *args, **options)
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
 
 
-@_refuse_unknown_options
+@refuse_unknown_options
 @dataclass
 class RLConfig(TrainingArguments):
     """Options of `RLTrainer`: its own, and those of `transformers.TrainingArguments`, some with
@@ -255,6 +257,11 @@ class RLConfig(TrainingArguments):
         ConfigError: an option is unknown, has a value of the wrong type or out of range, does not
             fit another option, or is inherited and has no effect here.
     """
+
+    # What differs in a config that extends this one, such as `SFTConfig`.
+    TRAINER, METHOD = "RLTrainer", "reinforcement learning"
+    BEST = "reward"  # the default of metric_for_best_model
+    UNUSED, INHERITED_RULES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES
 
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", lambda value: value != "")] = _option(
@@ -670,7 +677,7 @@ class RLConfig(TrainingArguments):
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
         wants_best = self.load_best_model_at_end or self.save_strategy == "best"
         if wants_best and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"  # TrainingArguments would take the loss
+            self.metric_for_best_model = self.BEST  # TrainingArguments would take the loss
         # `load_policy` compiles the layers. TrainingArguments would have the whole model compiled.
         compiles, self.torch_compile = self.torch_compile, False
         try:
@@ -704,9 +711,9 @@ class RLConfig(TrainingArguments):
     def _check_unused_base_options(self) -> None:
         defaults = {
             f.name: f.default_factory() if f.default_factory is not MISSING else f.default
-            for f in fields(TrainingArguments)
+            for f in fields(self)
         }
-        for name, instead in _UNUSED_BASE_OPTIONS.items():
+        for name, instead in self.UNUSED.items():
             value = getattr(self, name, None)
             # TrainingArguments replaces some values of None later. A copy of an RLConfig has
             # these replacements already; the first construction sees the user's values.
@@ -718,7 +725,7 @@ class RLConfig(TrainingArguments):
                 and not (name == "include_num_input_tokens_seen" and value is False)
             ):
                 raise ConfigError(
-                    f"{name}={value!r} has no effect in RLTrainer: {instead}. Remove it"
+                    f"{name}={value!r} has no effect in {self.TRAINER}: {instead}. Remove it"
                 )
 
     def _check_types(self) -> None:
@@ -824,7 +831,7 @@ class RLConfig(TrainingArguments):
         """Check each value against the rules in its field's type."""
         declared = typing.get_type_hints(type(self), include_extras=True)
         for f in fields(self):
-            rules = [*rules_of(declared[f.name]), *_INHERITED_RULES.get(f.name, ())]
+            rules = [*rules_of(declared[f.name]), *self.INHERITED_RULES.get(f.name, ())]
             value = getattr(self, f.name)
             for problem in (rule(value) for rule in rules if value is not None):
                 if problem is not None:

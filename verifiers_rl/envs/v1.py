@@ -329,7 +329,7 @@ class V1ExampleRunner:
             async with deadline:
                 episode = await self.env.run_slot(slot, context)
             if not episode.ok:
-                raise _failure_of(episode)
+                raise failure_of(episode)
             if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
                 raise EpisodeError(
                     f"the agent {late[0]!r} ran out of its own time; raise what is set under "
@@ -610,7 +610,8 @@ class V1Environment(V1ExampleRunner):
             ) from error
 
 
-def _failure_of(episode: vf.Episode) -> EpisodeError:
+def failure_of(episode: vf.Episode) -> EpisodeError:
+    """Return the error that verifiers recorded for a failed episode."""
     # A retried trace also has the errors of its earlier attempts, so the last one counts.
     ends = [episode, *(trace for trace in episode.traces if trace.has_error)]
     last = [end.last_error for end in ends if end.last_error is not None]
