@@ -105,8 +105,7 @@ def reason_in(text: str) -> str:
         match[0]
         for line in lines
         if (match := re.search(r"\b\w*(?:Error|Exception|Refused)\b: .+|vf-vllm: .+", line))
-        and "Engine core initialization failed" not in line
-        and "InferenceServerError: no inference server" not in line
+        and not re.search(r"initialization failed|InferenceServerError: no inference server", line)
     ]
     chosen = (errors or lines or ["no reason given"])[-1]
     chosen = chosen.replace(str(ROOT), "").replace("|", "/")
@@ -286,6 +285,8 @@ def run_family(name: str, path: Path) -> None:
         except ProcessLookupError:
             pass  # it has ended
         process.wait()
+        for log in scratch.glob("*.log"):  # of its servers
+            shutil.copy(log, path.with_suffix(f".{log.name}"))
         steps = json.loads(path.read_text()) if path.is_file() else {}
         if "time" not in steps:
             steps["time"] = {"ok": False, "text": f"ended with status {process.returncode}"}

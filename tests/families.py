@@ -358,6 +358,17 @@ FAMILIES = {
         ),
         chat_template(*CHATML, thinking=True), {}, has_experts=True,
     ),
+    "nemotron_h_dense": Family(
+        "Nemotron Nano 2", "NVIDIA-Nemotron-Nano-9B-v2",
+        "Mamba-2, attention and dense layers in turns",
+        causal_lm(
+            "NemotronH",
+            layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"],
+            num_hidden_layers=4, ssm_state_size=64, mamba_num_heads=4, mamba_head_dim=32,
+            n_groups=2, chunk_size=64, n_routed_experts=0,
+        ),
+        chat_template(*CHATML, thinking=True), {},
+    ),
     "olmo3": Family(
         "Olmo 3", "Olmo-3-7B-Instruct", "sliding windows, norms behind layers",
         causal_lm("Olmo3", num_hidden_layers=4, sliding_window=32),

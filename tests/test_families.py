@@ -22,10 +22,11 @@ from verifiers_rl.sync.sources import what_to_send
 
 # Families whose samples would see each other in one row. transformers tells gpt-oss's masks nothing
 # of positions; the others have layers that read a row from left to right.
-PADDED = {"qwen3_5", "qwen3_5_moe", "nemotron_h", "gpt_oss", "gpt_oss_mxfp4"}
+NEMOTRON = {"nemotron_h", "nemotron_h_dense"}
+PADDED = {"qwen3_5", "qwen3_5_moe", "gpt_oss", "gpt_oss_mxfp4"} | NEMOTRON
 
 # Families whose modules have other names than their checkpoints. vLLM knows both.
-RENAMED = {"nemotron_h", "gemma3", "mistral3"}
+RENAMED = {"gemma3", "mistral3"} | NEMOTRON
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
