@@ -1,6 +1,7 @@
 """Does it train, and does vLLM serve it? Writes docs/models.md: a row for each family of models.
 
     python benchmarks/model_table.py [--only gemma3 qwen3 ...] [--folder outputs/models] [--table]
+        [--without-servers]
 
 Each family of tests/families.py has a process of its own with a deadline, which tries all steps and
 goes on behind one that fails. First the trainer's half. Then a real vf-vllm with the checkpoint:
@@ -115,7 +116,7 @@ def reason_in(text: str) -> str:
 # --- One family, in its own process ---------------------------------------------------------------
 
 
-def try_family(name: str, path: Path, folder: Path) -> None:
+def try_family(name: str, path: Path, folder: Path, with_servers: bool) -> None:
     """Try all steps with one family, and write their results to `path`."""
     from tests.families import write_family
     from tests.family_steps import (
@@ -162,7 +163,7 @@ def try_family(name: str, path: Path, folder: Path) -> None:
         output = folder / kind
         if results.try_step(f"{kind} step", lambda: step(output, use_lora)):  # noqa: B023
             results.try_step(f"{kind} saved", lambda: saved(output, use_lora))  # noqa: B023
-    if loaded:
+    if loaded and with_servers:
         try_server(family, checkpoint, folder, results)
     results.add("time", True, f"{time.monotonic() - start:.0f} s")
 
@@ -269,12 +270,16 @@ def run_step(checkpoint: Path, output: Path, port: int) -> str:
 # --- All families ---------------------------------------------------------------------------------
 
 
-def run_family(name: str, path: Path) -> None:
-    """Start this script again for one family, with a deadline."""
+def run_family(name: str, path: Path, *flags: str) -> None:
+    """Start this script again for one family, with these flags and a deadline."""
     path.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"models-{name}-"))
-    command = [sys.executable, __file__, "--one", name, "--results", str(path)]
-    process = subprocess.Popen([*command, "--folder", str(scratch)], start_new_session=True)
+    command = [sys.executable, __file__, "--one", name, "--results", str(path), *flags]
+    # With tiny tensors, threads that have no core of their own make each operation ten times slower.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    process = subprocess.Popen(
+        [*command, "--folder", str(scratch)], start_new_session=True, env=environment
+    )
     try:
         process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -332,23 +337,28 @@ def write_page(folder: Path, page: Path) -> None:
         **{name: version(name) for name in ("transformers", "peft", "torch", "verifiers")},
     )
     trainer, server = [], []
-    of_trainer, of_server = [], []  # reasons
+    of_trainer, of_server, without = [], [], []  # reasons, and who had no server
     for name, steps in found.items():
         family = FAMILIES[name]
         rows, _, why = cell(steps, "rows").partition(": ")
         cells = [cell(steps, step) for step in ("load", "full step", "lora step")]
         cells += [rows, *(cell(steps, step) for step in ("head", "full saved", "lora saved"))]
         trainer.append([family.title, family.like, family.traits, *cells])
+        if "server" not in steps:
+            without.append(family.title)
         if why:
             of_trainer.append(f"- {family.title}, shared rows: {why}")
         of_trainer += failures(family.title, steps, ("load", *TRAINER))
-        server.append([family.title, *(cell(steps, step) for step in SERVER)])
+        if "server" in steps:
+            server.append([family.title, *(cell(steps, step) for step in SERVER)])
         of_server += failures(family.title, steps, (*SERVER, "time"))
     lines = [*head.splitlines(), "", *table(TRAINER_COLUMNS, trainer), "", "Why not:", ""]
     lines += [*(of_trainer or ["- nothing failed"]), *SERVER_HEAD.splitlines(), ""]
     lines += [*table(SERVER_COLUMNS, server), "", "Why not:", "", *(of_server or ["- nothing"])]
     if missing := [family.title for name, family in FAMILIES.items() if name not in found]:
         lines += ["", f"Not tried yet: {', '.join(missing)}."]
+    if without:
+        lines += ["", f"No server was tried with {', '.join(without)}."]
     page.write_text("\n".join(lines) + "\n")
     print(f"{page} has {len(found)} of {len(FAMILIES)} families")
 
@@ -365,6 +375,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of families")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "models")
     parser.add_argument("--table", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--without-servers", action="store_true", help="the trainer's half only")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -372,7 +383,9 @@ def main() -> None:
         from verifiers_rl.inference.client import TOKEN_VARIABLE
 
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(16)
-        try_family(options.one, options.results.absolute(), options.folder)
+        try_family(
+            options.one, options.results.absolute(), options.folder, not options.without_servers
+        )
         return
     from tests.families import FAMILIES
 
@@ -382,7 +395,8 @@ def main() -> None:
     if not options.table:
         for name in options.only or FAMILIES:
             print(name, flush=True)
-            run_family(name, options.folder / f"{name}.json")
+            flags = ["--without-servers"] if options.without_servers else []
+            run_family(name, options.folder / f"{name}.json", *flags)
     write_page(options.folder, ROOT / "docs" / "models.md")
 
 
