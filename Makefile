@@ -33,7 +33,7 @@ CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollo
 	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering example_environments)) \
 	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it
 
-.PHONY: help install demo test test-fast test-all gpu-check check format docs reference page clean
+.PHONY: help install demo test test-fast test-all gpu-check models check format docs reference page clean
 
 help:
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
@@ -42,6 +42,7 @@ help:
 	@echo "make test-all  also what needs DeepSpeed, and with verifiers<0.4 and its vLLM"
 	@echo "make check     ruff and types"
 	@echo "make gpu-check what needs a GPU, within an hour; prints a table for an issue"
+	@echo "make models    docs/models.md: tiny models of each family, trained and served"
 	@echo "make docs      the documentation as a site, in docs/_build"
 
 install: $(INSTALLED)
@@ -80,6 +81,10 @@ test-all: test
 # Runs on 1, 2 or more GPUs, without a network once it is installed. ONLY=NCCL runs the checks with this word in their name.
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check.py $(if $(ONLY),--only "$(ONLY)")
+
+# docs/models.md, in about half an hour. ONLY="qwen3 gemma3" tries these two and keeps the rows of the others.
+models: $(INSTALLED)
+	$(BIN)/python benchmarks/model_table.py $(if $(ONLY),--only $(ONLY))
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

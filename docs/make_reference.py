@@ -19,9 +19,10 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from verifiers_rl import RLConfig, config
+from verifiers_rl import RLConfig, SFTConfig, config
 from verifiers_rl.cli import config as cli_config
 from verifiers_rl.cli import flat
+from verifiers_rl.cli import sft as cli_sft
 from verifiers_rl.option_rules import rules_of, type_rule
 
 PAGE = Path(__file__).parent / "reference.md"
@@ -37,6 +38,21 @@ All options of a run. `docs/make_reference.py` writes this page from the code; d
 An unknown name, a value of the wrong type or out of range, and two options that contradict each
 other are one error line each, with the value and the fix. "left out" stands for the default `None`:
 TOML has no such value.
+"""
+SFT = """
+## Supervised finetuning
+
+`SFTConfig` and `vf-sft` have these options of their own, or with other defaults. The rest is as in
+the tables above. [sft.md](sft.md) says what they do together.
+
+"""
+SFT_DATA = """
+`vf-sft` has a table of its own beside those of `vf-rl`, and neither `[inference]` nor `[cluster]`:
+
+"""
+SFT_REFUSED = """
+These options are refused there, because they have no effect:
+
 """
 INHERITED = """
 ## Inherited from transformers.TrainingArguments
@@ -154,6 +170,22 @@ def own_options() -> str:
     return text
 
 
+def sft_options() -> str:
+    """Return tables of the options of `SFTConfig`, of [data], and of what is refused there."""
+    declared = typing.get_type_hints(SFTConfig, include_extras=True)
+    rows = [
+        (f"`{f.name}`", type_of(declared[f.name]), default_of(f), f.metadata["help"])
+        for f in fields(SFTConfig)
+        if f.name in SFTConfig.__annotations__ and "help" in f.metadata
+    ]
+    text = SFT + table(("option", "values", "default", "what it does"), rows)
+    _, _, description = inspect.cleandoc(cli_sft.__doc__ or "").partition("[data]\n")
+    data = f"[data]\n{description.partition('[trainer]')[0].strip()}"
+    text += f"{SFT_DATA}```toml\n{data}\n```\n"
+    own = {k: v for k, v in SFTConfig.UNUSED.items() if k not in RLConfig.UNUSED}
+    return text + SFT_REFUSED + table(("option", "why"), [(f"`{k}`", v) for k, v in own.items()])
+
+
 def inherited_options() -> str:
     own = {name for names in sections().values() for name in names}
     rows = [
@@ -240,7 +272,7 @@ def _flat(key: str) -> str:
 
 
 def page() -> str:
-    toml = toml_keys() + flat_keys()
+    toml = sft_options() + toml_keys() + flat_keys()
     return HEAD + own_options() + toml + refused_options() + inherited_options()
 
 

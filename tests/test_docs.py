@@ -24,12 +24,14 @@ import transformers
 import verifiers_rl
 from tests.fake_run import write_fake_run
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model
-from verifiers_rl import RLConfig, RLTrainer
+from verifiers_rl import RLConfig, RLTrainer, SFTConfig, SFTTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.cli import flat
-from verifiers_rl.cli.config import check_trainer_args, load_run_config
+from verifiers_rl.cli.config import RunConfig, check_trainer_args, load_run_config
 from verifiers_rl.cli.setup import workspace_files
+from verifiers_rl.cli.sft import DataTable, SFTRunConfig
+from verifiers_rl.conversations import Tokenization
 from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.foreign_names import HINTS
@@ -177,6 +179,18 @@ class TrainerOfDocs:
         return {"eval_reward": 0.5}
 
 
+class SFTTrainerOfDocs:
+    """In place of `SFTTrainer`: makes the tokens of its rows, and loads no model."""
+
+    def __init__(self, *args, **kwargs):
+        bound = inspect.signature(SFTTrainer.__init__).bind(self, *args, **kwargs)
+        assert isinstance(bound.arguments["args"], SFTConfig)
+        tokenizer = load_example("warm_start").make_tokenizer()
+        Tokenization(tokenizer).of_rows(bound.arguments["train_dataset"], "it")
+
+    def train(self, resume_from_checkpoint=None): ...
+
+
 def make_inputs():
     return LossInputs(
         trainer_logprobs=torch.tensor([-0.5, -1.0], requires_grad=True),
@@ -201,6 +215,7 @@ def in_docs_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text"))
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
+    monkeypatch.setattr(verifiers_rl, "SFTTrainer", SFTTrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
     prompt.write_text("Be brief.")
@@ -279,14 +294,17 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
             continue  # it shows alternatives beside each other
         if "model" not in data:
             text = 'model = "org/model"\n' + text
-        if "env" not in data:
+        kind = SFTRunConfig if "data" in data else RunConfig
+        if "env" not in data and kind is RunConfig:
             text += '\n[env.taskset]\nid = "number_guess"\n'
         path = in_docs_folder / f"config{number}.toml"
         path.write_text(text)
-        config = load_run_config(path, checks_model=False)
+        config = load_run_config(path, checks_model=False, kind=kind)
         check_trainer_args(config)
         config.make_args(use_cpu=True, bf16=False)
-        if all(importlib.util.find_spec(module_name(env.id)) for env in config.envs):
+        if config.envs and all(
+            importlib.util.find_spec(module_name(env.id)) for env in config.envs
+        ):
             config.load_envs()
 
 
@@ -306,6 +324,7 @@ def test_blocks_are_of_a_language_that_is_checked():
 
 # --- Commands -------------------------------------------------------------------------------------
 
+COMMANDS = ("view", "report", "generate")  # of vf-rl
 # Programs of others; what they are given is theirs.
 OTHERS = {"cd", "cp", "docker", "export", "git", "nvidia-smi", "openssl", "source", "ssh", "uv"}
 
@@ -364,11 +383,14 @@ def check_command(words, page):
         for option in options:
             key = option[2:].replace("-", "_")
             if key.startswith("trainer.args."):
-                assert key.rpartition(".")[2] in {f.name for f in fields(RLConfig)}, words
+                kind = SFTConfig if program == "vf-sft" else RLConfig
+                assert key.rpartition(".")[2] in {f.name for f in fields(kind)}, words
+            elif program == "vf-sft" and key.startswith("data."):
+                assert key[5:] in {f.name for f in fields(DataTable)}, words
             elif key.partition(".")[0] in (*flat.COMMON, *flat.OURS) or key in flat.MOVED:
-                assert "." in key or key in flat.MOVED, words
+                assert "." in key or key == "model" or key in flat.MOVED, words
             else:
-                said = help_of(program, *(word for word in rest[:1] if word in ("view", "report")))
+                said = help_of(program, *(word for word in rest[:1] if word in COMMANDS))
                 assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", said), (option, words)
     elif words[:2] == ["accelerate", "launch"]:
         from accelerate.commands.launch import launch_command_parser

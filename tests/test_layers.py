@@ -1,6 +1,8 @@
 """How files and keys of the command line become one configuration."""
 
+import argparse
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,9 +10,16 @@ import pytest
 
 from tests.helpers import ROOT
 from verifiers_rl.cli import load, train
-from verifiers_rl.cli.config import check_trainer_args, load_run_config, overrides_of
+from verifiers_rl.cli.config import (
+    RunConfig,
+    check_trainer_args,
+    load_run_config,
+    overrides_of,
+    parse_command_line,
+)
 from verifiers_rl.cli.layers import TomlError, parse_value
 from verifiers_rl.cli.plan import check_trainer_options
+from verifiers_rl.cli.sft import SFTRunConfig
 
 BASE = """
 model = "./model"
@@ -260,6 +269,22 @@ def test_the_configuration_reaches_the_process_that_loads_the_environments(
     ]
 
 
+def test_a_value_with_a_space_is_not_the_checkpoint_of_resume(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(BASE)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?", const=True)
+    parser.add_argument("--overwrite", action="store_true")
+
+    words = ["--resume", "--trainer.args.run_name=a b", "--sampling.stop", "c d"]
+    options, config = parse_command_line(parser, ["@", str(file), *words], checks_model=False)
+
+    assert options.resume is True
+    assert config.trainer_args["run_name"] == "a b"
+    options, _ = parse_command_line(parser, ["@", str(file), "--resume", "of last week"], False)
+    assert options.resume == "of last week"
+
+
 def test_vf_train_takes_several_files_and_keys(compose, tmp_path, monkeypatch, capsys):
     compose(BASE.replace("./model", "org/model"), "[trainer]\ngpus = 0\n")
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda model: None)
@@ -284,4 +309,5 @@ TOMLS = [
 def test_every_toml_of_the_repository_is_a_valid_run(path, monkeypatch):
     # The model is made or downloaded later.
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda model: None)
-    check_trainer_options(load_run_config(path))
+    kind = SFTRunConfig if "data" in tomllib.loads(path.read_text()) else RunConfig
+    check_trainer_options(load_run_config(path, kind=kind))

@@ -335,15 +335,58 @@ model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 2))
 repack_for_cpu(model)
 """
 
+RELOAD = """
+import torch, vllm.distributed
+from types import SimpleNamespace
+from vllm.model_executor.model_loader import reload
+from verifiers_rl.inference.vllm_versions import GptOssReload, lost_in_reload
+
+class GptOssForCausalLM(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Module()
+        self.layer.up = torch.nn.Linear(2, 2, bias=False)
+        self.layer.attn = torch.nn.Module()
+        self.layer.attn.sinks = torch.nn.Parameter(torch.zeros(2))
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            parameter = self.get_parameter(name)
+            if name.endswith("sinks"):
+                parameter.data.copy_(weight)
+            else:
+                parameter.weight_loader(parameter, weight)
+            yield name
+
+model = GptOssForCausalLM()
+reload.record_metadata_for_reloading(model)
+sinks = torch.tensor([1.0, 2.0, 3.0, 4.0])
+for weights in ([("layer.attn.sinks", sinks[:2])], [("layer.up.weight", torch.ones(2, 2))]):
+    reload.initialize_layerwise_reload(model)
+    print(lost_in_reload(model, set(model.load_weights(weights))))
+    reload.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+print(model.layer.attn.sinks.tolist(), model.layer.up.weight.tolist())
+
+vllm.distributed.get_tensor_model_parallel_rank = lambda: 1
+gpt_oss = GptOssReload(model)
+experts = ("layer.mlp.experts.down_proj_bias", torch.tensor([[5.0], [6.0]]))
+for name, tensor in gpt_oss.prepare([experts, ("layer.self_attn.sinks", sinks)]):
+    print(name, tensor.tolist())
+gpt_oss.finish()
+print(model.layer.attn.sinks.tolist())
+print([name for name, _ in GptOssReload(torch.nn.Linear(1, 1)).prepare([experts])])
+"""
+
 
 @pytest.fixture(scope="module")
 def with_vllm(tmp_path_factory):
     """How the scripts above ended, each with its status, stdout and stderr."""
     folder = tmp_path_factory.mktemp("with_vllm")
     variables = {"yield, ours": {"VERIFIERS_RL_SERVER_PID": "1"}, "yield, not ours": {}}
-    variables["repack"] = {}
+    variables |= {"repack": {}, "reload": {}}
+    scripts = {"repack": REPACK, "reload": RELOAD}
     cases = [
-        (REPACK if name == "repack" else YIELD, given, f"{folder}/{name} 1", f"{folder}/{name} 2")
+        (scripts.get(name, YIELD), given, f"{folder}/{name} 1", f"{folder}/{name} 2")
         for name, given in variables.items()
     ]
     done = subprocess.run(
@@ -626,6 +669,21 @@ def test_experts_that_cannot_be_packed_anew_are_an_error_and_not_wrong_weights(w
     done = with_vllm["repack"]
     assert done.returncode == 1 and "nothing to pack" in done.stdout
     assert "RuntimeError: on a CPU this vLLM cannot take new weights of a mixture" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing(with_vllm):
+    done = with_vllm["reload"]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-7:] == [
+        "['layer.attn.sinks']",
+        "[]",
+        "[0.0, 0.0] [[1.0, 1.0], [1.0, 1.0]]",
+        "layer.mlp.experts.0.down_proj_bias [5.0]",
+        "layer.mlp.experts.1.down_proj_bias [6.0]",
+        "[3.0, 4.0]",
+        "['layer.mlp.experts.down_proj_bias']",
+    ]
 
 
 def test_a_token_left_on_this_machine_is_shown_to_no_other(monkeypatch, tmp_path):

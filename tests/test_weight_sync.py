@@ -1,5 +1,6 @@
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,7 +29,12 @@ from transformers import (
 from tests.helpers import ROOT, make_gloo_group, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
 from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import InferenceServerError, RequestRefusedError, ServerLostError
-from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.inference.expected import (
+    as_served,
+    check_plan,
+    expected_shapes,
+    reason_against_full_weights,
+)
 from verifiers_rl.models import default_target_modules, load_policy
 from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.buckets import receive_buckets, send_buckets
@@ -794,6 +800,13 @@ def test_an_unknown_architecture_is_named():
     config.architectures = ["NoSuchModel"]
     with pytest.raises(ValueError, match="no architecture 'NoSuchModel'"):
         expected_shapes(config, "full")
+
+
+def test_a_server_of_a_quantised_checkpoint_says_what_to_do_about_full_weights():
+    config = make_tiny_model().config
+    assert reason_against_full_weights(config) is None
+    config.quantization_config = {"quant_method": "mxfp4"}
+    assert re.search(r"\(mxfp4\).*lora_sync='adapter'", reason_against_full_weights(config))
 
 
 # --- Models split over ranks --------------------------------------------------------------------

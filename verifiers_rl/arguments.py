@@ -142,8 +142,10 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
         for f in fields(args)
     }
     for part, options in _REPLACED_OPTIONS.items():
-        for name in options if getattr(replaced, part) is not None else ():
-            if getattr(args, name) != defaults[name]:
+        replacement = getattr(replaced, part)
+        reads = getattr(replacement, "reads", ())  # a part may say which options it reads itself
+        for name in options if replacement is not None else ():
+            if name not in reads and getattr(args, name) != defaults[name]:
                 raise ConfigError(
                     f"{name}={getattr(args, name)!r}: without effect beside {part}; remove one of "
                     "the two"

@@ -55,9 +55,10 @@ from verifiers_rl.option_rules import (
     type_rule,
     usable,
 )
-from verifiers_rl.types import LOAD_S, BatchOrder
+from verifiers_rl.types import LOAD_S, MAX_MASK, BatchOrder
 from verifiers_rl.user_code import UserCodeError, load_user_code
 
+DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 # Without temperature: the trainer computes all logprobs of a batch at one temperature.
 _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", "top_p", "top_k", "min_p"),
@@ -147,7 +148,7 @@ _UNUSABLE_SCHEDULE = dict.fromkeys(
 
 
 def _has_no_epochs(steps: str) -> Rule:
-    problem = f"a run has no epochs, only max_steps; set 'steps' and {steps}"
+    problem = f"a run counts steps, not epochs; set 'steps' and {steps}"
     return lambda value: problem if value == "epoch" else None
 
 
@@ -220,14 +221,15 @@ _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
 def unknown_option_hint(name: str, config_class: Any = None) -> str:
     """Return what to set instead of an option that `RLConfig` does not have."""
     name = name.replace("-", "_")
-    if name in HINTS:
-        return HINTS[name]
+    hints = {**HINTS, **getattr(config_class, "HINTS", {})}
+    if name in hints:
+        return hints[name]
     known = [f.name for f in fields(config_class or RLConfig)]
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else "verifiers_rl/config.py lists the options"
 
 
-def _refuse_unknown_options(cls: type[_T]) -> type[_T]:
+def refuse_unknown_options(cls: type[_T]) -> type[_T]:
     """Give the class an `__init__` that says what to set instead of an unknown option. That of
     dataclass raises a bare TypeError.
     """
@@ -237,14 +239,15 @@ def _refuse_unknown_options(cls: type[_T]) -> type[_T]:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         known = {f.name for f in fields(self)}
         if unknown := [name for name in options if name not in known]:
-            raise ConfigError("; ".join(f"{name}: {unknown_option_hint(name)}" for name in unknown))
+            hints = [f"{name}: {unknown_option_hint(name, type(self))}" for name in unknown]
+            raise ConfigError("; ".join(hints))
         init(self, *args, **options)
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
 
 
-@_refuse_unknown_options
+@refuse_unknown_options
 @dataclass
 class RLConfig(TrainingArguments):
     """Options of `RLTrainer`: its own, and those of `transformers.TrainingArguments`, some with
@@ -254,6 +257,11 @@ class RLConfig(TrainingArguments):
         ConfigError: an option is unknown, has a value of the wrong type or out of range, does not
             fit another option, or is inherited and has no effect here.
     """
+
+    # What differs in a config that extends this one, such as `SFTConfig`.
+    TRAINER, METHOD = "RLTrainer", "reinforcement learning"
+    BEST = "reward"  # the default of metric_for_best_model
+    UNUSED, INHERITED_RULES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES
 
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", lambda value: value != "")] = _option(
@@ -423,6 +431,12 @@ class RLConfig(TrainingArguments):
     min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = _option(
         0.0,
         "Leave out tokens whose probability is below this share of the likeliest token's.",
+    )
+    sampling_mask: bool = _option(
+        False,
+        "The server returns which tokens top_p, top_k and min_p allowed at each position, and the "
+        "trainer takes logprobs over these. Ratios are then exact with such options. top_k is 256 "
+        "if left out, and at most 1024.",
     )
     repetition_penalty: PositiveNumber = _option(
         1.0, "Above 1, tokens that the prompt or the reply already has become less likely."
@@ -663,7 +677,7 @@ class RLConfig(TrainingArguments):
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
         wants_best = self.load_best_model_at_end or self.save_strategy == "best"
         if wants_best and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"  # TrainingArguments would take the loss
+            self.metric_for_best_model = self.BEST  # TrainingArguments would take the loss
         # `load_policy` compiles the layers. TrainingArguments would have the whole model compiled.
         compiles, self.torch_compile = self.torch_compile, False
         try:
@@ -697,9 +711,9 @@ class RLConfig(TrainingArguments):
     def _check_unused_base_options(self) -> None:
         defaults = {
             f.name: f.default_factory() if f.default_factory is not MISSING else f.default
-            for f in fields(TrainingArguments)
+            for f in fields(self)
         }
-        for name, instead in _UNUSED_BASE_OPTIONS.items():
+        for name, instead in self.UNUSED.items():
             value = getattr(self, name, None)
             # TrainingArguments replaces some values of None later. A copy of an RLConfig has
             # these replacements already; the first construction sees the user's values.
@@ -711,7 +725,7 @@ class RLConfig(TrainingArguments):
                 and not (name == "include_num_input_tokens_seen" and value is False)
             ):
                 raise ConfigError(
-                    f"{name}={value!r} has no effect in RLTrainer: {instead}. Remove it"
+                    f"{name}={value!r} has no effect in {self.TRAINER}: {instead}. Remove it"
                 )
 
     def _check_types(self) -> None:
@@ -817,7 +831,7 @@ class RLConfig(TrainingArguments):
         """Check each value against the rules in its field's type."""
         declared = typing.get_type_hints(type(self), include_extras=True)
         for f in fields(self):
-            rules = [*rules_of(declared[f.name]), *_INHERITED_RULES.get(f.name, ())]
+            rules = [*rules_of(declared[f.name]), *self.INHERITED_RULES.get(f.name, ())]
             value = getattr(self, f.name)
             for problem in (rule(value) for rule in rules if value is not None):
                 if problem is not None:
@@ -840,6 +854,16 @@ class RLConfig(TrainingArguments):
             "include_stop_str_in_output",
             not self.include_stop_str_in_output or bool(self.stop or self.eval_stop),
             "without effect unless stop is set",
+        )
+        check(
+            "sampling_mask",
+            not self.sampling_mask or self.client_type == "openai_chat_completions_token",
+            f"client_type={self.client_type!r} gets no mask; leave client_type out",
+        )
+        check(
+            "top_k",
+            not self.sampling_mask or (self.top_k or DEFAULT_MASK) <= MAX_MASK,
+            f"must be at most {MAX_MASK} with sampling_mask, which travels for each token",
         )
         check(
             "chat_template_kwargs",
@@ -979,13 +1003,15 @@ class RLConfig(TrainingArguments):
         the model's generation_config.json may set other defaults on the server.
         """
         extra: dict[str, Any] = {
-            "top_k": self.top_k or -1,
+            "top_k": self.top_k or (DEFAULT_MASK if self.sampling_mask else -1),
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "return_token_ids": True,
         }
         if self.include_stop_str_in_output and self.stop:
             extra["include_stop_str_in_output"] = True
+        if self.sampling_mask:
+            extra["sampling_mask"] = True
         if self.chat_template_kwargs:
             extra["chat_template_kwargs"] = self.chat_template_kwargs
         return {
@@ -1008,11 +1034,13 @@ class RLConfig(TrainingArguments):
         for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop"):
             if (value := getattr(self, f"eval_{name}")) is not None:
                 setattr(copied, name, value)
+        copied.sampling_mask = False  # nothing is trained on an evaluation
         return copied.sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:
-        """Return the options that make the server sample from another distribution than
-        softmax(logits / temperature).
+        """Return the options that make the server sample from another distribution than the
+        trainer's: softmax(logits / temperature), over the tokens of the sampling mask if there is
+        one.
         """
         neutral = {
             "top_p": 1.0,
@@ -1022,4 +1050,9 @@ class RLConfig(TrainingArguments):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
-        return [name for name, value in neutral.items() if getattr(self, name) != value]
+        of_mask = ("top_p", "top_k", "min_p") if self.sampling_mask else ()
+        return [
+            name
+            for name, value in neutral.items()
+            if name not in of_mask and getattr(self, name) != value
+        ]

@@ -75,8 +75,11 @@ def scatter_samples(
         return dict(enumerate(batch.samples))
     lengths = batch.sizes.lengths.tolist()
     indices = [[i for rows in plan for row in rows for i in row] for plan in plans]
-    # All parts must have one size: that of the rank with the most tokens.
-    num_bytes = max(BYTES_PER_TOKEN * sum(lengths[i] for i in part) for part in indices)
+    # All parts must have one size: that of the rank with the most bytes.
+    optional_bytes = batch.sizes.num_optional_bytes.tolist()
+    num_bytes = max(
+        sum(BYTES_PER_TOKEN * lengths[i] + optional_bytes[i] for i in part) for part in indices
+    )
     received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     parts = None
     if distributed.get_rank() == 0:
@@ -84,7 +87,9 @@ def scatter_samples(
         parts = [torch.from_numpy(part).to(device) for part in flat]
     distributed.scatter(received, parts, 0)
     own = indices[distributed.get_rank()]
-    arrived = unflatten_samples(received.cpu().numpy(), [lengths[i] for i in own])
+    arrived = unflatten_samples(
+        received.cpu().numpy(), [lengths[i] for i in own], [optional_bytes[i] for i in own]
+    )
     return dict(zip(own, arrived, strict=True))
 
 

@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from verifiers_rl.types import AllowedTokens
+
 # How to return the entropy: not at all (zeros), its value, or its value with gradient.
 Entropy = Literal["none", "value", "gradient"]
 
@@ -36,9 +38,14 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         entropy_mode: Entropy,
         overwrite: bool,
+        allowed: AllowedTokens | None,
     ) -> tuple[Tensor, Tensor]:
         with_entropy = entropy_mode != "none"
         x = logits.to(torch.float32, copy=not overwrite)
+        if allowed is not None:  # the others get logit -inf, so probability and gradient 0
+            kept = x[allowed.rows, allowed.token_ids]
+            x.masked_fill_(allowed.is_limited[:, None], -torch.inf)
+            x[allowed.rows, allowed.token_ids] = kept
         if temperature != 1:
             x.div_(temperature)
         x.sub_(x.amax(-1, keepdim=True))
@@ -73,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
             of_entropy = torch.xlogy(exp_x, exp_x)
             of_entropy.addcmul_(exp_x, (entropy - z.log())[:, None])
             grad_logits.sub_(of_entropy.mul_((grads[1] / ctx.temperature / z)[:, None]))
-        return grad_logits.to(ctx.dtype), None, None, None, None
+        return grad_logits.to(ctx.dtype), None, None, None, None, None
 
 
 def token_logprobs_and_entropy(
@@ -82,9 +89,10 @@ def token_logprobs_and_entropy(
     temperature: float,
     entropy: Entropy = "value",
     overwrite: bool = False,
+    allowed: AllowedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target, and the entropy of its distribution,
-    softmax(logits / temperature).
+    softmax(logits / temperature), over the tokens that are allowed.
 
     Args:
         logits: (N, vocabulary), any float dtype; computed in float32.
@@ -94,13 +102,14 @@ def token_logprobs_and_entropy(
         overwrite: compute in the memory of `logits` and lose their values. This happens only if
             they are float32, and if the operation that made them does not need them in backward
             (tanh needs them).
+        allowed: the tokens from which the target was sampled; None: the whole vocabulary.
 
     Returns:
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats.
     """
     # An autograd node has this attribute if it saves its own output, as the node of tanh does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
-    return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite)
+    return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite, allowed)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -118,6 +127,7 @@ class _FrozenHead(torch.autograd.Function):
         temperature: float,
         num_chunks: int,
         entropy_mode: Entropy,
+        allowed: AllowedTokens | None,
     ) -> tuple[Tensor, Tensor]:
         results = []
         # A pass for each output that has a gradient: only one backward follows each call of the
@@ -125,16 +135,15 @@ class _FrozenHead(torch.autograd.Function):
         modes: list[Entropy] = [entropy_mode]
         if entropy_mode == "gradient":
             modes = ["none", "gradient"]
-        for chunk, chunk_targets in zip(
-            hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
-        ):
+        for chunk, chunk_targets, chunk_allowed in _chunks(hidden, targets, allowed, num_chunks):
             chunk = chunk.detach().requires_grad_()
             gradients: list[Tensor] = []
             for number, mode in enumerate(modes):
                 with torch.enable_grad():
                     outputs = token_logprobs_and_entropy(
-                        head(chunk), chunk_targets, temperature, mode, overwrite=True
-                    )
+                        head(chunk), chunk_targets, temperature, mode, overwrite=True,
+                        allowed=chunk_allowed,
+                    )  # fmt: skip
                     gradients += torch.autograd.grad(outputs[number].sum(), chunk)
             results.append((*(output.detach() for output in outputs), *gradients))
         logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
@@ -148,7 +157,7 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.saved_tensors  # of the logprobs, and of the entropy if it has one
         terms = [grad[:, None] * gradient for grad, gradient in zip(grads, gradients, strict=False)]
-        return sum(terms[1:], terms[0]).to(gradients[0].dtype), None, None, None, None, None
+        return sum(terms[1:], terms[0]).to(gradients[0].dtype), *[None] * 6
 
 
 def chunked_logprobs_and_entropy(
@@ -160,6 +169,7 @@ def chunked_logprobs_and_entropy(
     entropy: Entropy = "value",
     head_is_trained: bool = True,
     min_chunks: int = 1,
+    allowed: AllowedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `token_logprobs_and_entropy`, from hidden states, `chunk_size` tokens at a time.
     Backward recomputes the logits of every chunk except the last; with a frozen head it recomputes
@@ -174,15 +184,18 @@ def chunked_logprobs_and_entropy(
         entropy: as in `token_logprobs_and_entropy`.
         head_is_trained: False if no weight of the head requires a gradient.
         min_chunks: call the head at least this often, if necessary with no tokens.
+        allowed: as in `token_logprobs_and_entropy`.
 
     Returns:
         logprobs (N,) and entropy (N,), as from `token_logprobs_and_entropy`.
     """
     num_chunks = max(-(-len(targets) // chunk_size), min_chunks)
     if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
-        return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, entropy)
+        return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, entropy, allowed)
 
-    def run_chunk(chunk: Tensor, chunk_targets: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
+    def run_chunk(
+        chunk: Tensor, chunk_targets: Tensor, chunk_allowed: AllowedTokens | None, is_last: bool
+    ) -> tuple[Tensor, Tensor]:
         is_recomputed = False
 
         def project(chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,19 +206,31 @@ def chunked_logprobs_and_entropy(
             # Otherwise all chunks share one bfloat16 copy of the head and sum gradients in it.
             torch.clear_autocast_cache()
             return token_logprobs_and_entropy(
-                head(chunk), chunk_targets, temperature, mode, overwrite=True
-            )
+                head(chunk), chunk_targets, temperature, mode, overwrite=True,
+                allowed=chunk_allowed,
+            )  # fmt: skip
 
         # Backward begins with the last chunk, so a checkpoint of it would save nothing.
         return project(chunk) if is_last else checkpoint(project, chunk, use_reentrant=False)
 
     chunks = [
-        run_chunk(h, t, is_last=i == num_chunks - 1)
-        for i, (h, t) in enumerate(
-            zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
-        )
+        run_chunk(*parts, is_last=i == num_chunks - 1)
+        for i, parts in enumerate(_chunks(hidden, targets, allowed, num_chunks))
     ]
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
+
+
+def _chunks(
+    hidden: Tensor, targets: Tensor, allowed: AllowedTokens | None, num_chunks: int
+) -> Iterator[tuple[Tensor, Tensor, AllowedTokens | None]]:
+    """Split hidden states (N, hidden_size), targets (N,) and what is allowed into chunks."""
+    start = 0
+    for chunk, chunk_targets in zip(
+        hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
+    ):
+        stop = start + len(chunk)
+        yield chunk, chunk_targets, None if allowed is None else allowed.part(start, stop)
+        start = stop
 
 
 # Number of logits in a chunk: 256 MB in float32.

@@ -454,6 +454,11 @@ def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
     return LossOutputs(loss, {"masked_share": is_masked.float()})
 
 
+def cross_entropy(inputs: LossInputs) -> LossOutputs:
+    """The loss of supervised finetuning (sft.py), without rewards: L = - sum_t logprob_t."""
+    return LossOutputs(-(inputs.weights * inputs.trainer_logprobs).sum())
+
+
 # By the name that `RLConfig(loss=...)` takes. "truncated_is" is token-level truncated importance
 # sampling (Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
 # Training"): with one optimizer step a batch it is CISPO's formula with a cap of 2.

@@ -32,14 +32,16 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
     base = model.get_base_model()
     dtypes = {name: p.dtype for name, p in _plain_names(base)}
     weights: dict[str, Tensor] = {}
-    for name, source in merged_sources(model).items():
+    merged = merged_sources(model)
+    for name, source in merged.items():
         tensor = source.make()  # on every rank
         if writes:
             weights[name] = tensor.to(dtypes.get(name, source.dtype)).cpu().contiguous()
-    for name, buffer in base.named_buffers():
-        tensor = gather_full(buffer)
-        if writes:
-            weights[name] = tensor.cpu()
+    for name, tensor in (*_plain_names(base), *base.named_buffers()):  # a vision tower's, too
+        if name not in merged:
+            tensor = gather_full(tensor)
+            if writes:
+                weights[name] = tensor.cpu()
     if not writes:
         return
     plain = _plain_model(base)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
+from verifiers_rl.text_model import auto_class, freeze_all_but_text
 
 logger = logging.getLogger(__name__)
+
+# Kinds of quantised checkpoints that transformers can load as plain weights.
+_DEQUANTIZED = ("mxfp4", "fp8")
 
 
 def absolute_path(model: Any) -> Any:
@@ -50,16 +55,13 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     """
     if isinstance(model, str):
         dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
-        if os.path.isfile(os.path.join(model, "adapter_config.json")):
-            from peft import AutoPeftModelForCausalLM
-
-            model = AutoPeftModelForCausalLM.from_pretrained(model, dtype=dtype, is_trainable=True)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        model = _load_folder(model, dtype)
     _set_attention(model, args.attn_implementation)
     if hasattr(model, "peft_config"):
         return model
     switch_off_dropout(model)
+    if num_frozen := freeze_all_but_text(model):
+        logger.info("%.1f M weights beside the text model stay as they are", num_frozen / 1e6)
     if peft_config is None and not args.use_lora:
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             return model  # loaded under ZeRO-3: DeepSpeed keeps the master weights
@@ -85,6 +87,45 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
             "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
         )
         return get_peft_model(model, peft_config)
+
+
+def _load_folder(model: str, dtype: torch.dtype) -> Any:
+    """Load a model, or a model with its adapter, from a folder or a name on the hub."""
+    if not os.path.isfile(os.path.join(model, "adapter_config.json")):
+        return _load_base(model, dtype)
+    from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+
+    peft_config = PeftConfig.from_pretrained(model)
+    base = str(peft_config.base_model_name_or_path)
+    config = AutoConfig.from_pretrained(base, revision=peft_config.revision)
+    if auto_class(config.model_type) is AutoModelForCausalLM and not _dequantized(config):
+        return AutoPeftModelForCausalLM.from_pretrained(model, dtype=dtype, is_trainable=True)
+    loaded = _load_base(base, dtype, peft_config.revision)
+    return PeftModel.from_pretrained(loaded, model, is_trainable=True)
+
+
+def _load_base(model: str, dtype: torch.dtype, revision: str | None = None) -> Any:
+    options: dict[str, Any] = {"dtype": dtype, **({"revision": revision} if revision else {})}
+    config = AutoConfig.from_pretrained(model, revision=revision or "main")
+    if quantization := _dequantized(config):
+        config.quantization_config = quantization
+        options["config"] = config
+    loaded = auto_class(config.model_type).from_pretrained(model, **options)
+    if quantization:
+        loaded = loaded.to(dtype)
+        # Else plain weights would be saved under the names of quantised ones.
+        loaded._weight_conversions = None
+    return loaded
+
+
+def _dequantized(config: Any) -> dict[str, Any] | None:
+    """Return what makes transformers load a quantised checkpoint as plain weights, which can be
+    trained. None for other checkpoints.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in _DEQUANTIZED:
+        return None
+    return {**quantization, "dequantize": True}
 
 
 def _set_attention(model: Any, implementation: str | None) -> None:
@@ -130,6 +171,11 @@ def warn_of_experts(model: Any, args: RLConfig) -> None:
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
+# PEFT refuses to adapt this layer of Mamba, whose kernels read the weight past the adapter.
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_REFUSED_BY_PEFT = ("out_proj",)
+
+
 def decoder_blocks(model: Any) -> list[torch.nn.Module]:
     """Return the decoder's blocks, which transformers calls layers, in their order."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -158,8 +204,8 @@ def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
 
 
 def default_target_modules(model: Any) -> list[str]:
-    """Return names of all `linear_layers` for PEFT: the shortest that match no other module. For
-    most models these are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+    """Return names of all `linear_layers` that PEFT can adapt: the shortest that match no other
+    module. For most models these are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
 
     Raises:
         ConfigError: the model has no such layers.
@@ -174,16 +220,43 @@ def default_target_modules(model: Any) -> list[str]:
     # A layer's experts may be one tensor. PEFT would take the three names below for its parts in a
     # checkpoint, and adapt the experts.
     has_experts = any(name.endswith(".experts") for name in others)
+    refused = _REFUSED_BY_PEFT if model.config.model_type in _MAMBA else ()
     names: dict[str, None] = {}
     for name in wanted:
         parts = name.split(".")
+        if parts[-1] in refused:
+            continue
         for start in reversed(range(len(parts))):
             short = ".".join(parts[start:])
             is_of_experts = has_experts and short in ("gate_proj", "up_proj", "down_proj")
             if not is_of_experts and not any(f".{o}".endswith(f".{short}") for o in others):
                 break
         names[short] = None
-    return list(names)
+    taken = _taken_for_experts(model, names) if has_experts else set()
+    return [name for name in names if name not in taken]
+
+
+def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
+    """Return those of these target modules that PEFT would take for parts of a layer's experts,
+    because they end in the name of such a part in a checkpoint.
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return set()  # an older PEFT takes names as they are
+    taken = set()
+    for name in names:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:
+            taken.add(name)  # it belongs to a tensor of several parts
+        else:
+            if name not in (config.target_modules or ()):
+                taken.add(name)
+    return taken
 
 
 def describe_adapter(policy: Any) -> str:

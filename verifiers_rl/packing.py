@@ -32,7 +32,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from verifiers_rl.types import Microbatch, Sample, SampleSizes, Segment, Targets
+from verifiers_rl.types import (
+    AllowedTokens,
+    Microbatch,
+    Sample,
+    SampleSizes,
+    SamplingMask,
+    Segment,
+    Targets,
+)
 
 Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
@@ -243,6 +251,7 @@ def collate(
     segments: list[Segment] = []
     fields: list[tuple[np.ndarray, ...]] = []  # of the targets
     sample_ids: list[int] = []
+    masks: list[tuple[int, SamplingMask | None]] = []  # of the targets of each sample
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -260,6 +269,7 @@ def collate(
             targets = _targets_of(sample, r, path, len(fields), weights[i])
             if len(targets[0]):
                 fields.append(targets)
+                masks.append((len(targets[0]), _mask_of_targets(sample)))
                 sample_ids.append(i)
         num_tokens += stop
         if stop < width:
@@ -279,7 +289,8 @@ def collate(
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
         targets=Targets(
-            *(torch.from_numpy(np.concatenate(parts)) for parts in zip(*fields, strict=True))
+            *(torch.from_numpy(np.concatenate(parts)) for parts in zip(*fields, strict=True)),
+            allowed=allowed_tokens(SamplingMask.join(masks)),
         ),
         has_loss=has_loss,
         segments=segments,
@@ -305,14 +316,44 @@ def _targets_of(
     )
 
 
+def _mask_of_targets(sample: Sample) -> SamplingMask | None:
+    """Return the mask of the tokens of a sample that are in the loss."""
+    mask = sample.sampling_mask
+    if mask is None:
+        return None
+    is_kept = np.repeat(sample.loss_mask, mask.counts)
+    return SamplingMask(mask.counts[sample.loss_mask], mask.token_ids[is_kept])
+
+
+def allowed_tokens(mask: SamplingMask | None) -> AllowedTokens | None:
+    """Return a mask in the form that logprobs need; None if it limits no token."""
+    if mask is None or not len(mask.token_ids):
+        return None
+    offsets = np.zeros(len(mask.counts) + 1, np.int64)
+    np.cumsum(mask.counts, out=offsets[1:])
+    return AllowedTokens(
+        torch.from_numpy(mask.counts > 0),
+        torch.from_numpy(np.repeat(np.arange(len(mask.counts)), mask.counts)),
+        torch.from_numpy(mask.token_ids.astype(np.int64)),
+        offsets,
+    )
+
+
 def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
     """Copy all tensors in one transfer, from pinned memory. The host does not wait for it."""
     if device.type == "cpu":
         return microbatch
     names = ("input_ids", "position_ids", "visible_until")
-    targets = [getattr(microbatch.targets, name) for name in Targets.__slots__]
+    of_targets = [name for name in Targets.__slots__ if name != "allowed"]
+    allowed = microbatch.targets.allowed
+    of_allowed = [] if allowed is None else [allowed.rows, allowed.token_ids]
     # Those of 8 bytes an element come first, so each begins at a multiple of its size.
-    tensors = [*(getattr(microbatch, name) for name in names), *targets]
+    tensors = [
+        *of_allowed,
+        *(getattr(microbatch, name) for name in names),
+        *(getattr(microbatch.targets, name) for name in of_targets),
+        *([] if allowed is None else [allowed.is_limited]),
+    ]
     flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
     if device.type == "cuda":
         flat = flat.pin_memory()
@@ -322,8 +363,11 @@ def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
         part.view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]
+    if allowed is not None:
+        rows, token_ids, *copies, is_limited = copies
+        allowed = AllowedTokens(is_limited, rows, token_ids, allowed.offsets)
     return replace(
         microbatch,
         **dict(zip(names, copies[:3], strict=True)),
-        targets=Targets(*copies[3:]),
+        targets=Targets(*copies[3:], allowed=allowed),
     )

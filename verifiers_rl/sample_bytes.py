@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verifiers_rl.types import Sample
+from verifiers_rl.types import HEAD_BYTES, Sample, SamplingMask
 
 # The fields of a token as they are sent. Booleans are last, because the others must begin at a
 # multiple of 4 bytes.
@@ -17,29 +17,65 @@ BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values
 
 
 def flatten_samples(samples: Sequence[Sample], num_bytes: int | None = None) -> np.ndarray:
-    """Return all arrays of the samples in one, as bytes: (BYTES_PER_TOKEN * tokens,) uint8, or
-    `num_bytes` if that is more; then those at the end mean nothing.
+    """Return all arrays of the samples in one, as bytes: uint8, BYTES_PER_TOKEN for each token and
+    then `num_optional_bytes` of each sample. It has `num_bytes` if that is more; then those at the
+    end mean nothing.
     """
     num_tokens = sum(len(sample.token_ids) for sample in samples)
-    flat = np.empty(max(BYTES_PER_TOKEN * num_tokens, num_bytes or 0), np.uint8)
+    stop = BYTES_PER_TOKEN * num_tokens
+    size = stop + sum(sample.num_optional_bytes for sample in samples)
+    flat = np.empty(max(size, num_bytes or 0), np.uint8)
     if samples:
         for name, field in _views_of_fields(flat, num_tokens).items():
             np.concatenate([getattr(sample, name) for sample in samples], out=field)
+    for sample in samples:
+        start, stop = stop, stop + sample.num_optional_bytes
+        _put_optional(sample, flat[start:stop])
     return flat
 
 
-def unflatten_samples(flat: np.ndarray, lengths: Sequence[int]) -> list[Sample]:
+def unflatten_samples(
+    flat: np.ndarray, lengths: Sequence[int], optional_bytes: Sequence[int] | None = None
+) -> list[Sample]:
     """Invert `flatten_samples`, but for rollout ids. The arrays of the samples are views of `flat`.
 
     Args:
-        flat: (BYTES_PER_TOKEN * tokens,) uint8. More at its end is ignored.
+        flat: from `flatten_samples`. More at its end is ignored.
         lengths: number of tokens of each sample.
+        optional_bytes: `num_optional_bytes` of each; None: 0.
     """
     if not lengths:
         return []
-    views = _views_of_fields(flat, sum(lengths))
+    num_tokens = sum(lengths)
+    views = _views_of_fields(flat, num_tokens)
     fields = [np.split(views[name], np.cumsum(lengths)[:-1]) for name in Sample.DTYPES]
-    return [Sample(*arrays) for arrays in zip(*fields, strict=True)]
+    samples = [Sample(*arrays) for arrays in zip(*fields, strict=True)]
+    stop = BYTES_PER_TOKEN * num_tokens
+    for sample, size in zip(samples, optional_bytes or [], strict=optional_bytes is not None):
+        start, stop = stop, stop + size
+        # Views of 4 bytes an element need such a beginning.
+        _take_optional(sample, flat[start:stop].copy() if start % 4 else flat[start:stop])
+    return samples
+
+
+def _put_optional(sample: Sample, room: np.ndarray) -> None:
+    """Write the fields that may be None: how many ids the mask has, and the mask."""
+    mask = sample.sampling_mask
+    if mask is None:
+        return
+    head = np.array([len(mask.token_ids), 0, 0, 0], np.int32)
+    content = np.concatenate([head, mask.counts, mask.token_ids])
+    room[:] = content.view(np.uint8)
+
+
+def _take_optional(sample: Sample, content: np.ndarray) -> None:
+    """Read what `_put_optional` wrote."""
+    if not len(content):
+        return
+    num_ids = int(content[:HEAD_BYTES].view(np.int32)[0])
+    length = len(sample.token_ids)
+    numbers = content[HEAD_BYTES:].view(np.int32)
+    sample.sampling_mask = SamplingMask(numbers[:length], numbers[length : length + num_ids])
 
 
 def _views_of_fields(flat: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:

@@ -427,7 +427,7 @@ class RLTrainer(SavingTrainer):
                 logits = model(**model_inputs).logits  # (B, T, vocabulary)
                 return token_logprobs_and_entropy(
                     logits[targets.rows, targets.columns], targets.token_ids, temperature,
-                    entropy, overwrite=True,
+                    entropy, overwrite=True, allowed=targets.allowed,
                 )  # fmt: skip
             head_dtype = getattr(torch, self.args.head_dtype, None)  # "model" is none
             with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
@@ -440,6 +440,7 @@ class RLTrainer(SavingTrainer):
             return chunked_logprobs_and_entropy(
                 hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
                 head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
+                allowed=targets.allowed,
             )  # fmt: skip
 
     @torch.no_grad()

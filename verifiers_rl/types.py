@@ -21,6 +21,51 @@ LOAD_S = 300.0
 Split = Literal["train", "eval"]
 # Which groups a batch has: those that were requested for it, or the first that are complete.
 BatchOrder = Literal["planned", "ready"]
+MAX_MASK = 1024  # tokens that a sampling mask has at one position
+HEAD_BYTES = 16  # before the fields of a sample that may be None, when it is sent
+
+
+@dataclass(slots=True, eq=False)
+class SamplingMask:
+    """The tokens that the server could choose from, for each token of a sequence, as top-p, top-k
+    and min-p left them.
+
+    Attributes:
+        counts: (T,) int32, how many; 0 where any token of the vocabulary could be chosen, or none
+            was sampled.
+        token_ids: (sum of counts,) int32, those of one position after the other.
+    """
+
+    counts: np.ndarray
+    token_ids: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.counts = np.asarray(self.counts, np.int32)
+        self.token_ids = np.asarray(self.token_ids, np.int32)
+        if int(self.counts.sum()) != len(self.token_ids):
+            raise ValueError(
+                f"SamplingMask: the counts sum to {int(self.counts.sum())}, but there are "
+                f"{len(self.token_ids)} ids"
+            )
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[int, SamplingMask | None]]) -> SamplingMask | None:
+        """Return the mask of several parts of a sequence, one after the other; None if none has
+        one.
+
+        Args:
+            parts: the number of tokens of each, and its mask.
+        """
+        if all(mask is None for _, mask in parts):
+            return None
+        masks = [
+            cls(np.zeros(length, np.int32), np.zeros(0, np.int32)) if mask is None else mask
+            for length, mask in parts
+        ]
+        return cls(
+            np.concatenate([mask.counts for mask in masks]),
+            np.concatenate([mask.token_ids for mask in masks]),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +87,7 @@ class Sample:
             default.
         rollout_id: position of its rollout in the batch; -1: the sample is a rollout of its own.
         group_id: position of its group in the batch; -1: the sample is a group of its own.
+        sampling_mask: of T tokens; None if any token could be chosen everywhere.
     """
 
     DTYPES: ClassVar[dict[str, type]] = {
@@ -59,6 +105,7 @@ class Sample:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     rollout_id: int = field(default=-1, kw_only=True)
     group_id: int = field(default=-1, kw_only=True)
+    sampling_mask: SamplingMask | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.advantages):
@@ -68,6 +115,11 @@ class Sample:
         shapes = {name: getattr(self, name).shape for name in self.DTYPES}
         if set(shapes.values()) != {(len(self.token_ids),)} or not len(self.token_ids):
             raise ValueError(f"Sample: all arrays must have one length >= 1, got {shapes}")
+        if self.sampling_mask is not None and len(self.sampling_mask.counts) != len(self.token_ids):
+            raise ValueError(
+                f"Sample: a sampling_mask of {len(self.sampling_mask.counts)} tokens for "
+                f"{len(self.token_ids)} tokens"
+            )
         if self.loss_mask[0]:
             raise ValueError(
                 "Sample: loss_mask[0] must be False, no token comes before the first one"
@@ -76,6 +128,13 @@ class Sample:
     @property
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def num_optional_bytes(self) -> int:
+        """What `sample_bytes.py` needs for the fields that may be None: 0 if all are."""
+        if self.sampling_mask is None:
+            return 0
+        return HEAD_BYTES + 4 * (len(self.token_ids) + len(self.sampling_mask.token_ids))
 
     def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set one advantage for every loss token, or one for each token, (T,)."""
@@ -288,6 +347,7 @@ class SampleSizes:
         order: the samples in an order in which those with a common beginning are neighbours.
         num_shared: how many tokens at its beginning the sample at this place of `order` has in
             common with the sample before it.
+        num_optional_bytes: what its fields that may be None take when it is sent.
     """
 
     lengths: np.ndarray
@@ -297,6 +357,7 @@ class SampleSizes:
     has_advantage: np.ndarray
     order: np.ndarray
     num_shared: np.ndarray
+    num_optional_bytes: np.ndarray
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleSizes:
@@ -307,14 +368,17 @@ class SampleSizes:
                 s.rollout_id if s.rollout_id >= 0 else -1 - i,
                 s.group_id if s.group_id >= 0 else -1 - i,
                 np.any(s.advantages[s.loss_mask]),
+                s.num_optional_bytes,
             )
             for i, s in enumerate(samples)
         ]
-        lengths, loss_tokens, rollouts, groups, has_advantage = (
-            np.array(numbers, np.int64).reshape(-1, 5).T
+        lengths, loss_tokens, rollouts, groups, has_advantage, optional_bytes = (
+            np.array(numbers, np.int64).reshape(-1, 6).T
         )
         order, num_shared = order_by_beginning([sample.token_ids for sample in samples])
-        return cls(lengths, loss_tokens, rollouts, groups, has_advantage, order, num_shared)
+        return cls(
+            lengths, loss_tokens, rollouts, groups, has_advantage, order, num_shared, optional_bytes
+        )
 
     def parts(self, number: int) -> list[np.ndarray]:
         """Split the groups into this many parts of about as many groups, or as many parts as there
@@ -408,6 +472,33 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """`SamplingMask` of N tokens, as the logprobs need it.
+
+    Attributes:
+        is_limited: (N,) bool, whether the token has one.
+        rows: (M,) int64, from 0 to N - 1; to which token each of the M ids belongs.
+        token_ids: (M,) int64.
+        offsets: (N + 1,) int64, on the host: the ids of token n are those from offsets[n] on.
+    """
+
+    is_limited: Tensor
+    rows: Tensor
+    token_ids: Tensor
+    offsets: np.ndarray
+
+    def part(self, start: int, stop: int) -> AllowedTokens:
+        """Return those of the tokens from `start` to `stop`."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return AllowedTokens(
+            self.is_limited[start:stop],
+            self.rows[first:last] - start,
+            self.token_ids[first:last],
+            self.offsets[start : stop + 1] - first,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Targets:
     """The N tokens of a microbatch that carry loss, and where the model predicts each of them.
 
@@ -417,6 +508,7 @@ class Targets:
         sequence_ids: (N,) int64, number of its sample, from 0 over the samples that carry loss.
         inference_logprobs, advantages: (N,) float32, see `Sample`.
         weights: (N,) float32, weight of the token in the batch's loss.
+        allowed: what the server could sample in place of the tokens; None: the whole vocabulary.
     """
 
     rows: Tensor
@@ -426,6 +518,7 @@ class Targets:
     inference_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    allowed: AllowedTokens | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

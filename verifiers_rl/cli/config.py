@@ -55,7 +55,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.env_file import read_env_files
@@ -132,6 +132,10 @@ class RunConfig:
         words: the words of a command that give the same configuration.
         tree: all keys in our layout, each with where it is from.
     """
+
+    PROGRAM = "vf-rl"
+    TABLES: ClassVar[tuple[str, ...]] = (*flat.COMMON, *flat.OURS)  # of the top level
+    NEEDS_ENV = True
 
     path: Path
     model: str
@@ -219,9 +223,7 @@ class RunConfig:
             TomlError: no such class.
         """
         if not self.trainer_class_name:
-            from verifiers_rl.trainer import RLTrainer
-
-            return RLTrainer
+            return self.default_trainer_class()
         from transformers import Trainer
 
         make_importable(self.folders)
@@ -241,11 +243,35 @@ class RunConfig:
         """What [trainer.args] are the fields of: `RLConfig`, or the `config_class` of the class
         that [trainer] names. Imports transformers.
         """
+        default = self.default_config_class()
+        if not self.trainer_class_name:
+            return default  # without the trainer, which takes seconds to import
+        return getattr(self.trainer_class(), "config_class", default)
+
+    def default_trainer_class(self) -> Any:
+        from verifiers_rl.trainer import RLTrainer
+
+        return RLTrainer
+
+    def default_config_class(self) -> Any:
         from verifiers_rl.config import RLConfig
 
-        if not self.trainer_class_name:
-            return RLConfig  # without the trainer, which takes seconds to import
-        return getattr(self.trainer_class(), "config_class", RLConfig)
+        return RLConfig
+
+    def make_trainer(self, args: Any) -> Any:
+        """Make the trainer, with all that it needs.
+
+        Raises:
+            ConfigError, InvalidEnvironmentError, InferenceServerError, TomlError: it cannot work.
+        """
+        return self.trainer_class()(self.model, self.load_envs(), args)
+
+    def check_own(self) -> None:
+        """Fill in and check what a class that extends this one has of its own."""
+
+    def resolved_tables(self) -> dict[str, Any]:
+        """Return tables of its own as `resolved.toml` has them."""
+        return {}
 
     def option(self, name: str) -> Any:
         """The value of this option in [trainer.args], or the default of its field."""
@@ -318,12 +344,21 @@ class RunConfig:
 
 # --- Reading --------------------------------------------------------------------------------------
 
+# Tables that another program reads.
+ELSEWHERE = {
+    "data": "it is of vf-sft, which trains on a dataset",
+    "inference": "it starts no server. For evaluations on an environment, start vf-vllm, and set "
+    "vllm_server_port in [trainer.args]",
+    "cluster": "it runs on one machine",
+}
+
 
 def load_run_config(
     files: Path | Sequence[Path],
     overrides: Sequence[tuple[str, str]] = (),
     checks_model: bool = True,
     options: Iterable[str] = (),
+    kind: type[RunConfig] = RunConfig,
 ) -> RunConfig:
     """Read, compose and check the configuration; nothing heavy is imported.
 
@@ -332,6 +367,7 @@ def load_run_config(
         overrides: keys of the command line and their values, in order; they win over all files.
         checks_model: look whether there is such a model, on the hub too.
         options: the program's own, which a mistyped key may have meant.
+        kind: class of the result.
 
     Raises:
         TomlError: with one line that says what to change.
@@ -349,7 +385,7 @@ def load_run_config(
     translated, ours = flat.translate(theirs, ours)
     words = [word for path in paths for word in ("@", str(path))]
     return _checked(
-        RunConfig(
+        kind(
             path=paths[-1],
             model="",
             envs=[],
@@ -391,7 +427,7 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
         TomlError: a key is unknown, or has a value that cannot work.
     """
     tree, place = config.tree, config.place
-    top = (*flat.COMMON, *flat.OURS)
+    top = config.TABLES
     of_command = [f"--{key}" for key in (*top, *flat.FLAT)]
     for key in tree:
         if key not in top:
@@ -399,6 +435,8 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
             known, shown = [*top, *flat.FLAT], key
             if source == COMMAND_LINE:
                 known, shown = [*of_command, *options], f"--{key}"
+            if key in ELSEWHERE:
+                raise TomlError(f"{source}: {config.PROGRAM} reads no {key!r}: {ELSEWHERE[key]}")
             raise TomlError(
                 f"{source}: the top level has an unknown key {shown!r}; "
                 f"{nearest_hint(shown, known)}"
@@ -450,9 +488,10 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
     config.env_files = _paths(config, "env_file", Path.is_file, "file")
     config.import_from = _paths(config, "import_from", Path.is_dir, "folder")
     config.model = _model(config, checks_model)
-    config.envs = _env_tables(config)
+    config.envs = _env_tables(config) if config.NEEDS_ENV or "env" in tree else []
     config.is_mix = isinstance(tree.get("env"), Tables)
     config.cluster = _cluster(config)
+    config.check_own()
     return config
 
 
@@ -518,7 +557,7 @@ def _table(config: RunConfig, *at: str) -> dict[str, Any]:
     return data
 
 
-def _folder_of(value: Value) -> Path:
+def folder_of(value: Value) -> Path:
     """Return the folder to which paths in a value are relative."""
     return Path.cwd() if value.source == COMMAND_LINE else Path(value.source).parent
 
@@ -542,7 +581,7 @@ def _paths(config: RunConfig, key: str, exists: Any, kind: str) -> list[Path]:
     for name in names:
         if not isinstance(name, str) or not name:
             raise TomlError(f"{value.place} {key}={name!r}: must be the path of a {kind}")
-        path = Path(os.path.normpath(_folder_of(value) / Path(name).expanduser()))
+        path = Path(os.path.normpath(folder_of(value) / Path(name).expanduser()))
         if not exists(path):
             raise TomlError(
                 f"{value.place} {key}={name!r}: there is no {kind} {path}; correct the path, which "
@@ -558,7 +597,7 @@ def _model(config: RunConfig, checks_model: bool) -> str:
         value = Value(value.text, value.source, value.key, value.layer)
     if not isinstance(value, Value) or not isinstance(value.value, str) or not value.value:
         raise TomlError(f"{config.place('model')} model is missing; set it to a string")
-    model, folder = value.value, _folder_of(value)
+    model, folder = value.value, folder_of(value)
     if model.startswith(("./", "../")):
         model = str((folder / model).resolve())
     elif os.path.isdir(os.path.expanduser(model)):
@@ -740,22 +779,32 @@ def toml_arguments(argv: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def parse_command_line(
-    parser: argparse.ArgumentParser, argv: list[str], checks_model: bool = True
+    parser: argparse.ArgumentParser,
+    argv: list[str],
+    checks_model: bool = True,
+    kind: type[RunConfig] = RunConfig,
 ) -> tuple[argparse.Namespace, RunConfig]:
     """Return the program's own options, and the configuration of the files and the other keys.
 
     Args:
         parser: of the program's own options; made with `allow_abbrev=False`.
+        kind: class of the configuration.
 
     Raises:
         TomlError: see `load_run_config`.
     """
     files, rest = toml_arguments(argv)
-    options, words = parser.parse_known_args(rest)
     own = re.findall(r"--[a-z][\w-]+", parser.format_help())
+    # A word with a space would be the checkpoint of `--resume` before it: `--env.args.p="a b"`.
+    is_key = [word.startswith("--") and word.partition("=")[0] not in own for word in rest]
+    rest = [
+        word.replace(" ", "\0") if key else word for word, key in zip(rest, is_key, strict=True)
+    ]
+    options, words = parser.parse_known_args(rest)
+    words = [word.replace("\0", " ") for word in words]
     if getattr(options, "dry_run", False):
         checks_model = False
-    config = load_run_config(files, overrides_of(words), checks_model, own)
+    config = load_run_config(files, overrides_of(words), checks_model, own, kind)
     if options.overwrite:
         config.trainer_args["overwrite_output_dir"] = True
     return options, config

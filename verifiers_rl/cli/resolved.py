@@ -44,16 +44,17 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     _make_absolute(args, PATHS_OF_TRAINER)
     trainer = {k: v for k, v in data.get("trainer", {}).items() if k != "args"} | {"args": args}
     rest = {k: v for k, v in data.items() if k not in first and k not in ("trainer", "env_file")}
+    rest |= config.resolved_tables()
     _make_absolute(rest.get("inference", {}).get("args", {}), PATHS_OF_SERVER)
     secrets: list[str] = []
     told = _without_secrets({**first, **rest, "trainer": trainer}, "", secrets)
     sources = [str(path) for path in config.files]
     if len(config.words) > 2 * len(sources):
         sources.append(COMMAND_LINE)
-    how = f"It runs as it is: vf-rl @ {RESOLVED}"
+    how = f"It runs as it is: {config.PROGRAM} @ {RESOLVED}"
     if secrets:
-        how = f"Give what it lacks in another file: vf-rl @ {RESOLVED} @ secrets.toml"
-    head = [f"# What vf-rl makes of {', '.join(sources)}. {how}"]
+        how = f"Give what it lacks in another file: {config.PROGRAM} @ {RESOLVED} @ secrets.toml"
+    head = [f"# What {config.PROGRAM} makes of {', '.join(sources)}. {how}"]
     head += [f"# Left out, because its name or its form is that of a secret: {k}" for k in secrets]
     return "\n".join(head) + "\n" + tomli_w.dumps(told)
 
@@ -121,7 +122,7 @@ def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
         where = f"{args.output_dir} holds a run, so this was not written there"
     else:
         where = f"this is in {write_resolved(config, args.output_dir)}"
-    print(f"vf-rl: {where}; nothing was started", file=sys.stderr)
+    print(f"{config.PROGRAM}: {where}; nothing was started", file=sys.stderr)
     return 0
 
 

@@ -64,6 +64,7 @@ USAGE = (
     "       vf-rl --check @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
+    "       vf-rl generate @ config.toml -n 4 --min-reward 1.0 -o data.jsonl\n"
     "       vf-rl view RUN... | vf-rl report RUN... -o page.html\n"
     "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
@@ -78,6 +79,10 @@ class Stopped(Exception):
 def main() -> None:
     if sys.argv[1:2] in (["view"], ["report"]):
         sys.exit(look_at_runs(sys.argv[1:]))
+    if sys.argv[1:2] == ["generate"]:
+        from verifiers_rl.cli.generate import generate
+
+        sys.exit(generate(sys.argv[2:]))
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         end_with({int(parent)})
     try:

@@ -34,7 +34,7 @@ from verifiers_rl.envs.chat_template import as_vllm_renders, reason_against_chat
 from verifiers_rl.envs.classic_clients import make_client
 from verifiers_rl.envs.records import record_of_state
 from verifiers_rl.inference import LeaseLostError, RolloutDeadline
-from verifiers_rl.types import Progress, Rollout, Sample, Slots, Split
+from verifiers_rl.types import Progress, Rollout, Sample, SamplingMask, Slots, Split
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ def samples_from_trajectory(
 
     Args:
         steps: the trajectory. Each step has `tokens` as the server returned them, and `response`,
-            whose `policy_versions` says which weights sampled them.
+            whose `policy_versions` says which weights sampled them, and whose `sampling_mask` from
+            which tokens.
         policy_version: version for steps whose response has none.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
@@ -107,6 +108,7 @@ def samples_from_trajectory(
         ValueError: a step has no token ids, or its numbers of tokens and logprobs differ.
     """
     samples: list[Sample] = []
+    masks: list[tuple[int, SamplingMask | None]] = []  # of the parts of the last sample
     for turn, step in enumerate(steps):
         tokens = step["tokens"]
         if tokens is None:
@@ -131,10 +133,14 @@ def samples_from_trajectory(
             ]
         else:
             parts = [_segment(prompt, False, 0)]
+            masks, n = [], 0
         spans = getattr(step.get("response"), "policy_versions", None) or [(0, policy_version)]
         versions = versions_of_tokens(spans, len(completion))
         parts.append((completion, np.ones(len(completion), bool), logprobs, versions))
-        samples.append(Sample(*map(np.concatenate, zip(*parts, strict=True))))
+        mask = getattr(step.get("response"), "sampling_mask", None)
+        masks += [(len(prompt) - n, None), (len(completion), mask)]
+        fields = map(np.concatenate, zip(*parts, strict=True))
+        samples.append(Sample(*fields, sampling_mask=SamplingMask.join(masks)))
     return samples
 
 

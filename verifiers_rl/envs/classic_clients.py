@@ -27,7 +27,13 @@ from verifiers.legacy.errors import EmptyModelResponseError
 from verifiers.legacy.types import ResponseTokens
 
 from verifiers_rl.envs.rendering import Renderer
-from verifiers_rl.inference import ServerClient, pack_ids, policy_versions, unpack_sampled
+from verifiers_rl.inference import (
+    ServerClient,
+    pack_ids,
+    policy_versions,
+    unpack_mask,
+    unpack_sampled,
+)
 
 
 class _KeepsVersionsAndEmptyReplies:
@@ -135,6 +141,7 @@ class TokenClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsTokenClien
                 completion_mask=[1] * len(token_ids),
                 completion_logprobs=logprobs.tolist(),
             )
+            parsed.sampling_mask = unpack_mask(packed)
         return parsed
 
     async def tokenize(

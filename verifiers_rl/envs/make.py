@@ -217,8 +217,11 @@ def make_runner(
     for biased in {", ".join(one.sampling_changes_probabilities()) for one in sampling} - {""}:
         logger.warning(
             "%s: the server samples from another distribution than the trainer's softmax; "
-            "importance ratios will be off, watch mismatch_kl",
+            "importance ratios will be off, watch mismatch_kl%s",
             biased,
+            "; sampling_mask = true makes up for top_p, top_k and min_p"
+            if {"top_p", "top_k", "min_p"} & {*biased.split(", ")}
+            else "",
         )
     num_workers = count_workers(args.env_workers)
     pool = pool or make_pool(args, _address_for_workers())

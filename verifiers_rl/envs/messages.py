@@ -74,6 +74,7 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.
     for rollout in group:
         packed = {name: getattr(rollout, name) for name in names}
         packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
+        packed["optional_bytes"] = [sample.num_optional_bytes for sample in rollout.samples]
         packed["record_bytes"] = len(rollout.record)
         if rollout.error is not None:
             packed["error"] = describe_error(rollout.error)
@@ -87,7 +88,8 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.
 def unpack_group(rollouts: list[dict[str, Any]], arrays: Sequence[np.ndarray]) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
     lengths = [packed.pop("lengths") for packed in rollouts]
-    samples = iter(unflatten_samples(arrays[0], [n for own in lengths for n in own]))
+    optional = [n for packed in rollouts for n in packed.pop("optional_bytes")]
+    samples = iter(unflatten_samples(arrays[0], [n for own in lengths for n in own], optional))
     records = arrays[1].data
     group = []
     for packed, own in zip(rollouts, lengths, strict=True):

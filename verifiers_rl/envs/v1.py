@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ from verifiers_rl.envs.v1_versions import (
     ran_out_of_time,
 )
 from verifiers_rl.inference import Lease, LeaseLostError, RolloutDeadline
-from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, Slots, Split
+from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, SamplingMask, Slots, Split
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
 }
+
+
+# With a sampling mask, these do not: they only take tokens away.
+_OF_MASK = ("top_p", "top_k", "min_p", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos")
 
 
 class EpisodeError(RuntimeError):
@@ -156,6 +161,8 @@ class V1ExampleRunner:
         self._warned: set[tuple[str, str]] = set()  # agent, option
         # For each running trace, its replies with the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
+        # And its replies with the tokens that could be sampled, where the run asks for them.
+        self.masks: dict[str, list[tuple[Any, SamplingMask]]] = {}
         # Of the episodes that run, with several servers.
         self._leases: dict[int, tuple[Any, Lease]] = {}
         self.files_per_rollout = self._files_per_rollout()
@@ -229,6 +236,8 @@ class V1ExampleRunner:
         """
         for name, value in request.items():
             is_neutral = value is None or value in _NEUTRAL.get(name, (value,))
+            if name in _OF_MASK and of_run.get("sampling_mask"):
+                continue  # the trainer knows which tokens they left
             if name == "temperature" or name.startswith("guided_"):
                 is_neutral = value in (None, of_run.get(name))
             if is_neutral or value == of_run.get(name) or (agent, name) in self._warned:
@@ -320,7 +329,7 @@ class V1ExampleRunner:
             async with deadline:
                 episode = await self.env.run_slot(slot, context)
             if not episode.ok:
-                raise _failure_of(episode)
+                raise failure_of(episode)
             if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
                 raise EpisodeError(
                     f"the agent {late[0]!r} ran out of its own time; raise what is set under "
@@ -345,6 +354,7 @@ class V1ExampleRunner:
             self._leases.pop(id(slot), None)
             for trace in slot.traces:
                 self.versions.pop(trace.id, None)
+                self.masks.pop(trace.id, None)
         return [failed]
 
     def lease_of(self, trace_id: str | None) -> Lease | None:
@@ -388,7 +398,11 @@ class V1ExampleRunner:
             reward=float(trace.reward),
             metrics={name: float(value) for name, value in scores.items()},
             samples=samples_from_trace(
-                trace, versions, policy_version, self.options.mask_env_responses
+                trace,
+                versions,
+                policy_version,
+                self.options.mask_env_responses,
+                {id(message): mask for message, mask in self.masks.get(trace.id, [])},
             ),
             num_turns=trace.num_turns,
             is_truncated=is_cut or trace.stop_condition == "context_length",
@@ -596,7 +610,8 @@ class V1Environment(V1ExampleRunner):
             ) from error
 
 
-def _failure_of(episode: vf.Episode) -> EpisodeError:
+def failure_of(episode: vf.Episode) -> EpisodeError:
+    """Return the error that verifiers recorded for a failed episode."""
     # A retried trace also has the errors of its earlier attempts, so the last one counts.
     ends = [episode, *(trace for trace in episode.traces if trace.has_error)]
     last = [end.last_error for end in ends if end.last_error is not None]
@@ -619,6 +634,7 @@ def samples_from_trace(
     versions: Mapping[int, list[tuple[int, int]]],
     policy_version: int,
     mask_env_responses: bool = True,
+    masks: Mapping[int, SamplingMask] = MappingProxyType({}),
 ) -> list[Sample]:
     """Return one sample for each branch. Tokens that branches share are in the loss of the first
     branch only. Advantages that the environment gave to the tokens of a branch become those of its
@@ -629,6 +645,7 @@ def samples_from_trace(
         versions: the policy versions of a reply's tokens, by the `id` of its message.
         policy_version: version for replies that are not in `versions`.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
+        masks: from which tokens a reply's were sampled, by the `id` of its message.
 
     Raises:
         ValueError: a reply has lost its tokens (an interceptor rewrote it).
@@ -637,6 +654,7 @@ def samples_from_trace(
     samples = []
     for branch in filter(is_for_training, trace.branches):
         parts = []
+        masks_of_parts: list[tuple[int, SamplingMask | None]] = []
         has_begun = False
         for node in branch.nodes:
             is_sampled = np.asarray(node.mask, bool)
@@ -660,10 +678,16 @@ def samples_from_trace(
                 spans = versions.get(id(node.message)) or [(0, policy_version)]
                 versions_of[is_sampled] = versions_of_tokens(spans, num_sampled)
             parts.append((np.asarray(node.token_ids, np.int32), in_loss, logprobs, versions_of))
+            mask = masks.get(id(node.message)) if num_sampled else None
+            if mask is not None:
+                counts = np.zeros(len(is_sampled), np.int32)
+                counts[is_sampled] = mask.counts
+                mask = SamplingMask(counts, mask.token_ids)
+            masks_of_parts.append((len(is_sampled), mask))
             has_begun = has_begun or num_sampled > 0
         fields = [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
         if fields and fields[1].any():  # a token is in the loss
-            sample = Sample(*fields)
+            sample = Sample(*fields, sampling_mask=SamplingMask.join(masks_of_parts))
             if (advantages := advantages_of(branch)) is not None:
                 sample.set_advantage(advantages)
             samples.append(sample)

@@ -23,6 +23,7 @@ from verifiers_rl.inference import (
     current_lease,
     pack_ids,
     policy_versions,
+    unpack_mask,
     unpack_sampled,
 )
 
@@ -85,6 +86,8 @@ class TokenClient(vf.Client):
         # limit is max_tokens below.
         for name in ("stream", "stream_options", "max_completion_tokens"):
             request.pop(name, None)
+        if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
+            request["top_k"] = self._sampling["top_k"]  # an agent has taken the limit away
         agent = turn.trace.agent.name if turn is not None else ""
         self._env.warn_of_bias(agent, request, self._sampling)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
@@ -104,7 +107,8 @@ class TokenClient(vf.Client):
             raise ProviderError(str(error), status_code=status) from error
         completion = reply.json()
         (choice,) = completion["choices"]
-        token_ids, logprobs = unpack_sampled(completion.pop("packed_tokens"))
+        packed = completion.pop("packed_tokens")
+        token_ids, logprobs = unpack_sampled(packed)
         choice.pop("logprobs", None)  # empty
         response = dialect.parse_response(dialect.validate_response(completion))
         response.raw = completion
@@ -115,6 +119,8 @@ class TokenClient(vf.Client):
         )
         if session_id and (spans := policy_versions.get()):
             self._env.versions.setdefault(session_id, []).append((response.message, spans))
+        if session_id and (mask := unpack_mask(packed)) is not None:
+            self._env.masks.setdefault(session_id, []).append((response.message, mask))
         return response
 
     def _prompt_ids(

@@ -27,7 +27,8 @@ def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, 
     "adapter" those of the model itself. A tied LM head comes once.
 
     If the checkpoint has a vision tower, this model is the text model, where transformers has one:
-    the rest is not trained, and the server keeps its own weights for the rest.
+    the rest is not trained, and the server keeps its own weights for the rest. Where transformers
+    has the whole model only, the text's tensors are those of its decoder and its head.
 
     The architecture is built on torch's meta device, so it needs no weights and no memory.
 
@@ -41,6 +42,18 @@ def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, 
     return {name: source.shape for name, source in sources.items()}
 
 
+def reason_against_full_weights(config: Any) -> str | None:
+    """Return why a server of a checkpoint of this config takes no full weights, or None."""
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict):
+        return None
+    return (
+        f"the trainer sends full weights, and the served checkpoint is quantised "
+        f"({quantization.get('quant_method')}), so vLLM has no place for them; serve a checkpoint "
+        "that is not quantised, or train an adapter with lora_sync='adapter'"
+    )
+
+
 def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
     """Return the plan with its tensors under the names that the served class loads. If the
     checkpoint has a vision tower beside the text model, the text model's tensors carry a prefix in
@@ -52,7 +65,10 @@ def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
         for conversion in get_model_conversion_mapping(model, add_legacy=False)[::-1]
         if type(conversion).__name__ == "PrefixChange"
     ]
-    if type(model).__name__ in config.architectures or not prefixes:
+    # Of the others, a text model names the attribute in which the whole model has it.
+    inside = model.base_model_prefix
+    attribute = "" if prefixes or not inside or hasattr(model, inside) else f"{inside}."
+    if type(model).__name__ in config.architectures or not (prefixes or attribute):
         return plan
 
     def served(name: str) -> str:
@@ -60,7 +76,7 @@ def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
         name = name.removeprefix(wrapper)
         for prefix in prefixes:
             name, _ = prefix.rename_source_key(name)
-        return wrapper + name
+        return f"{wrapper}{attribute}{name}"
 
     return replace(plan, tensors=[spec._replace(name=served(spec.name)) for spec in plan.tensors])
 

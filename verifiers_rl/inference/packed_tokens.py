@@ -8,6 +8,11 @@ objects of them. Packed, a token takes 11 bytes, and neither side makes an objec
 
 Ids are little-endian int32, logprobs little-endian float32. The versions of the tokens are in the
 reply's header, as in any other reply.
+
+With `"sampling_mask": true` in the request, the reply also has the tokens that top-p, top-k and
+min-p allowed at each position, 5.3 bytes for each of them and 5.3 a position:
+
+    reply    "packed_tokens": {..., "num_allowed": <how many, a position>, "allowed": <their ids>}
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from verifiers_rl.types import SamplingMask
+
 FIELD = "packed_tokens"
+MASK_FIELD = "sampling_mask"
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -35,10 +43,15 @@ def unpack_ids(text: str) -> np.ndarray:
     return np.frombuffer(b64decode(text, validate=True), _ID)
 
 
-def pack_sampled(token_ids: Sequence[int] | np.ndarray, logprobs: np.ndarray) -> dict[str, str]:
+def pack_sampled(
+    token_ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, mask: SamplingMask | None = None
+) -> dict[str, str]:
     """Return the value of the reply's `packed_tokens`."""
     as_bytes = np.asarray(logprobs, _LOGPROB).tobytes()
-    return {"token_ids": pack_ids(token_ids), "logprobs": b64encode(as_bytes).decode()}
+    packed = {"token_ids": pack_ids(token_ids), "logprobs": b64encode(as_bytes).decode()}
+    if mask is not None:
+        packed |= {"num_allowed": pack_ids(mask.counts), "allowed": pack_ids(mask.token_ids)}
+    return packed
 
 
 def unpack_sampled(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -52,3 +65,17 @@ def unpack_sampled(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(token_ids)} tokens but {len(logprobs)} logprobs")
     return token_ids, logprobs
+
+
+def unpack_mask(packed: Mapping[str, Any]) -> SamplingMask | None:
+    """Return the mask of the sampled tokens, if the reply has one.
+
+    Raises:
+        ValueError: it has more or fewer positions than tokens, or ids than it says.
+    """
+    if "num_allowed" not in packed:
+        return None
+    mask = SamplingMask(unpack_ids(packed["num_allowed"]), unpack_ids(packed["allowed"]))
+    if len(mask.counts) != (num := len(unpack_ids(packed["token_ids"]))):
+        raise ValueError(f"{num} tokens but a sampling mask of {len(mask.counts)}")
+    return mask

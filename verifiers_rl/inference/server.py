@@ -14,7 +14,8 @@ chats. It listens on 127.0.0.1 unless told otherwise.
 
     POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
                                       "tokens", not the tokenised messages; with "packed_tokens",
-                                      tokens travel as packed_tokens.py says
+                                      tokens travel as packed_tokens.py says, also those that
+                                      could be sampled if "sampling_mask" asks for them
 
 Every reply to a generation request for one completion says which policy sampled its tokens, in a
 header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
@@ -46,11 +47,21 @@ from typing import Any, NoReturn
 
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, PUSH_HEADER, TOKEN_VARIABLE, save_token
-from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.inference.expected import (
+    as_served,
+    check_plan,
+    expected_shapes,
+    reason_against_full_weights,
+)
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.joining import announce, join_error
 from verifiers_rl.inference.port import PortError, reserve_port
-from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
+from verifiers_rl.inference.token_route import (
+    NUM_TIES,
+    TokenRequest,
+    current_request,
+    take_over,
+)
 from verifiers_rl.inference.vllm_versions import call_engines
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.sync.plan import (
@@ -61,6 +72,7 @@ from verifiers_rl.sync.plan import (
 )
 from verifiers_rl.sync.transports.http import MAX_BODY_BYTES
 from verifiers_rl.sync.transports.meeting import OthersLeftError
+from verifiers_rl.types import MAX_MASK
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
 
@@ -414,8 +426,10 @@ class WeightSyncRoutes:
             raise BadRequest(needs_lora_flag(plan.adapter["r"]))
         if plan.kind == "full" and lora is not None:
             raise BadRequest("the trainer sends full weights; start vf-vllm without --enable-lora")
+        hf_config = config.model_config.hf_config
+        if plan.kind == "full" and (problem := reason_against_full_weights(hf_config)):
+            raise BadRequest(problem)
         if plan.kind not in self.shapes:
-            hf_config = config.model_config.hf_config
             shapes = await asyncio.to_thread(expected_shapes, hf_config, plan.kind)
             self.shapes[plan.kind] = shapes
         dtype = lora.lora_dtype if plan.kind == "adapter" else config.model_config.dtype
@@ -429,7 +443,7 @@ class WeightSyncRoutes:
                 f"weight_sync_backend='http': carries an adapter of at most {MAX_BODY_BYTES:,} "
                 f"bytes, not {plan.kind} weights of {num_bytes:,}; set weight_sync_backend='tcp'"
             )
-        plan = await asyncio.to_thread(as_served, plan, config.model_config.hf_config)
+        plan = await asyncio.to_thread(as_served, plan, hf_config)
         body = {**body, "plan": asdict(plan)}
         self.connection = self.policy_version = None  # of a previous trainer
         async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():
@@ -876,6 +890,7 @@ def main() -> None:
         host="127.0.0.1",
         allowed_origins=[],  # vLLM's default lets in the scripts of every web page
         logprobs_mode="processed_logprobs",
+        max_logprobs=MAX_MASK + NUM_TIES,
         worker_extension_cls=WORKER_EXTENSION,
         disable_uvicorn_access_log=True,  # a line for each rollout hides everything else
     )

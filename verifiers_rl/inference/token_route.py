@@ -14,11 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from verifiers_rl.inference.packed_tokens import FIELD, pack_sampled, unpack_ids
-from verifiers_rl.inference.vllm_versions import keep_logprobs_as_numbers, sampled_logprobs
+from verifiers_rl.inference.packed_tokens import (
+    FIELD,
+    MASK_FIELD,
+    pack_sampled,
+    unpack_ids,
+)
+from verifiers_rl.inference.vllm_versions import (
+    keep_logprobs_as_numbers,
+    possible_tokens,
+    sampled_logprobs,
+)
+from verifiers_rl.types import MAX_MASK, SamplingMask
 
 # vLLM's lower bound in OpenAI's form, which cannot say -inf.
 LOWEST_LOGPROB = -9999.0
+# top_k keeps all tokens that are as likely as the k-th. With logits in bfloat16 there are several.
+NUM_TIES = 32
 
 
 class TokenRequest:
@@ -34,11 +46,13 @@ class TokenRequest:
     Attributes:
         token_ids: the prompt.
         is_packed: the reply has its tokens packed.
+        has_mask: beside them, the reply has the tokens that could be sampled in their place.
     """
 
     def __init__(self, fields: dict[str, Any], vocab_size: int, max_model_len: int) -> None:
         self.token_ids = take_prompt(fields, vocab_size, max_model_len)
         self.is_packed = fields.pop(FIELD, False)
+        self.has_mask = fields.pop(MASK_FIELD, False)
         self._spliced = b""  # into the reply, behind its first byte
         if not isinstance(self.is_packed, bool):
             raise ValueError(f"{FIELD}={self.is_packed!r}: must be true or false")
@@ -51,10 +65,21 @@ class TokenRequest:
             # are needed, and they are taken before that.
             fields |= {"return_token_ids": False, "logprobs": True, "top_logprobs": 0}
             fields.pop("logprob_token_ids", None)
+        if not isinstance(self.has_mask, bool):
+            raise ValueError(f"{MASK_FIELD}={self.has_mask!r}: must be true or false")
+        if self.has_mask:
+            top_k = fields.get("top_k")
+            if not self.is_packed:
+                raise ValueError(f"{MASK_FIELD}: needs {FIELD}")
+            if type(top_k) is not int or not 1 <= top_k <= MAX_MASK:
+                raise ValueError(f"{MASK_FIELD}: needs top_k from 1 to {MAX_MASK}, not {top_k!r}")
+            fields["top_logprobs"] = min(top_k + NUM_TIES, vocab_size)
 
-    def take_sampled(self, token_ids: Sequence[int], logprobs: np.ndarray) -> None:
+    def take_sampled(
+        self, token_ids: Sequence[int], logprobs: np.ndarray, mask: SamplingMask | None = None
+    ) -> None:
         """Take what vLLM has sampled for this request, to be spliced into the reply."""
-        packed = json.dumps(pack_sampled(token_ids, logprobs.clip(min=LOWEST_LOGPROB)))
+        packed = json.dumps(pack_sampled(token_ids, logprobs.clip(min=LOWEST_LOGPROB), mask))
         self._spliced = f'"{FIELD}":{packed},'.encode()
 
     def splice(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -142,13 +167,16 @@ def take_over(chat: Any, engine: Any) -> None:
         add(added, *args, **kwargs)
         current = current_request.get()
         if current is not None and current.is_packed:
-            keep_logprobs_as_numbers(processor.request_states[added.request_id])
+            state = processor.request_states[added.request_id]
+            keep_logprobs_as_numbers(state, current.has_mask)
 
     def create_chat_logprobs(*args: Any, **kwargs: Any) -> Any:
         current = current_request.get()
         if current is None or not current.is_packed:
             return make_logprobs(*args, **kwargs)
-        current.take_sampled(kwargs["token_ids"], sampled_logprobs(kwargs["top_logprobs"]))
+        kept = kwargs["top_logprobs"]
+        mask = SamplingMask(*possible_tokens(kept)) if current.has_mask else None
+        current.take_sampled(kwargs["token_ids"], sampled_logprobs(kept), mask)
         return make_logprobs(**kwargs | {"token_ids": [], "top_logprobs": []})
 
     chat.render_chat_request = render_chat_request

@@ -6,11 +6,14 @@ The rest of `inference/` uses only what all these versions have.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 
 class ServerParts(NamedTuple):
@@ -81,6 +84,73 @@ def repack_for_cpu(model: Any) -> None:
         )
 
 
+def lost_in_reload(model: Any, loaded: set[str]) -> list[str]:
+    """Return those of the parameters that a vLLM model says it has loaded, and that its reload has
+    not taken.
+
+    During a reload, a parameter has no memory, and its `weight_loader` collects what is loaded.
+    Some models copy into the parameter instead, which then has no effect.
+
+    Args:
+        model: between `initialize_layerwise_reload` and `finalize_layerwise_reload`.
+        loaded: what its `load_weights` has returned.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    modules = dict(model.named_modules())
+    lost = []
+    for name in loaded:
+        prefix, _, own = name.rpartition(".")
+        if prefix not in modules:
+            continue
+        parameter = getattr(modules[prefix], own, None)
+        if not isinstance(parameter, torch.Tensor) or parameter.device.type != "meta":
+            continue  # it has memory: the layer is complete, or its parameter stayed in place
+        if own not in {given for given, _ in get_layerwise_info(modules[prefix]).loaded_weights}:
+            lost.append(name)
+    return sorted(lost)
+
+
+class GptOssReload:
+    """Weights of gpt-oss in the form in which vLLM's reload takes them. Of those in the form of
+    a checkpoint, the reload would lose the experts and the attention sinks.
+
+    Args:
+        model: vLLM's; if it is another one, all weights stay as they are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._is_needed = type(model).__name__ == "GptOssForCausalLM"
+        self._sinks: dict[str, torch.Tensor] = {}
+
+    def prepare(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, each expert by itself, without the sinks, which are kept."""
+        for name, tensor in tensors:
+            prefix, experts, part = name.rpartition(".mlp.experts.")
+            if not self._is_needed:
+                yield name, tensor
+            elif name.endswith(".sinks"):
+                self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
+            elif experts:
+                for number, one in enumerate(tensor):
+                    yield f"{prefix}{experts}{number}.{part}", one
+            else:
+                yield name, tensor
+
+    def finish(self) -> None:
+        """Copy the sinks of this worker's heads into the model. Call it behind the reload."""
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in self._sinks.items():
+            num_heads = parameters[name].numel()
+            start = get_tensor_model_parallel_rank() * num_heads
+            parameters[name].data.copy_(tensor[start : start + num_heads])
+
+
 async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -> list[Any]:
     """Call a method of each engine core behind this `AsyncLLM`; return their results.
 
@@ -107,17 +177,50 @@ async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -
     return calls.result()
 
 
-def keep_logprobs_as_numbers(state: Any) -> None:
+def keep_logprobs_as_numbers(state: Any, with_possible: bool = False) -> None:
     """Make vLLM keep the logprobs of a request's sampled tokens in plain lists, without the tokens'
     text. Otherwise it makes a dict and an object for each token, and decodes each once more.
 
     Args:
         state: what vLLM's output processor keeps about the request, before its first token.
+        with_possible: also keep those of the likeliest tokens that could be sampled. The sampling
+            options give probability 0 to the others.
     """
     from vllm.logprobs import FlatLogprobs
 
-    state.logprobs_processor.logprobs = FlatLogprobs()
+    class PossibleTokens(FlatLogprobs):
+        def append_fast(
+            self, token_ids: list[int], logprobs: list[float], *ranks_and_texts: Any
+        ) -> None:
+            self.start_indices.append(len(self.logprobs))
+            # The sampled token comes first, then the likeliest ones in their order: as many as the
+            # request of this step that asks for most wants.
+            num = len(logprobs) if with_possible else 1
+            if num > 1 and logprobs[-1] == -math.inf:
+                num = logprobs.index(-math.inf, 1)
+            self.token_ids += token_ids[:num]
+            self.logprobs += logprobs[:num]
+            self.end_indices.append(len(self.logprobs))
+
+    state.logprobs_processor.logprobs = PossibleTokens()
     state.logprobs_processor.tokenizer = None
+
+
+def possible_tokens(kept: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens could be sampled in place of each, as counts and ids of `SamplingMask`,
+    from what vLLM has kept after `keep_logprobs_as_numbers`.
+    """
+    starts, ends = np.asarray(kept.start_indices, int), np.asarray(kept.end_indices, int)
+    ids = np.asarray(kept.token_ids, np.int32)
+    is_first = np.zeros(len(ids), bool)
+    is_first[starts] = True
+    # The sampled token is also among the likeliest, unless many more are as likely as it is.
+    sampled = np.repeat(ids[starts], ends - starts)
+    again = np.zeros(len(starts), int)
+    np.add.at(again, np.repeat(np.arange(len(starts)), ends - starts), (ids == sampled) & ~is_first)
+    is_first[starts] = again > 0
+    counts = ends - starts - (again > 0)
+    return counts, ids[~is_first]
 
 
 def sampled_logprobs(kept: Any) -> np.ndarray:

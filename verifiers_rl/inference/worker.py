@@ -19,8 +19,10 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from verifiers_rl.inference.vllm_versions import (
+    GptOssReload,
     adapter_name_mapper,
     layers_without_adapter,
+    lost_in_reload,
     repack_for_cpu,
 )
 from verifiers_rl.sync.buckets import receive_buckets
@@ -187,13 +189,23 @@ class WeightSyncWorker:
         )
 
         model = self.model_runner.get_model()
+        gpt_oss = GptOssReload(model)
+        lost: list[str] = []
         initialize_layerwise_reload(model)
         try:
             for tensors in buckets:
-                model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+                on_device = ((name, tensor.to(self.device)) for name, tensor in tensors)
+                loaded = model.load_weights(gpt_oss.prepare(on_device))
+                lost += lost_in_reload(model, loaded or set())
         finally:
             # Also after an unfinished push: else vLLM takes its tensors for part of the next push.
             finalize_layerwise_reload(model, self.vllm_config.model_config)
+        gpt_oss.finish()
+        if lost:
+            raise RuntimeError(
+                f"vLLM's {type(model).__name__} cannot take new weights while it runs: {lost[:3]} "
+                "would stay as they were; train an adapter with lora_sync='adapter'"
+            )
         if self.device.type == "cpu":
             repack_for_cpu(model)
 

@@ -26,6 +26,7 @@ from verifiers_rl.report.run_folder import (
     CURVES,
     as_line,
     holds_a_run,
+    learned_by,
     metrics_file,
     read_metrics,
     write_metrics,
@@ -448,14 +449,16 @@ PANELS = ("reward", "eval_reward", "entropy", "mismatch_kl", "step_s")
 
 
 def plot_curves(source: Path, target: Path) -> None:
-    """Draw reward (training and held-out), entropy, mismatch_kl and step time
-    from a metrics.jsonl.
+    """Draw reward (training and held-out), entropy, mismatch_kl and step time from a
+    metrics.jsonl. Without rewards, draw the loss and the norm of the gradient.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = read_metrics(source)
-    panels = [("reward", ("reward", "eval_reward")), *((name, (name,)) for name in PANELS[2:])]
+    learned = learned_by(rows)
+    others = PANELS[2:] if learned == "reward" else ("entropy", "grad_norm", "step_s")
+    panels = [(learned, (learned, f"eval_{learned}")), *((name, (name,)) for name in others)]
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, names) in zip(figure.subplots(2, 2).flat, panels, strict=True):
@@ -464,7 +467,7 @@ def plot_curves(source: Path, target: Path) -> None:
                 (row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
             ]
             if points:
-                marker = "o-" if name == "eval_reward" else "-"
+                marker = "o-" if name == f"eval_{learned}" else "-"
                 axes.plot(*zip(*points, strict=True), marker, label=name)
         axes.set_title({"step_s": "step time (s)"}.get(title, title))
         axes.set_xlabel("step")

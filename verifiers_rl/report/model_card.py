@@ -94,19 +94,22 @@ def model_card(
         f"library_name: {'transformers' if adapter is None else 'peft'}",
         "pipeline_tag: text-generation",
         "tags:",
-        "- reinforcement-learning",
+        f"- {args.METHOD.replace(' ', '-')}",
         "- verifiers_rl",
         "---",
         CARD_MARK,
         f"# {name}",
         "",
-        f"{what} by reinforcement learning with verifiers_rl {version('verifiers_rl')}"
+        f"{what} by {args.METHOD} with verifiers_rl {version('verifiers_rl')}"
         f"{_with_version('verifiers')}.",
         "",
-        f"- Environment: {', '.join(environment_names(env)) or 'not known'}",
-        f"- Optimizer steps: {state.global_step}, each on {args.batch_size} rollouts in groups of "
-        f"{args.rollouts_per_example}",
     ]
+    steps = f"- Optimizer steps: {state.global_step}, each on {args.batch_size}"
+    if args.METHOD == RLConfig.METHOD:
+        lines.append(f"- Environment: {', '.join(environment_names(env)) or 'not known'}")
+        lines.append(f"{steps} rollouts in groups of {args.rollouts_per_example}")
+    else:
+        lines.append(f"{steps} rows of the data")
     if args.load_best_model_at_end and state.best_global_step:
         lines.append(f"- Weights: those of step {state.best_global_step}, the best evaluation")
     metrics = Path(args.output_dir or "") / METRICS
@@ -115,8 +118,8 @@ def model_card(
     lines += ["- License: not known here; see the base model's", ""]
     if options := changed_options(args):
         lines += [
-            "Options that differ from the defaults of `RLConfig`, without what a script may have "
-            "passed to `RLTrainer`, such as a `loss_fn`:",
+            f"Options that differ from the defaults of `{type(args).__name__}`, without what a "
+            f"script may have passed to `{args.TRAINER}`, such as a `loss_fn`:",
             "",
             *("```", *(f"{option} = {value!r}" for option, value in options.items()), "```", ""),
         ]
@@ -132,7 +135,7 @@ def changed_options(args: RLConfig) -> dict[str, Any]:
     """Return the options of the algorithm whose value differs from the default."""
     inherited = {f.name for f in fields(TrainingArguments)}
     changed = {}
-    for f in fields(RLConfig):
+    for f in fields(args):
         if f.name in _INHERITED or (f.name not in inherited and not _LEFT_OUT.fullmatch(f.name)):
             value = getattr(args, f.name)
             default = f.default_factory() if f.default_factory is not MISSING else f.default

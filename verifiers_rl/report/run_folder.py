@@ -75,7 +75,7 @@ def prepare_run_folder(
     Args:
         resume: True for the newest checkpoint, or the path of one.
         overwrite: the run may replace one that the folder holds (see `clear_run_folder`).
-        max_steps: steps of the whole run.
+        max_steps: steps of the whole run; -1 if they are not known yet.
 
     Raises:
         RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
@@ -105,6 +105,8 @@ def prepare_run_folder(
             f"({', '.join(found)}); choose another output_dir or run_name"
         )
     step = _steps_done(checkpoint)
+    if max_steps < 1:  # the data will say
+        return checkpoint
     # A run that was killed behind its last step still has its final model to save.
     is_finished = not is_own or read_run(folder).get("status", "finished") == "finished"
     if step > max_steps or (step == max_steps and is_finished):
@@ -298,16 +300,22 @@ def as_line(row: dict[str, Any]) -> str:
     )
 
 
+def learned_by(rows: list[dict[str, Any]]) -> str:
+    """Return the metric by which a run is seen to learn: "reward", or "loss" without rewards."""
+    return "reward" if any("reward" in row for row in rows) else "loss"
+
+
 def summary(source: Path) -> str:
-    """Return the first and the last value of the reward and of each score of evaluations, from a
-    metrics.jsonl.
+    """Return the first and the last value of the reward (of the loss, where there are no rewards)
+    and of each score of evaluations, from a metrics.jsonl.
     """
     rows = read_metrics(source)
-    counts = ("runtime", "wait_s", "num_rollouts", "num_turns")
+    counts = ("runtime", "wait_s", "num_rollouts", "num_turns", "loss_s")
+    learned = learned_by(rows)
 
     def is_score(name: str) -> bool:  # with several environments: eval_NAME/reward
         last = name.removeprefix("eval_").rpartition("/")[2]
-        return name == "reward" or (name.startswith("eval_") and last not in counts)
+        return name == learned or (name.startswith("eval_") and last not in counts)
 
     names = dict.fromkeys(name for row in rows for name in row if is_score(name))
     lines = []

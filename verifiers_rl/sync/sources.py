@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from verifiers_rl.sync.adapters import not_plain, reason_against_serving
+from verifiers_rl.text_model import text_parameters
 
 
 class Source(NamedTuple):
@@ -102,12 +103,12 @@ def merged_sources(model: Any) -> dict[str, Source]:
             trained = module.modules_to_save["default"]
             changed |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
     merged: dict[str, Source] = {}
-    for name, parameter in base.named_parameters():
+    for name, source in full_sources(base).items():
         if ".lora_" in name:
             continue
         for inside in (".base_layer.", ".original_module.", ".modules_to_save.default."):
             name = name.replace(inside, ".")
-        merged.setdefault(name, changed.get(name) or source_of(parameter))
+        merged.setdefault(name, changed.get(name) or source)
     return merged
 
 
@@ -125,8 +126,8 @@ def _merged_weight(module: Any) -> Tensor:
 
 
 def full_sources(model: nn.Module) -> dict[str, Source]:
-    """Return all parameters; a tied LM head comes once, as the input embedding."""
-    return {name: source_of(parameter) for name, parameter in model.named_parameters()}
+    """Return all parameters of the text; a tied LM head comes once, as the input embedding."""
+    return {name: source_of(parameter) for name, parameter in text_parameters(model).items()}
 
 
 def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Source]:
@@ -166,7 +167,7 @@ def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Sour
             if part in result:
                 raise ValueError(f"tensor {part!r} has parts in several parameters; not supported")
             make = partial(parts.make, part, is_first=number == 0)
-            result[part] = Source(tuple(tensor.shape), source.dtype, make)
+            result[part] = source._replace(shape=tuple(tensor.shape), make=make)
     return result
 
 

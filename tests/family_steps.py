@@ -1,0 +1,135 @@
+"""What a trainer does with a model, one function for each step, without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
+
+from tests.helpers import StubSink, StubSource
+from verifiers_rl import RLConfig, RLTrainer
+from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
+from verifiers_rl.logprobs import (
+    chunked_logprobs_and_entropy,
+    hidden_states_in_place_of_logits,
+    token_logprobs_and_entropy,
+)
+from verifiers_rl.model_trials import (
+    reason_against_chunking,
+    reason_against_sharing_prefixes,
+    reason_against_sharing_rows,
+)
+from verifiers_rl.models import load_policy
+from verifiers_rl.sync.plan import TensorSpec, TransferPlan
+from verifiers_rl.sync.sources import what_to_send
+from verifiers_rl.text_model import auto_class
+
+IDS = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
+RANK = 4
+
+
+def load(folder: Path, use_lora: bool = False) -> Any:
+    """The policy, as a run loads it, in float32."""
+    torch.manual_seed(1)
+    return load_policy(str(folder), RLConfig(use_cpu=True, use_lora=use_lora, lora_rank=RANK))
+
+
+def shared_rows(model: Any) -> str | None:
+    """Why samples do not share rows, or None."""
+    return reason_against_sharing_rows(model)
+
+
+def shared_prefixes(model: Any, max_seq_len: int = 32) -> str | None:
+    """Why samples of a row do not share what they begin with, or None."""
+    return reason_against_sharing_prefixes(model, model, max_seq_len)
+
+
+@torch.no_grad()
+def chunked_head(model: Any) -> float:
+    """The largest difference between logprobs by chunks and from whole logits, in nats."""
+    assert (reason := reason_against_chunking(model)) is None, reason
+    targets = IDS[0, 1:]
+    logits = model(input_ids=IDS, use_cache=False).logits[0, :-1]
+    expected = token_logprobs_and_entropy(logits, targets, 0.7)
+    with hidden_states_in_place_of_logits(model) as to_logits:
+        hidden = model(input_ids=IDS, use_cache=False).logits[0, :-1]
+    given = chunked_logprobs_and_entropy(hidden, to_logits, targets, 0.7, chunk_size=7)
+    return max((a - b).abs().max().item() for a, b in zip(given, expected, strict=True))
+
+
+def one_step(folder: Path, output: Path, use_lora: bool) -> RLTrainer:
+    """Train one step on given samples, and save. What is not trained stays as it was."""
+    args = RLConfig(
+        output_dir=str(output),
+        use_cpu=True,
+        use_lora=use_lora,
+        lora_rank=RANK,
+        batch_size=8,
+        rollouts_per_example=4,
+        max_seq_len=32,
+        max_steps=1,
+        learning_rate=1e-2,
+        save_strategy="no",
+        disable_tqdm=True,
+        num_rollouts_to_print=0,
+        save_final="merged" if use_lora else "adapter",
+    )
+    trainer = RLTrainer(
+        str(folder),
+        None,
+        args,
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        orchestrator=StubSource(),
+        weight_sync=StubSink(),
+    )
+    model: Any = trainer.model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert moved and moved <= trained, sorted(moved - trained)[:3]
+    missed = {name for name in trained - moved if "lora_" not in name and "experts" not in name}
+    assert not missed, f"no gradient: {sorted(missed)[:5]}"
+    return trainer
+
+
+@torch.no_grad()
+def loads_as_saved(trainer: Any, folder: Path, output: Path) -> float:
+    """The largest difference of logits between the trained model and the saved one, loaded by
+    transformers. If an adapter was trained, PEFT loads it onto the base model of `folder`, and
+    transformers the merged model.
+    """
+    loaded: list[Any] = []
+    plain = output
+    if hasattr(trainer.model, "peft_config"):
+        loaded.append(PeftModel.from_pretrained(load(folder), str(output)))
+        plain = output / "merged"
+    kind = auto_class(AutoConfig.from_pretrained(plain).model_type)
+    loaded.append(kind.from_pretrained(plain, dtype=torch.float32))
+    expected = trainer.model.eval()(input_ids=IDS, use_cache=False).logits
+    given = [model.eval()(input_ids=IDS, use_cache=False).logits for model in loaded]
+    return max((logits - expected).abs().max().item() for logits in given)
+
+
+def what_travels(folder: Path, model: Any, lora_sync: Any = "merged") -> set[str]:
+    """Names under which the server gets what this model sends; it expects all of them."""
+    sources, adapter = what_to_send(model, lora_sync)
+    specs = [TensorSpec(name, "float32", source.shape) for name, source in sources.items()]
+    kind: Any = "adapter" if adapter else "full"
+    plan = TransferPlan(kind, specs, 2**20, adapter)
+    config = AutoConfig.from_pretrained(folder)
+    check_plan(plan, expected_shapes(config, kind), "float32")
+    return {spec.name for spec in as_served(plan, config).tensors}
+
+
+def text_names(folder: Path) -> set[str]:
+    """Names of the checkpoint's tensors that are trained."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    towers = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+    others = (*towers, "e_score_correction_bias")
+    return {name for name in names if not any(other in name for other in others)}

@@ -1,0 +1,138 @@
+"""`vf-sft`: what its command line and its TOML mean, and a run."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.helpers import ROOT, load_example, make_tiny_model
+from tests.test_sft import conversations
+from verifiers_rl.cli import sft
+from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.report.run_folder import metrics_file, read_metrics
+
+TOML = """
+model = "./base"
+
+[data]
+train = "train.jsonl"
+
+[trainer]
+gpus = 0
+[trainer.args]
+use_lora = false
+max_seq_len = 64
+batch_size = 4
+num_train_epochs = 2
+save_strategy = "no"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a TOML, its data and its model."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model().save_pretrained(tmp_path / "base")
+    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "base")
+    for name, num in (("train", 6), ("held_out", 3)):
+        lines = "\n".join(json.dumps(row) for row in conversations(num))
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    (tmp_path / "sft.toml").write_text(TOML)
+    return tmp_path
+
+
+def load(folder, *overrides):
+    pairs = [tuple(one.split("=", 1)) for one in overrides]
+    return load_run_config(folder / "sft.toml", pairs, kind=sft.SFTRunConfig)
+
+
+def run(folder, *words):
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "verifiers_rl.cli.sft", "@", "sft.toml", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True,
+                          timeout=200)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_toml_and_its_data_become_a_model(folder):
+    words = ["--data.eval", "held_out.jsonl", "--trainer.args.eval_strategy", "steps"]
+    words += ["--trainer.args.eval_steps", "3"]
+    done = run(folder, *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "data for training: 6 rows with" in done.stdout
+    rows = read_metrics(metrics_file(folder / "outputs" / "sft"))
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3]
+    resolved = tomllib.loads((folder / "outputs" / "sft" / "resolved.toml").read_text())
+    assert resolved["data"]["train"] == [str(folder / "train.jsonl")]
+    assert "model.safetensors" in os.listdir(folder / "outputs" / "sft")
+    again = run(folder, *words)
+    assert again.returncode == 1 and "vf-sft: error: output_dir=" in again.stderr
+
+
+def test_a_dry_run_prints_what_would_run(folder, capsys, monkeypatch):
+    words = ["--dry-run", "@", "sft.toml", "--trainer.args.loss_on", "user", "assistant"]
+    monkeypatch.setattr(sys, "argv", ["vf-sft", *words])
+    with pytest.raises(SystemExit) as ended:
+        sft.main()
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert tomllib.loads(out)["trainer"]["args"]["loss_on"] == ["user", "assistant"]
+    assert "It runs as it is: vf-sft @ resolved.toml" in out and "nothing was started" in err
+    (folder / "elsewhere").mkdir()
+    os.chdir(folder / "elsewhere")
+    resolved = folder / "outputs" / "sft" / "resolved.toml"
+    config = load_run_config(resolved, kind=sft.SFTRunConfig)
+    assert config.data.train == [str(folder / "train.jsonl")]
+    assert config.make_args(use_cpu=True).num_train_epochs == 2
+
+
+def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
+    config = load(folder, 'data.train=["train.jsonl", "org/name"]', "data.split=train[:5%]")
+    assert config.data.train == [str(folder / "train.jsonl"), "org/name"]
+    assert (config.data.split, config.data.eval) == ("train[:5%]", [])
+    config = load(folder, "data.eval_split=test", "trainer.args.eval_strategy=steps")
+    assert config.data.eval == config.data.train
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data.trian=a.jsonl", r"\[data\] has an unknown key 'trian'; did you mean 'train'"),
+        ("dat.train=a.jsonl", "unknown key '--dat'; did you mean '--data'"),
+        ("data.train=3", "train: must be a path or a name on the hub"),
+        ("data.split=3", r"\[data\] split=3: must be a string"),
+        ("data.eval=held_out.jsonl", "has rows for evaluations, and there are none: set eval_s"),
+        ("env.taskset.id=words", r"\[env\] is for evaluations, and there are none"),
+        ("inference.gpus=1", "vf-sft reads no 'inference': it starts no server"),
+        ("cluster.trainer_nodes=2", "vf-sft reads no 'cluster'"),
+    ],
+)
+def test_a_key_that_cannot_work_is_named(folder, override, problem):
+    with pytest.raises(TomlError, match=problem):
+        load(folder, override)
+
+
+def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
+    config = load(folder, "data.train=a.jsonl")
+    with pytest.raises(TomlError, match=r"\[data\] train: there is no file .*/a.jsonl; correct"):
+        config.check_files()
+
+
+def test_data_is_of_vf_sft_alone_and_needed_there(folder):
+    with pytest.raises(TomlError, match="vf-rl reads no 'data': it is of vf-sft"):
+        load_run_config(folder / "sft.toml")
+    (folder / "sft.toml").write_text('model = "./base"\n')
+    with pytest.raises(TomlError, match=r"\[data\] train is missing; set it to a .jsonl file"):
+        load(folder)
+
+
+def test_an_unknown_option_names_the_nearest(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vf-sft", "@", "sft.toml", "--trainer.args.los_on", "user"])
+    with pytest.raises(SystemExit):
+        sft.main()
+    assert "unknown key 'los_on'; did you mean 'loss_on'?" in capsys.readouterr().err

@@ -1,0 +1,407 @@
+"""Supervised finetuning by `SFTTrainer`, without a server."""
+
+import math
+import os
+import subprocess
+import sys
+from collections import deque
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import (
+    ROOT,
+    StubSink,
+    StubSource,
+    load_example,
+    make_tiny_llama,
+    make_tiny_model,
+)
+from verifiers_rl import LossOutputs, RLConfig, SFTConfig, SFTTrainer
+from verifiers_rl.config import ConfigError
+from verifiers_rl.losses import LossInputs, cross_entropy
+from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.sft import DatasetSource, make_samples
+
+
+def conversations(num=12, longest=9):
+    """Rows of different lengths: some of one turn, some of two."""
+    rows = []
+    for i in range(num):
+        text = "abcdefghij"[i % 7 : i % 7 + 1 + i % longest]
+        messages = [{"role": "user", "content": text}]
+        messages.append({"role": "assistant", "content": text[::-1]})
+        if i % 3 == 0:
+            messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ok"}]
+        rows.append({"messages": messages})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_example("warm_start").make_tokenizer()
+
+
+@pytest.fixture
+def make_trainer(tokenizer, tmp_path):
+    def make(model=None, rows=None, held_out=None, others=None, **options):
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "use_lora": False,
+            "batch_size": 4,
+            "micro_batch_size": 4,
+            "max_seq_len": 32,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        return SFTTrainer(
+            model or make_tiny_model(),
+            SFTConfig(**{**defaults, **options}),
+            rows or conversations(),
+            held_out,
+            processing_class=tokenizer,
+            **(others or {}),
+        )
+
+    return make
+
+
+def mean_loss(model, samples, weights=None):
+    """Mean cross entropy over loss tokens, sample by sample in float64."""
+    total, count = 0.0, 0.0
+    for number, sample in enumerate(samples):
+        ids = torch.tensor(sample.token_ids, dtype=torch.int64)
+        logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        weight = 1.0 if weights is None else weights[number]
+        for t in range(1, len(ids)):
+            if sample.loss_mask[t]:
+                total = total - weight * logprobs[t - 1, ids[t]]
+                count += weight
+    return total / count
+
+
+# --- The loss and the step ------------------------------------------------------------------------
+
+
+def test_cross_entropy_is_the_weighted_sum_of_surprise():
+    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
+    inputs = LossInputs(logprobs, logprobs.detach(), torch.zeros(2), torch.tensor([1.0, 0.5]),
+                        torch.zeros(2, dtype=torch.int64), torch.zeros(2))  # fmt: skip
+    outputs = cross_entropy(inputs)
+    outputs.loss.backward()
+    assert outputs.loss.item() == 1.5 and logprobs.grad.tolist() == [-1.0, -0.5]
+
+
+def gradients_of_a_step(trainer):
+    trainer.orchestrator.start()
+    trainer.state.max_steps = trainer.args.max_steps
+    trainer.model.zero_grad()
+    loss = trainer.training_step(trainer.model, {}).item()
+    return loss, {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
+@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_a_step_equals_a_float64_reference_however_rows_are_packed(
+    make_trainer, make_model, layout, normalization
+):
+    trainer = make_trainer(
+        make_model(), batch_size=8, max_tokens_per_microbatch=40, loss_normalization=normalization
+    )
+    trainer._layout = layout
+    loss, grads = gradients_of_a_step(trainer)
+    assert trainer._counts.num_microbatches > 1
+    samples = trainer.batch.samples
+    assert len(samples) == 8 and sum(s.num_loss_tokens for s in samples) > 30
+    weights = None
+    if normalization == "sequence":
+        weights = [1 / sample.num_loss_tokens for sample in samples]
+    reference = make_model().double()
+    expected = mean_loss(reference, samples, weights)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    largest = max(p.grad.abs().max().item() for p in reference.parameters())
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(
+            grads[name].double(), parameter.grad, rtol=1e-5, atol=1e-5 * largest, msg=name
+        )
+
+
+def test_a_run_packed_equals_a_run_of_one_sample_a_row(make_trainer, tmp_path):
+    weights = []
+    for name, tokens, layout in (("packed", 128, "packed"), ("one", 2, "padded")):
+        trainer = make_trainer(
+            output_dir=str(tmp_path / name), max_tokens_per_microbatch=tokens,
+            num_train_epochs=2.0, optim="sgd", learning_rate=0.5,
+        )  # fmt: skip
+        trainer._layout = layout
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    rows = [read_metrics(metrics_file(tmp_path / name))[:-1] for name in ("packed", "one")]
+    assert len(rows[0]) == 6 and rows[0][0]["loss"] > rows[0][-1]["loss"]
+    assert rows[0][0]["num_microbatches"] < rows[1][0]["num_microbatches"] == 4
+    for packed, one in zip(*rows, strict=True):
+        assert packed["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_an_own_loss_takes_the_place_of_cross_entropy(make_trainer):
+    def half(inputs):
+        return LossOutputs(cross_entropy(inputs).loss / 2)
+
+    whole, _ = gradients_of_a_step(make_trainer())
+    assert gradients_of_a_step(make_trainer(others={"loss_fn": half}))[0] == pytest.approx(
+        whole / 2
+    )
+
+
+# --- Which rows, how often ------------------------------------------------------------------------
+
+
+def batches(source, steps):
+    found = []
+    for step in steps:
+        source.submit(step, "", step)
+        batch = source.get()
+        found.append([int(sample.token_ids[0]) for sample in batch.samples])
+    return found
+
+
+def rows_of(num):
+    import numpy as np
+
+    return [[(np.array([i, 0], np.int32), np.array([False, True]))] for i in range(num)]
+
+
+def test_each_epoch_has_each_row_once_and_the_last_batch_what_is_left():
+    source = DatasetSource(rows_of(5), 2, shuffle=False, num_positions=10)
+    assert batches(source, range(5)) == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
+    source = DatasetSource(rows_of(5), 3, shuffle=False, num_positions=5)
+    assert batches(source, range(2)) == [[0, 1, 2], [3, 4]]
+    shuffled = DatasetSource(rows_of(6), 3, seed=1, num_positions=12)
+    first, second, third, fourth = batches(shuffled, range(4))
+    assert sorted(first + second) == sorted(third + fourth) == list(range(6))
+    assert first + second != third + fourth
+    assert batches(DatasetSource(rows_of(6), 3, seed=1), [3]) == [fourth]  # as a resumed run does
+    assert batches(DatasetSource(rows_of(6), 3, seed=2), [0]) != [first]
+
+
+def test_a_conversation_of_several_samples_is_one_rollout():
+    import numpy as np
+
+    tokens = (np.array([1, 2], np.int32), np.array([False, True]))
+    samples = make_samples([[tokens, tokens], [tokens]])
+    assert [sample.rollout_id for sample in samples] == [0, 0, 1]
+    assert [sample.group_id for sample in samples] == [0, 0, 1]
+    assert math.isnan(samples[0].inference_logprobs[1]) and not samples[0].inference_logprobs[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 3), ({"num_train_epochs": 2.5}, 8), ({"batch_size": 5}, 3), ({"max_steps": 7}, 7)],
+)
+def test_epochs_or_max_steps_say_how_long_a_run_is(make_trainer, options, steps):
+    assert make_trainer(**options).args.max_steps == steps  # of 12 rows in batches of 4
+
+
+# --- A run ----------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, capsys):
+    trainer = make_trainer(
+        held_out=conversations(5), num_train_epochs=10.0, eval_strategy="steps", eval_steps=10
+    )
+    trainer.train()
+    folder = tmp_path / "run"
+    rows = read_metrics(metrics_file(folder))
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 30 and losses[-1] < losses[0] / 5
+    steps = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    assert sorted(steps) == [10, 20, 30] and steps[30] < steps[10]
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    assert steps[30] == pytest.approx(mean_loss(model, trainer._held_out).item(), rel=1e-4)
+    assert rows[0]["num_epochs"] == pytest.approx(1 / 3) and rows[0]["num_tokens"] > 0
+    of_rollouts = {"importance_ratio", "mismatch_kl", "advantage_abs", "staleness", "reward"}
+    assert not of_rollouts & rows[0].keys()
+    card = (folder / "README.md").read_text()
+    assert "trained by supervised finetuning with" in card and "each on 4 rows of the data" in card
+    assert "- supervised-finetuning" in card and "- loss: " in card and "Environment" not in card
+    out = capsys.readouterr().out
+    assert "data for training: 12 rows with" in out and f"model: {folder}" in out
+    assert "\nloss: " in out and "eval_loss: " in out and (folder / "curves.png").is_file()
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 3.0,
+               "use_lora": True, "lora_dropout": 0.2}  # fmt: skip
+    straight = make_trainer(output_dir=str(tmp_path / "straight"), **options)
+    straight.train()
+    make_trainer(**options).train()
+    resumed = make_trainer(**options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    names = ("straight", "run")
+    rows = [read_metrics(metrics_file(tmp_path / name))[:-1] for name in names]
+    assert [row["step"] for row in rows[1]] == list(range(1, 10))
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_the_best_model_by_its_held_out_loss_is_loaded(make_trainer, tmp_path):
+    trainer = make_trainer(
+        held_out=conversations(5), max_steps=4, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.args.metric_for_best_model == "loss"
+    best = min(
+        (row["eval_loss"], row["step"])
+        for row in read_metrics(metrics_file(tmp_path / "run"))
+        if "eval_loss" in row
+    )
+    assert trainer.state.best_global_step == best[1]
+    assert trainer.state.best_metric == pytest.approx(best[0])
+
+
+def test_evaluations_on_an_environment_push_the_weights_they_need(
+    make_trainer, monkeypatch, tmp_path
+):
+    class Evaluates(StubSource):
+        def begin_evaluation(self, *args):
+            super().begin_evaluation(*args)
+            self.evaluated.append((args[-1], []))  # at once
+
+    source, sink = Evaluates(), StubSink()
+    source.evaluated = deque()
+    monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *args: (source, sink, None))
+    trainer = make_trainer(
+        others={"env": "words"}, max_steps=6, eval_strategy="steps", eval_steps=2,
+        held_out=conversations(5),
+    )  # fmt: skip
+    trainer.train()
+    # For the evaluations of steps 2 and 4, each at the next step, and the final weights.
+    assert sink.pushed == [2, 4, 6] and source.submitted == []
+    assert [call for call in source.calls if "evaluate" in call] == [
+        "evaluate 2", "evaluated 2", "evaluate 4", "evaluated 4", "evaluate 6", "evaluated 6",
+    ]  # fmt: skip
+    rows = read_metrics(metrics_file(tmp_path / "run"))
+    for name in ("eval_reward", "eval_loss"):
+        assert sorted(row["step"] for row in rows if name in row) == [2, 4, 6]
+    # The result is logged as soon as it is there, not with the next evaluation.
+    named = [name for row in rows for name in ("eval_reward", "loss") if name in row]
+    assert named[:5] == ["loss", "loss", "loss", "eval_reward", "loss"]
+
+
+SCRIPT = """
+import sys
+import tests.sharding_on_cpu
+import torch
+from accelerate.state import AcceleratorState
+from tests.helpers import load_example
+from tests.test_sft import conversations
+from verifiers_rl import SFTConfig, SFTTrainer
+
+folder, *kinds = sys.argv[1:]
+for kind in kinds:
+    sharding = {"fsdp": True, "fsdp_config": {"version": 2}} if kind == "fsdp2" else {}
+    args = SFTConfig(
+        output_dir=f"{folder}/{kind}", use_cpu=True, use_lora=False, batch_size=5, max_seq_len=32,
+        max_tokens_per_microbatch=40, learning_rate=0.3, num_train_epochs=2.0, optim="sgd",
+        eval_strategy="steps", eval_steps=2, save_strategy="no", disable_tqdm=True, **sharding,
+    )
+    trainer = SFTTrainer(
+        f"{folder}/base", args, conversations() if args.process_index == 0 else None,
+        conversations(5) if args.process_index == 0 else [],
+        processing_class=load_example("warm_start").make_tokenizer(),
+    )
+    trainer.train()
+    AcceleratorState._reset_state()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(make_trainer, tmp_path):
+    make_tiny_model().save_pretrained(tmp_path / "base")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(tmp_path / "train.py"), str(tmp_path), "ddp", "fsdp2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
+                          timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    make_trainer(
+        str(tmp_path / "base"), held_out=conversations(5), output_dir=str(tmp_path / "one"),
+        batch_size=5, max_tokens_per_microbatch=40, learning_rate=0.3, num_train_epochs=2.0,
+        optim="sgd", eval_strategy="steps", eval_steps=2,
+    ).train()  # fmt: skip
+    wanted = read_metrics(metrics_file(tmp_path / "one"))[:-1]
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
+    for kind in ("ddp", "fsdp2"):
+        rows = read_metrics(metrics_file(tmp_path / kind))[:-1]
+        assert len(rows) == len(wanted) == 5 + 3  # the last batch has 4 rows
+        for row, one in zip(rows, wanted, strict=True):
+            for name in one.keys() & {"loss", "eval_loss", "grad_norm", "num_tokens", "num_epochs"}:
+                assert row[name] == pytest.approx(one[name], rel=1e-5), (kind, name)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / kind).state_dict()
+        for name, value in weights.items():
+            torch.testing.assert_close(model[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# --- Options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"temperature": 0.7}, "temperature=0.7 has no effect in SFTTrainer: logprobs are taken"),
+        ({"rollouts_per_example": 4}, "rollouts_per_example=4 has no effect in SFTTrainer"),
+        ({"gradient_masks": {"ratio": {}}}, "gradient_masks=.* there are no importance ratios"),
+        ({"loss_on": ["bot"]}, r"loss_on=\['bot'\]: must be a list of roles"),
+        ({"loss_on": []}, "loss_on"),
+        ({"max_steps": 0}, "max_steps=0: must be an integer >= 1, or -1"),
+        ({"max_steps": 5, "num_train_epochs": 2.0}, "without effect beside max_steps=5"),
+        ({"loss": "cispo"}, "loss='cispo': must be one of cross_entropy, or module:function"),
+        ({"loss_args": {"a": 1}}, "there is no 'a'"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 has no effect"),
+        ({"max_length": 5}, "max_length: here it is max_seq_len"),
+        ({"packing": True}, "packing: rows are always packed"),
+        ({"num_epochs": 2}, "num_epochs: here it is num_train_epochs"),
+        ({"loss_onn": []}, "loss_onn: did you mean 'loss_on'"),
+        ({"batch_sise": 5}, "batch_sise: did you mean 'batch_size'"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named(options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        SFTConfig(use_cpu=True, **options).complete_loss(None)
+
+
+def test_arguments_that_cannot_work_are_named(make_trainer, tokenizer):
+    with pytest.raises(ConfigError, match="expected an SFTConfig, got RLConfig"):
+        SFTTrainer(make_tiny_model(), RLConfig(use_cpu=True), [], processing_class=tokenizer)
+    with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
+        make_trainer(eval_strategy="steps", eval_steps=1)
+    with pytest.raises(ConfigError, match="data for training, row 0: has the columns question"):
+        make_trainer(rows=[{"question": "?"}])
+    with pytest.raises(ConfigError, match="takes no argument 'reward_funcs'"):
+        make_trainer(others={"reward_funcs": []})
+
+
+def test_options_of_the_data_change_what_is_trained(make_trainer):
+    def first_batch(**options):
+        trainer = make_trainer(**options)
+        trainer.orchestrator.submit(0, "", 0)
+        return [sample.token_ids.tolist() for sample in trainer.orchestrator.get().samples]
+
+    plain = first_batch()
+    assert first_batch(seed=7) != plain != first_batch(shuffle=False)
+    assert max(map(len, first_batch(max_seq_len=8))) == 8 < max(map(len, plain))
+    trainer = make_trainer(loss_on=["user", "assistant"])
+    more = sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
+    trainer = make_trainer()
+    assert more > sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))

@@ -1,0 +1,219 @@
+"""`vf-sft @ sft.toml`: supervised finetuning on a dataset. The model that it saves is the `model`
+of a run of `vf-rl`.
+
+It takes several files and keys of the command line, as `vf-rl` does. The TOML is as that of vf-rl,
+without [inference], and with a table of its own:
+
+model = "Qwen/Qwen3-0.6B"
+
+[data]
+train = "data.jsonl"             # .jsonl, .json or .parquet, or a name on the hub, or a list of
+                                 # such; a path is relative to this file
+eval = "held_out.jsonl"          # rows whose loss is taken and that are not trained on
+split = "train"                  # of the hub's data, such as "train[:90%]"
+eval_split = "test"              # of the hub's data in `eval`; without `eval`, of that in `train`
+subset = "main"                  # of the hub's data that have several
+
+[trainer]
+gpus = 1                         # 0: CPU; above 1 one process for each
+[trainer.args]                   # fields of SFTConfig
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from verifiers_rl.cli.config import (
+    RunConfig,
+    TomlError,
+    _check_keys,
+    _table,
+    folder_of,
+    folder_words,
+)
+from verifiers_rl.cli.layers import Value
+from verifiers_rl.cli.train import Program
+from verifiers_rl.cli.train import main as main_of
+
+USAGE = (
+    "vf-sft @ sft.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]\n"
+    "       vf-sft --dry-run @ sft.toml\n"
+    "A KEY is one of the TOML's, such as trainer.args.learning_rate; it replaces the files' value."
+)
+FILES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass
+class DataTable:
+    """[data]: where the rows are. Paths are absolute."""
+
+    train: list[str] = field(default_factory=list)
+    eval: list[str] = field(default_factory=list)
+    split: str = "train"
+    eval_split: str = "test"
+    subset: str | None = None
+
+
+@dataclass
+class SFTRunConfig(RunConfig):
+    """A checked configuration of `vf-sft`."""
+
+    PROGRAM = "vf-sft"
+    TABLES = ("model", "env", "env_file", "import_from", "data", "trainer")
+    NEEDS_ENV = False
+
+    data: DataTable = field(default_factory=DataTable)
+
+    def default_trainer_class(self) -> Any:
+        from verifiers_rl.sft import SFTTrainer
+
+        return SFTTrainer
+
+    def default_config_class(self) -> Any:
+        from verifiers_rl.sft_config import SFTConfig
+
+        return SFTConfig
+
+    def check_own(self) -> None:
+        """Fill in `data`.
+
+        Raises:
+            TomlError: a key of [data] is unknown or has a wrong value, or `train` is missing.
+        """
+        _check_keys(self, ("data",), [option.name for option in fields(DataTable)])
+        given = _table(self, "data")
+        for name in ("train", "eval"):
+            if name in given:
+                setattr(self.data, name, self._names(name))
+        for name in ("split", "eval_split", "subset"):
+            if name not in given:
+                continue
+            if not isinstance(given[name], str) or not given[name]:
+                where = self.place("data", name)
+                raise TomlError(f"{where} {name}={given[name]!r}: must be a string")
+            setattr(self.data, name, given[name])
+        if not self.data.train:
+            raise TomlError(
+                f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
+                "a name on the hub"
+            )
+        if "eval_split" in given and not self.data.eval:
+            self.data.eval = self.data.train
+        evaluates = self.trainer_args.get("eval_strategy", "no") != "no"
+        if self.envs and not evaluates:
+            raise TomlError(
+                f"{self.source('env')}: [env] is for evaluations, and there are none: set "
+                'eval_strategy = "steps" and eval_steps in [trainer.args]'
+            )
+        if self.data.eval and not evaluates:
+            raise TomlError(
+                f"{self.source('data')}: [data] has rows for evaluations, and there are none: set "
+                'eval_strategy = "steps" and eval_steps in [trainer.args]'
+            )
+
+    def _names(self, name: str) -> list[str]:
+        value = self.tree["data"][name]  # type: ignore[index]
+        names = value.value if isinstance(value, Value) else None
+        names = [names] if isinstance(names, str) else names
+        is_list = isinstance(names, list) and all(isinstance(n, str) and n for n in names)
+        if not isinstance(value, Value) or not is_list or not names:
+            raise TomlError(
+                f"{self.place('data', name)} {name}: must be a path or a name on the hub, or a "
+                "list of several"
+            )
+        found = []
+        for one in names:
+            path = Path(os.path.normpath(folder_of(value) / Path(one).expanduser()))
+            is_path = one.endswith(FILES) or one.startswith(("/", ".", "~"))
+            found.append(str(path) if is_path else one)
+        return found
+
+    def check_files(self) -> None:
+        """Raise TomlError if a file of the data is not there."""
+        for name in ("train", "eval"):
+            for path in getattr(self.data, name):
+                if path.startswith("/") and not Path(path).is_file():
+                    raise TomlError(
+                        f"{self.place('data', name)} {name}: there is no file {path}; correct the "
+                        "path, which is relative to what names it"
+                    )
+
+    def resolved_tables(self) -> dict[str, Any]:
+        table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}
+        if not self.data.eval:
+            table = {k: v for k, v in table.items() if not k.startswith("eval")}
+        return {"data": table}
+
+    def make_trainer(self, args: Any) -> Any:
+        """Read the data and make the trainer."""
+        from verifiers_rl.conversations import read_dataset
+
+        data, train, held_out = self.data, None, None
+        if args.process_index == 0:  # which has the data
+            train = read_dataset(data.train, data.split, data.subset)
+            if data.eval:
+                held_out = read_dataset(data.eval, data.eval_split, data.subset)
+        elif data.eval:
+            held_out = []
+        env = self.load_envs() if self.envs else None
+        return self.trainer_class()(self.model, args, train, held_out, env=env)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only print the resolved configuration, and write it into the run's folder",
+    )
+
+
+def run_other(options: argparse.Namespace, config: SFTRunConfig) -> int | None:
+    """Do a dry run if it is asked for. Otherwise show this process its GPUs, before torch sees
+    them.
+    """
+    config.check_files()
+    if options.dry_run:
+        from verifiers_rl.cli.resolved import dry_run
+
+        return dry_run(config, options.resume)
+    if "LOCAL_RANK" not in os.environ:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        ids = [str(i) for i in range(config.trainer_gpus)]
+        if visible is not None:
+            ids = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+            if len(ids) < config.trainer_gpus:
+                raise TomlError(
+                    f"{config.source('trainer', 'gpus')}: trainer.gpus={config.trainer_gpus}, and "
+                    f"{len(ids)} are visible; lower it, or set it to 0 to run on the CPU"
+                )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[: config.trainer_gpus])
+    return None
+
+
+def launch(options: argparse.Namespace, config: SFTRunConfig) -> NoReturn:
+    """Become accelerate's launcher of a rank for each GPU."""
+    from verifiers_rl.cli.ending import SAVE_GRACE_S
+
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(Path(__file__).with_name("accelerate.yaml"))]
+    command += ["--num_processes", str(config.trainer_gpus), "-m", "verifiers_rl.cli.sft"]
+    # A launcher of several ranks kills them after this time, by default 30 s.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(round(SAVE_GRACE_S)))
+    sys.stdout.flush()
+    os.execv(command[0], [*command, *config.words, *folder_words(options)])
+
+
+VF_SFT = Program("vf-sft", USAGE, __doc__, lambda: SFTRunConfig, add_options, run_other, launch)
+
+
+def main() -> None:
+    main_of(VF_SFT)
+
+
+if __name__ == "__main__":
+    main()

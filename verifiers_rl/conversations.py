@@ -1,0 +1,434 @@
+"""Rows of a dataset as tokens to train on, and which of these tokens are in the loss.
+
+    messages               a conversation, `tools` beside it if it has some
+    prompt, completion     two strings, or the messages of a conversation in two parts; only the
+                           completion is in the loss
+    text                   a string, all of it in the loss
+
+The loss tokens of a conversation are those that the assistant says, with the token that ends each
+of its turns. A chat template that marks them (`{% generation %}`) decides. Under any other one they
+are what the template adds to the messages before:
+
+    rendered up to the turn, with the beginning of a reply    <user>2+2?<end><assistant>
+    rendered with the turn                                    <user>2+2?<end><assistant>4<end>
+    in the loss                                                                         4<end>
+
+So the model learns to continue exactly what a server would send it. Some templates render a past
+turn otherwise than the last one; Qwen3's drops its thinking. Then no single sequence has the tokens
+of all turns, and the conversation becomes several samples, as it would in a rollout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.option_rules import ConfigError
+from verifiers_rl.process.waiting import WaitingLine
+
+ROLES = ("system", "user", "assistant", "tool")
+COLUMNS = "messages, or prompt and completion, or text"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# The tokens of one sample, (T,) int32, and which of them are in the loss, (T,) bool.
+Tokens = tuple[np.ndarray, np.ndarray]
+
+
+class DatasetError(ConfigError):
+    """The data cannot be trained on; the message names the data, the row, and what to change."""
+
+
+@dataclass
+class TokenizedRows:
+    """The rows of a dataset that have loss tokens.
+
+    Attributes:
+        rows: for each row its samples, at least one.
+        num_left_out: rows without a loss token among their first `max_seq_len` tokens.
+        num_cut: rows with a sample that was longer.
+        num_split: conversations that became several samples.
+    """
+
+    rows: list[list[Tokens]] = field(default_factory=list)
+    num_left_out: int = 0
+    num_cut: int = 0
+    num_split: int = 0
+
+    def describe(self) -> str:
+        """Return what is in the rows, as one line for people."""
+        samples = [sample for row in self.rows for sample in row]
+        tokens, in_loss = sum(len(ids) for ids, _ in samples), sum(int(m.sum()) for _, m in samples)
+        line = f"{len(self.rows)} rows with {tokens} tokens, {in_loss} of them in the loss"
+        for number, what in (
+            (self.num_split, "conversations of several samples"),
+            (self.num_cut, "cut at max_seq_len"),
+            (self.num_left_out, "left out, without a loss token in max_seq_len"),
+        ):
+            line += f"; {number} {what}" if number else ""
+        return line
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def read_dataset(names: Sequence[str], split: str = "train", subset: str | None = None) -> Any:
+    """Read local files or datasets of the hub, one after the other.
+
+    Args:
+        names: paths of .jsonl, .json (a list of rows) or .parquet files, or names on the hub.
+        split: of the hub's datasets, such as "train" or "train[:90%]".
+        subset: of the hub's datasets that have several; None for the default one.
+
+    Returns:
+        Rows that can be counted and indexed, each a mapping from column to value.
+
+    Raises:
+        DatasetError: there is no such data, or it has another form.
+    """
+    parts = [_read_one(name, split, subset) for name in names]
+    return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
+
+
+def _read_one(name: str, split: str, subset: str | None) -> Any:
+    path = Path(name).expanduser()
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        if path.exists() or name.startswith(("/", ".", "~")):
+            raise DatasetError(
+                f"data {name!r}: must be a .jsonl, .json or .parquet file, or a name on the hub"
+            )
+        return _read_from_hub(name, split, subset)
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return pyarrow.parquet.read_table(path).to_pylist()
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        reason = getattr(error, "strerror", None) or error
+        raise DatasetError(f"data {name!r}: {reason}; correct the path or the file") from error
+    if path.suffix == ".jsonl":
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        return [_row_of_json(line, f"{name}, line {number}") for number, line in lines]
+    rows = _row_of_json(text, name)
+    if not isinstance(rows, list):
+        raise DatasetError(f"data {name!r}: must be a JSON list of rows; one row a line is .jsonl")
+    return rows
+
+
+def _row_of_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DatasetError(f"data {where}: no JSON: {error}; correct it") from error
+
+
+def _read_from_hub(name: str, split: str, subset: str | None) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError) as error:  # DatasetNotFoundError is an OSError
+        raise DatasetError(
+            f"data {name!r}, split {split!r}: {error}; a local file ends in .jsonl, .json or "
+            ".parquet"
+        ) from error
+
+
+# --- From rows to tokens --------------------------------------------------------------------------
+
+
+class Tokenization:
+    """Makes tokens of rows.
+
+    Args:
+        tokenizer: of the model, with a chat template if rows are conversations.
+        loss_on: roles whose messages are in the loss, of `ROLES`.
+        max_seq_len: longest sample in tokens; the rest of a longer one is cut off.
+        template: variables of the chat template, under those of a row's `chat_template_kwargs`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        loss_on: Sequence[str] = ("assistant",),
+        max_seq_len: int = 2048,
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._loss_on = frozenset(loss_on)
+        self._max_seq_len = max_seq_len
+        self._template = dict(template or {})
+        self._special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+
+    def of_rows(
+        self, rows: Any, name: str, report: Callable[[str], None] = lambda line: None
+    ) -> TokenizedRows:
+        """Make tokens of all rows.
+
+        Args:
+            rows: can be counted and indexed; each is a mapping from column to value.
+            name: of the data, for errors.
+            report: called with one line about the result.
+
+        Raises:
+            DatasetError: a row cannot be used, or none has a loss token.
+        """
+        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+            raise DatasetError(
+                f"data {name}: {type(rows).__name__} cannot be counted and indexed; pass a list of "
+                "rows, or a datasets.Dataset, not a stream"
+            )
+        result = TokenizedRows()
+        with WaitingLine(lambda: f"the tokens of rows: {number} of {len(rows)}") as line:
+            for number in range(len(rows)):
+                if number % 1000 == 0:
+                    line.show()
+                try:
+                    self._add(self.of_row(rows[number]), result)
+                except DatasetError as error:
+                    raise DatasetError(f"data {name}, row {number}: {error}") from error
+        if not result.rows:
+            raise DatasetError(
+                f"data {name}: none of its {len(rows)} rows has a loss token among the first "
+                f"{self._max_seq_len} (max_seq_len): raise max_seq_len, or look at loss_on"
+            )
+        report(f"data {name}: {result.describe()}")
+        return result
+
+    def _add(self, samples: list[Tokens], result: TokenizedRows) -> None:
+        """Add the samples of a row, cut."""
+        result.num_split += len(samples) > 1
+        result.num_cut += any(len(ids) > self._max_seq_len for ids, _ in samples)
+        cut = [(ids[: self._max_seq_len], mask[: self._max_seq_len]) for ids, mask in samples]
+        if kept := [(ids, mask) for ids, mask in cut if mask.any()]:
+            result.rows.append(kept)
+        else:
+            result.num_left_out += 1
+
+    def of_row(self, row: Any) -> list[Tokens]:
+        """Return the samples of a row, whole.
+
+        Raises:
+            DatasetError: the row has other columns, or the chat template does not fit it.
+        """
+        if not isinstance(row, Mapping):
+            raise DatasetError(f"must be a mapping from column to value, not {row!r:.80}")
+        if row.get("messages") is not None:
+            return self._of_conversation(row, [], row["messages"])
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if prompt is not None and completion is not None:
+            if isinstance(prompt, str) != isinstance(completion, str):
+                raise DatasetError("prompt and completion must both be strings, or both messages")
+            if isinstance(prompt, str):
+                return [self._of_text(prompt, completion)]
+            return self._of_conversation(row, prompt, completion)
+        if isinstance(row.get("text"), str):
+            return [self._of_text("", row["text"])]
+        raise DatasetError(f"has the columns {', '.join(map(str, row))}; it needs {COLUMNS}")
+
+    def _of_text(self, prompt: str, completion: str) -> Tokens:
+        """Return the tokens of two strings, the second of which ends with the end of a text."""
+        end = self._tokenizer.eos_token or ""
+        if not completion.endswith(end):
+            completion += end
+        before = self._encode(prompt, special=True) if prompt else []
+        ids = self._longer(before, prompt, prompt + completion, special=True)
+        return _tokens(ids, [(len(before), len(ids))])
+
+    def _of_conversation(self, row: Mapping[str, Any], prompt: Any, rest: Any) -> list[Tokens]:
+        """Return the samples of `prompt` and `rest`, of which only `rest` is in the loss."""
+        before = _messages(prompt, "prompt")
+        messages = before + _messages(rest, "completion" if before else "messages")
+        if not messages:
+            raise DatasetError("has no messages")
+        tools = row.get("tools")
+        tools = _from_json(tools, "tools") if isinstance(tools, str) else tools
+        of_row = row.get("chat_template_kwargs") or {}
+        of_row = _from_json(of_row, "chat_template_kwargs") if isinstance(of_row, str) else of_row
+        template = {**self._template, **of_row, "tools": tools or None}
+        try:
+            source = self._tokenizer.get_chat_template(tools=template["tools"])
+        except ValueError as error:
+            raise DatasetError(
+                "it is a conversation, and the tokenizer has no chat template: give the model "
+                "one, or use the columns prompt and completion, with strings"
+            ) from error
+        if _MARKS.search(source) and self._loss_on == {"assistant"} and not before:
+            return [self._by_marks(messages, template)]
+        return self._by_difference(messages, len(before), template)
+
+    def _by_marks(self, messages: list[dict[str, Any]], template: dict[str, Any]) -> Tokens:
+        try:
+            found = self._tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, **template
+            )
+        except TemplateError as error:
+            raise DatasetError(f"the chat template refuses its messages: {error}") from error
+        mask = np.array(found["assistant_masks"], bool)
+        if any(message["role"] == "assistant" for message in messages) and not mask.any():
+            raise DatasetError(
+                "the chat template has {% generation %} marks, and they mark nothing of it: "
+                "correct the template, or remove its marks"
+            )
+        mask[0] = False  # nothing predicts it
+        return np.array(found["input_ids"], np.int32), mask
+
+    def _by_difference(
+        self, messages: list[dict[str, Any]], first: int, template: dict[str, Any]
+    ) -> list[Tokens]:
+        """Return the samples of a conversation, of which the messages from `first` on may be in the
+        loss. A turn whose prompt continues the text so far continues its sample.
+        """
+        samples: list[Tokens] = []
+        text, ids, spans = "", list[int](), list[tuple[int, int]]()
+        for number, message in enumerate(messages):
+            if number < first or message["role"] not in self._loss_on:
+                continue
+            where = f"messages[{number}] (role {message['role']!r})"
+            is_reply = message["role"] == "assistant"
+            try:
+                before = self._render(messages[:number], is_reply, template)
+                whole = self._render(messages[: number + 1], False, template)
+            except TemplateError as error:
+                raise DatasetError(
+                    f"{where}: the chat template refuses the messages up to it: {error}"
+                ) from error
+            if not whole.startswith(before):
+                raise DatasetError(f"{where}: {_difference(before, whole)}")
+            if spans and not before.startswith(text):
+                samples.append(_tokens(ids, spans))
+                text, ids, spans = "", [], []
+            try:
+                ids = self._longer(ids, text, before)
+                start, text = len(ids), before
+                ids = self._longer(ids, text, whole)
+            except DatasetError as error:
+                raise DatasetError(f"{where}: {error}") from error
+            text = whole
+            spans.append((start, self._end_of_turn(ids, start) if is_reply else len(ids)))
+        return [*samples, _tokens(ids, spans)] if spans else samples or [_nothing()]
+
+    def _render(
+        self, messages: list[dict[str, Any]], is_prompt: bool, template: dict[str, Any]
+    ) -> str:
+        if not messages:  # which no template takes
+            return ""
+        return self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=is_prompt, **template
+        )
+
+    def _longer(self, ids: list[int], text: str, longer: str, special: bool = False) -> list[int]:
+        """Return the tokens of `longer`, which begins with `text`. The first ones are `ids`.
+
+        A tokenizer may make one token of the end of `text` and what follows. A model that is given
+        `text` writes other tokens then: those of the rest alone.
+
+        Raises:
+            DatasetError: the rest alone is another text to this tokenizer.
+        """
+        whole = self._encode(longer, special)
+        if whole[: len(ids)] == ids:
+            return whole
+        pieces = ids + self._encode(longer[len(text) :])
+        if self._tokenizer.decode(pieces) != self._tokenizer.decode(whole):
+            raise DatasetError(
+                "the tokens of the messages before are not the first ones of what they are with "
+                f"it: the tokenizer joins {text[-20:]!r} and {longer[len(text) :][:20]!r}; use a "
+                "chat template whose messages begin with a special token"
+            )
+        return pieces
+
+    def _encode(self, text: str, special: bool = False) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    def _end_of_turn(self, ids: list[int], start: int) -> int:
+        """Return where a reply ends: behind its last special token, if only blanks follow that, as
+        in Qwen's templates. A model never writes these blanks, because its turn has ended.
+        """
+        stop = len(ids)
+        while stop > start and self._tokenizer.decode(ids[stop - 1 : stop]).isspace():
+            stop -= 1
+        return stop if stop > start and ids[stop - 1] in self._special else len(ids)
+
+
+def _tokens(ids: Sequence[int], spans: Iterable[tuple[int, int]]) -> Tokens:
+    mask = np.zeros(len(ids), bool)
+    for start, stop in spans:
+        mask[start:stop] = True
+    mask[:1] = False  # nothing predicts the first token
+    return np.array(ids, np.int32), mask
+
+
+def _nothing() -> Tokens:
+    """Return a sample without a loss token, of a conversation in which no such role speaks."""
+    return np.zeros(1, np.int32), np.zeros(1, bool)
+
+
+def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
+    """Return messages as vLLM passes them to a chat template, without keys that are None: a table
+    of a dataset has all keys in all rows.
+
+    Raises:
+        DatasetError: one of them is no message, or has other parts than text.
+    """
+    if isinstance(messages, str):
+        messages = _from_json(messages, column)
+    if not isinstance(messages, list | tuple | np.ndarray):
+        raise DatasetError(f"{column} must be a list of messages, not {messages!r:.80}")
+    found = []
+    for number, message in enumerate(messages):
+        where = f"{column}[{number}]"
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise DatasetError(
+                f"{where} must be a message with a role of {', '.join(ROLES)}, not {message!r:.80}"
+            )
+        given = {key: value for key, value in message.items() if value is not None}
+        given = {"content": "", **given}
+        calls = given.pop("tool_calls", None)
+        if calls is not None and len(calls):
+            if not all(isinstance(c, Mapping) and isinstance(c.get("function"), Mapping)
+                       for c in calls):  # fmt: skip
+                raise DatasetError(
+                    f"{where}: each of tool_calls must be "
+                    '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+                )
+            given["tool_calls"] = [
+                {k: v for k, v in call.items() if v is not None}
+                | {"function": {**call["function"], "arguments": _arguments_of(call)}}
+                for call in calls
+            ]
+        try:
+            found.append(as_vllm_renders(given))
+        except ValueError as error:
+            raise DatasetError(f"{where}: {error}") from error
+    return found
+
+
+def _arguments_of(call: Mapping[str, Any]) -> Any:
+    return call["function"].get("arguments") or {}
+
+
+def _from_json(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DatasetError(f"{column}: no JSON: {error}") from error
+
+
+def _difference(before: str, whole: str) -> str:
+    """Describe where the text with a message leaves the text before it."""
+    pairs = enumerate(zip(before, whole, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(before), len(whole)))
+    return (
+        "the chat template does not continue the text before it: where that has "
+        f"{before[at : at + 30]!r}, behind {before[max(at - 20, 0) : at]!r}, it has "
+        f"{whole[at : at + 30]!r} with this message; mark what the assistant says by "
+        "{% generation %} in the template, or set what differs by chat_template_kwargs"
+    )

@@ -1,0 +1,339 @@
+"""`SFTTrainer`: supervised finetuning as `RLTrainer`'s own step on other batches.
+
+    rows ──► tokens and loss masks ──► DatasetSource.get(): Batch ──► RLTrainer's step
+             conversations.py          in place of the orchestrator   cross_entropy as its loss
+
+Packing, chunked logprobs, LoRA, several ranks, checkpoints and metrics are those of `RLTrainer`.
+Without an environment there is no server. With one, evaluations run on it through `vf-vllm`, which
+gets the weights for them only; the loss on a held-out dataset needs no server.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from verifiers_rl.config import ConfigError
+from verifiers_rl.conversations import Tokenization, Tokens
+from verifiers_rl.data import example_index
+from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, scatter_samples
+from verifiers_rl.losses import LossFn
+from verifiers_rl.models import absolute_path
+from verifiers_rl.packing import collate, copy_to, plan_batch
+from verifiers_rl.sft_config import SFTConfig
+from verifiers_rl.trainer import RLTrainer
+from verifiers_rl.types import Batch, BatchSource, Sample
+
+# What a step logs of rollouts, and nothing is known of where there are none.
+_OF_ROLLOUTS = (
+    *("importance_ratio", "importance_ratio_max", "mismatch_kl", "clamped_share", "advantage_abs"),
+    *("idle_sample_share", "num_masked_samples", "policy_version", "wait_s", "sync_s"),
+)
+
+
+def make_samples(rows: Sequence[Sequence[Tokens]]) -> list[Sample]:
+    """Return the samples of some rows. Those of one row are of one rollout and group."""
+    samples = []
+    for number, row in enumerate(rows):
+        for token_ids, loss_mask in row:
+            # NaN: no policy sampled these tokens.
+            logprobs = np.where(loss_mask, np.float32(np.nan), np.float32(0))
+            versions = np.full(len(token_ids), -1, np.int32)
+            sample = Sample(token_ids, loss_mask, logprobs, versions)
+            sample.rollout_id = sample.group_id = number
+            samples.append(sample)
+    return samples
+
+
+class DatasetSource:
+    """A `BatchSource` that takes the batches from a dataset. A batch follows from its step alone,
+    so a resumed run needs no saved position.
+
+    Args:
+        rows: the samples of each row; only rank 0 needs them.
+        batch_size: rows of a batch.
+        shuffle: take the rows in another order in each epoch, which follows from `seed`.
+        seed: see `data.example_index`.
+        num_positions: rows of the whole run, each counted every time; None: no end. The last batch
+            has what is left.
+    """
+
+    # Options that have an effect beside this source (arguments.py).
+    reads = ("shuffle", "chat_template_kwargs")
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Tokens]],
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 42,
+        num_positions: int | None = None,
+    ) -> None:
+        self._rows = rows
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._num_positions = num_positions
+        self._steps: list[int] = []  # submitted
+        self.evaluator: BatchSource | None = None  # runs the evaluations on environments
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._steps)
+
+    @property
+    def evaluated(self) -> Any:
+        """The groups of the last evaluations, see `Orchestrator`; None without an environment."""
+        return getattr(self.evaluator, "evaluated", None)
+
+    def submit(self, step: int, model: str, policy_version: int) -> None:
+        self._steps.append(step)
+
+    def get(self) -> Batch:
+        step, num_rows = self._steps.pop(0), len(self._rows)
+        start = step * self._batch_size
+        stop = start + self._batch_size
+        if self._num_positions is not None:
+            stop = min(stop, self._num_positions)
+        rows = [
+            self._rows[example_index(position, num_rows, self._shuffle, self._seed)]
+            for position in range(start, stop)
+        ]
+        return Batch(step, step, make_samples(rows), metrics={"num_epochs": stop / num_rows})
+
+    def start(self) -> None:
+        if self.evaluator is not None:
+            self.evaluator.start()
+
+    def stop(self) -> None:
+        self._steps.clear()
+        if self.evaluator is not None:
+            self.evaluator.stop()
+
+    def raise_if_failed(self) -> None:
+        if self.evaluator is not None:
+            self.evaluator.raise_if_failed()
+
+    def wait(self) -> None: ...
+
+    def discard(self) -> None:
+        self._steps.clear()
+        if self.evaluator is not None:
+            self.evaluator.discard()
+
+    def begin_evaluation(
+        self, num_examples: int, num_rollouts: int, model: str, policy_version: int
+    ) -> None:
+        assert self.evaluator is not None
+        self.evaluator.begin_evaluation(num_examples, num_rollouts, model, policy_version)
+
+    def end_evaluation(self) -> dict[str, float]:
+        assert self.evaluator is not None
+        return self.evaluator.end_evaluation()
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NoServer:
+    """A `WeightSink` where nobody samples from the weights: it sends nothing."""
+
+    policy_version: int | None = None
+    model_name = ""
+
+    def push(
+        self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
+    ) -> dict[str, float]:
+        self.policy_version = policy_version
+        return {}
+
+    def check_server(self) -> None: ...
+    def wait_for_server(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class SFTTrainer(RLTrainer):
+    """Trains a causal language model on what a dataset says.
+
+    Args:
+        model: a folder, a name on the hub, or a loaded model, as in `RLTrainer`.
+        args: all options.
+        train_dataset: rows that can be counted and indexed: a list of dicts, or a
+            `datasets.Dataset`. conversations.py says which columns they have.
+        eval_dataset: rows that are not trained on. `eval_strategy` says when their loss is taken.
+        env: an environment, or several, as `RLTrainer` takes them. Evaluations run on it, through
+            a `vf-vllm` that runs already.
+        processing_class: the tokenizer; default: the model's own.
+        loss_fn: replaces `args.loss`, see losses.py.
+        peft_config: any PEFT config in place of the LoRA that `args` describes.
+        **others: `callbacks`, `optimizers` and whatever else `RLTrainer` takes.
+
+    Raises:
+        ConfigError: an option, an argument or the data cannot work, or would have no effect.
+        InvalidEnvironmentError, InferenceServerError: see `RLTrainer`; only with `env`.
+    """
+
+    args: SFTConfig
+    config_class = SFTConfig
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module,
+        args: SFTConfig,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        *,
+        env: Any = None,
+        processing_class: Any = None,
+        loss_fn: LossFn | None = None,
+        peft_config: Any = None,
+        **others: Any,
+    ) -> None:
+        if not isinstance(args, SFTConfig):
+            raise ConfigError(f"args: expected an SFTConfig, got {type(args).__name__}")
+        if args.eval_strategy != "no" and eval_dataset is None and env is None:
+            raise ConfigError(
+                "eval_strategy: there is nothing to evaluate on; give an eval_dataset (eval under "
+                "[data]) or an env, or set it to 'no'"
+            )
+        model = absolute_path(model)
+        if processing_class is None:
+            named = model if isinstance(model, str) else model.name_or_path
+            processing_class = AutoTokenizer.from_pretrained(named)
+        train, held_out = list[list[Tokens]](), list[list[Tokens]]()
+        if args.process_index == 0:
+            tokens = Tokenization(
+                processing_class,
+                args.loss_on,
+                args.max_seq_len,
+                cast(dict[str, Any], args.chat_template_kwargs),
+            )
+            train = tokens.of_rows(train_dataset, "for training", print).rows
+            if eval_dataset is not None:
+                held_out = tokens.of_rows(eval_dataset, "for evaluations", print).rows
+        num_rows = broadcast_metrics({"train": len(train)}, args.device)["train"]
+        num_positions = args.num_positions(num_rows)
+        args = copy.copy(args)
+        args.max_steps = args.steps_of(num_rows)
+        source = DatasetSource(train, args.batch_size, args.shuffle, args.seed, num_positions)
+        if env is None:
+            others = {"orchestrator": source, "weight_sync": NoServer(), **others}
+        super().__init__(model, env, args, processing_class, loss_fn, peft_config, **others)
+        if env is not None and self.orchestrator is not None:
+            source.evaluator, self.orchestrator = self.orchestrator, source
+            self.checkpoints.kept["orchestrator"] = source
+        self._held_out = make_samples(held_out)
+        self._has_held_out = eval_dataset is not None
+
+    # --- The step ---------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Do as `RLTrainer`, and log nothing of rollouts."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for name in _OF_ROLLOUTS:
+            self._window.steps[-1].pop(name, None)
+        return loss
+
+    def _take_batch(self, orchestrator: BatchSource) -> Batch:
+        """Take the next batch. The weights are sent only where an evaluation is to begin."""
+        if self.evaluations.due is not None:
+            self._sync_weights()
+        elif getattr(orchestrator, "evaluated", None):  # one has ended, and is to be logged
+            self.evaluations.end(orchestrator)
+        orchestrator.submit(self.state.global_step, "", self.state.global_step)
+        return orchestrator.get()
+
+    # --- Evaluation -------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate the current weights: the loss on the held-out rows, and on the environment as
+        `RLTrainer.evaluate` does. Both are logged.
+        """
+        metrics: dict[str, float] = {}
+        if self._env is not None:
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        elif eval_dataset is not None:
+            raise ConfigError("evaluate() takes no dataset: SFTTrainer(eval_dataset=...) does")
+        if self._has_held_out:
+            found = self._log_held_out_loss(metric_key_prefix)
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, found
+            )
+            metrics |= found
+        return metrics
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Take the loss on the held-out rows now. An evaluation on an environment begins with the
+        next push, and training goes on; if `metric_for_best_model` is set, both are done now.
+        """
+        waits = self.args.metric_for_best_model is not None
+        if self._env is not None and (waits or not self._has_held_out):
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        self.control.should_evaluate = False
+        if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
+            return {}
+        if self._env is None:
+            return self.evaluate()
+        super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        return self._log_held_out_loss("eval")
+
+    def _log_held_out_loss(self, prefix: str) -> dict[str, float]:
+        start = time.monotonic()
+        loss = self.held_out_loss()
+        metrics = {f"{prefix}_loss": loss, f"{prefix}_loss_s": time.monotonic() - start}
+        self.log(metrics)
+        return metrics
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Return the mean cross entropy, in nats, of the loss tokens of the held-out rows. Every
+        rank calls this.
+        """
+        args, model = self.args, self.model_wrapped
+        if self._layout is None:
+            self._layout = self._choose_layout(model)
+        batch = Batch(0, 0, self._held_out) if args.process_index == 0 else None
+        batch = broadcast_batch(batch, args.device)
+        sizes = batch.sizes
+        config = self._base_of(self.model).config.get_text_config()
+        plans, num_shared = plan_batch(
+            sizes, sizes.num_loss_tokens > 0, args.token_budget, args.world_size,
+            self._layout, getattr(config, "hidden_size", 1024), self._shares_prefixes,
+        )  # fmt: skip
+        samples = scatter_samples(batch, plans, args.device)
+        weights, pad = [1.0] * len(sizes.lengths), cast(Any, self.processing_class).pad_token_id
+        total = torch.zeros((), dtype=torch.float64, device=args.device)
+        was_training = model.training
+        model.eval()
+        try:
+            for rows in plans[args.process_index]:
+                microbatch = copy_to(
+                    collate(samples, rows, weights, pad or 0, num_shared), args.device
+                )
+                with self.accelerator.autocast():
+                    logprobs, _ = self.token_logprobs(model, microbatch, "none")
+                if microbatch.has_loss:
+                    total -= logprobs.double().sum()
+        finally:
+            model.train(was_training)
+        if args.world_size > 1:
+            torch.distributed.all_reduce(total)
+        return total.item() / int(sizes.num_loss_tokens.sum())

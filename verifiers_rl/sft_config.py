@@ -1,0 +1,130 @@
+"""`SFTConfig`: the options of supervised finetuning. They are those of `RLConfig`, some with other
+defaults, without those of rollouts, and with a few of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
+from verifiers_rl.config import ConfigError, RLConfig, _option, refuse_unknown_options
+from verifiers_rl.conversations import ROLES
+from verifiers_rl.losses import LossFn, cross_entropy
+from verifiers_rl.option_rules import (
+    NotNegativeNumber,
+    PositiveInt,
+    PositiveNumber,
+    must,
+    one_of,
+)
+
+LOSSES = {"cross_entropy": cross_entropy}
+_ROLLOUTS = "the data has the replies, so nothing is sampled to train on"
+_REWARDS = "the data has no rewards"
+_RATIOS = "no policy has sampled the tokens, so there are no importance ratios"
+_UNUSED = {
+    **{k: v for k, v in RLConfig.UNUSED.items() if k != "num_train_epochs"},
+    "neftune_noise_alpha": "it is not supported",
+    "rollouts_per_example": _ROLLOUTS,
+    "max_off_policy_steps": _ROLLOUTS,
+    "batch_order": _ROLLOUTS,
+    "max_prompt_len": _ROLLOUTS,
+    "mask_env_responses": "loss_on chooses what is in the loss",
+    "temperature": "logprobs are taken at 1; eval_temperature is that of evaluations",
+    "advantage": _REWARDS,
+    "min_reward_variance": _REWARDS,
+    "min_reward": _REWARDS,
+    "max_reward": _REWARDS,
+    "max_oversampling": _REWARDS,
+    "mask_truncated_completions": _ROLLOUTS,
+    "zero_truncated_completions": _ROLLOUTS,
+    "gradient_masks": _RATIOS,
+}
+_DATA = "data is an argument of SFTTrainer, or under [data] in the TOML of vf-sft"
+_HINTS = {
+    **dict.fromkeys(("epochs", "num_epochs", "total_epochs"), "here it is num_train_epochs"),
+    **dict.fromkeys(("dataset", "dataset_name", "train_dataset", "eval_dataset"), _DATA),
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss", "train_on_inputs"), "set loss_on"
+    ),
+    "packing": "rows are always packed, as tightly as max_tokens_per_microbatch allows; remove it",
+    "padding_free": "no padding is computed where attention allows it; remove it",
+    "dataset_text_field": "the column is named text; rename yours",
+    "eos_token": "a text ends with the tokenizer's eos_token; set it there",
+    "chat_template_path": "set chat_template of the tokenizer",
+}
+_are_roles = must(
+    f"be a list of roles, each of {', '.join(ROLES)}",
+    lambda value: bool(value) and set(value) <= {*ROLES},
+)
+_RULES = {k: v for k, v in RLConfig.INHERITED_RULES.items() if k != "metric_for_best_model"}
+
+
+@refuse_unknown_options
+@dataclass
+class SFTConfig(RLConfig):
+    """Options of `SFTTrainer`.
+
+    Raises:
+        ConfigError: see `RLConfig`.
+    """
+
+    TRAINER, METHOD, BEST = "SFTTrainer", "supervised finetuning", "loss"
+    UNUSED, INHERITED_RULES, HINTS = _UNUSED, _RULES, _HINTS
+
+    # --- Supervised finetuning --------------------------------------------------------------------
+    loss_on: Annotated[list[str], _are_roles] = _option(
+        ["assistant"],
+        "Roles whose messages are in the loss. A completion beside a prompt, and a text, have no "
+        "roles and are in the loss whole.",
+    )
+    num_train_epochs: PositiveNumber = _option(
+        1.0, "How often each row is trained on, in another order each time; or set max_steps."
+    )
+    max_steps: Annotated[
+        int,
+        must("be an integer >= 1, or -1", lambda value: value == -1 or value >= 1),
+    ] = _option(
+        -1, "Optimizer steps, through as many epochs as these take. -1: num_train_epochs decides."
+    )
+    batch_size: PositiveInt = _option(32, "Rows of one optimizer step, over all ranks.")
+    learning_rate: NotNegativeNumber = _option(
+        1e-4, "Peak learning rate. The default is for LoRA; all weights need about a tenth of it."
+    )
+    run_name: str | None = _option("sft", "Name of the run, for the folder and the trackers.")
+    loss: Annotated[str, one_of(LOSSES)] = _option(
+        "cross_entropy", 'cross_entropy, or "module:function" for your own.'
+    )
+    rollouts_per_example: PositiveInt = 1
+    temperature: PositiveNumber = 1.0
+    max_off_policy_steps: int = 0
+    log_tokens_of: float = 0.0
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.max_steps != -1 and self.num_train_epochs != 1.0:
+            raise ConfigError(
+                f"num_train_epochs={self.num_train_epochs!r}: without effect beside "
+                f"max_steps={self.max_steps}; remove one of the two"
+            )
+
+    def make_loss(self) -> LossFn:
+        return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
+
+    def make_advantage(self) -> AdvantageFn:
+        """Return what an evaluation's orchestrator needs and never calls."""
+        return of_rewards(ADVANTAGES["mean"])
+
+    def steps_of(self, num_rows: int) -> int:
+        """Return the optimizer steps of a run on this many rows."""
+        num_positions = self.num_positions(num_rows)
+        if num_positions is None:
+            return self.max_steps
+        return -(-num_positions // self.batch_size)
+
+    def num_positions(self, num_rows: int) -> int | None:
+        """Return how many rows a run trains on, each counted every time; None: max_steps says."""
+        if self.max_steps != -1:
+            return None
+        return max(round(self.num_train_epochs * num_rows), 1)
