@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 
 from tests.conftest import free_port
-from tests.helpers import load_example, make_tiny_model, serving
+from tests.helpers import ROOT, load_example, make_tiny_model, serving
+from tests.machines import machines
 from tests.test_env_workers import at, ends_soon, is_running
 from tests.test_environments_v1 import Server
 from tests.troubled_env import TroubledEnv
@@ -318,3 +320,76 @@ def test_each_machine_has_as_many_workers_as_the_toml_says(tmp_path, monkeypatch
     assert json.loads(setup[8 : 8 + size])["max_concurrent"] == 5
     ((name, _),) = pickle.loads(setup[16 + size :])
     assert name == "env"
+
+
+# --- Machines -------------------------------------------------------------------------------------
+
+BOTH = """
+import asyncio, sys
+from pathlib import Path
+from tests.troubled_env import TroubledEnv
+from verifiers_rl.envs.worker_host import WorkerHost
+from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, secret_of_workers
+from verifiers_rl.process import connections
+from verifiers_rl.types import Slots
+
+connections.KEEPALIVE = (1, 1, 1)
+address = (sys.argv[1], 29502)
+pool = WorkerPool(1, 64, 60.0, address)
+env = WorkerEnvironment(TroubledEnv(Path(sys.argv[2])), pool)
+"""
+TRAINER = f"""{BOTH}
+async def until_workers(number):
+    while len(pool.workers) != number:
+        await asyncio.sleep(0.05)
+    print("workers:", number, "groups:", [one.num_groups for one in pool.workers], flush=True)
+
+async def main():
+    await env.open()
+    await until_workers(2)
+    groups = [env.run_group("train", {at["wait"]}, 2, "m", {{}}, 9, Slots(64)) for _ in range(2)]
+    groups = [asyncio.create_task(group) for group in groups]
+    await asyncio.sleep(0.5)
+    for number in (2, 1, 2):
+        await until_workers(number)
+    for group in groups:
+        group.cancel()
+    await env.close()
+
+asyncio.run(main())
+"""
+HOST = f"""{BOTH}
+WorkerHost(address, secret_of_workers("of this run"), pool.setup()).run(1)
+"""
+
+
+@pytest.mark.slow
+def test_groups_begin_again_when_the_link_of_a_machine_is_cut_and_it_comes_back(tmp_path):
+    log = tmp_path / "log"
+
+    def wait_for(text):
+        deadline = time.monotonic() + 60
+        while text not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    with machines(2) as found, log.open("wb") as output:
+        processes = [
+            subprocess.Popen(
+                [*one.words, sys.executable, "-c", script, found[0].address, str(tmp_path)],
+                cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+            )
+            for one, script in zip(found, (TRAINER, HOST), strict=True)
+        ]  # fmt: skip
+        try:
+            wait_for("workers: 2 groups: [1, 1]")
+            found[1].set_link("down")
+            wait_for("workers: 1 groups: [2]")
+            assert "its 1 groups begin again in other workers" in log.read_text()
+            found[1].set_link("up")
+            wait_for("workers: 2 groups: [2, 0]")
+            assert processes[0].wait(30) == 0
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
