@@ -5,11 +5,15 @@
     python benchmarks/machines.py --trainers 2 --cut 1 # the run ends, with the command to resume
     python benchmarks/machines.py --ray --cut 1        # Ray places the server again
     python benchmarks/machines.py --ray --interrupt    # all processes of the run end
+    python benchmarks/machines.py --machines 3 --cut 2 # ranks on 0 and 1, servers on 1 and 2
+    python benchmarks/machines.py --ray --cut 1 --steps 900 --until-back   # until it serves again
+    python benchmarks/machines.py --machines 3 --trainers 1 --servers 1 --envs 1 --cut 1  # workers
 
 Two machines (three with Ray, of which one is the head) are network namespaces of this one, with
 addresses of their own; it takes root. Real servers and a real trainer, on CPUs, with the model of
 the demo. A link is cut after three steps. What is printed: the exit statuses, the servers in each
-step, the slowest step, the largest `mismatch_kl`, and what is left running afterwards.
+step, the slowest step, the largest `mismatch_kl`, the share of rollouts that began again in another
+rollout worker, and what is left running afterwards.
 """
 
 from __future__ import annotations
@@ -48,12 +52,14 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
     text = text.replace('"./outputs/warm_start"', json.dumps(str(model)))
     ours = {"max_steps": options.steps, "batch_size": 32, "logging_steps": 1, "eval_steps": 1000}
     ours |= {"output_dir": f'"{folder}/run"', "eval_on_start": "false", "save_steps": 1}
-    ours |= {"save_strategy": '"steps"'}
+    ours |= {"save_strategy": '"steps"', "env_workers": 1}
     for name in ours:
         text = re.sub(rf"^{name} = .*\n", "", text, flags=re.MULTILINE)
     text += "".join(f"{name} = {value}\n" for name, value in ours.items())
     engine = '\nengine = "ray"\naddress = "10.77.0.1:6379"' if options.ray else ""
-    text += f"\n[cluster]{engine}\ntrainer_nodes = {options.trainers}\ninference_nodes = 2\n"
+    text += f"\n[cluster]{engine}\ntrainer_nodes = {options.trainers}\n"
+    text += f"inference_nodes = {options.servers}\n"
+    text += f"env_nodes = {options.envs}\n" * bool(options.envs)
     (folder / "rl.toml").write_text(text)
     return folder / "rl.toml"
 
@@ -62,6 +68,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     path = folder / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [row for row in map(json.loads, lines) if "mismatch_kl" in row]
+
+
+def are_back(folder: Path) -> bool:
+    """Whether a server was lost, and the last three steps had all servers."""
+    found = [int(row["num_servers"]) for row in rows_of(folder) if row.get("num_servers")]
+    return len(set(found)) > 1 and min(found[-3:]) == max(found)
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -90,7 +102,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--trainers", type=int, default=None, help="machines with ranks")
+    parser.add_argument("--machines", type=int, help="default: 2, or 3 with Ray")
+    parser.add_argument("--trainers", type=int, help="machines with ranks")
+    parser.add_argument("--servers", type=int, default=2, help="machines with a server")
+    parser.add_argument("--envs", type=int, default=0, help="machines with a rollout worker")
     parser.add_argument("--ray", action="store_true")
     parser.add_argument(
         "--cut",
@@ -98,9 +113,13 @@ def main() -> None:
         help="machine whose link is cut after 3 steps; with Ray, one with a server only",
     )
     parser.add_argument("--interrupt", action="store_true", help="Ctrl-C after 3 steps")
+    parser.add_argument(
+        "--until-back", action="store_true", help="Ctrl-C three steps after a lost server is back"
+    )
     parser.add_argument("--model", type=Path, help="a warm start that exists already")
     options = parser.parse_args()
     options.trainers = options.trainers or (1 if options.ray else 2)
+    options.machines = options.machines or (3 if options.ray else 2)
 
     from tests.machines import machines
     from tests.test_ray_engine import ray_cluster
@@ -109,13 +128,13 @@ def main() -> None:
     toml = write_run(folder, options)
     os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1")
     with ExitStack() as stack:
-        found = stack.enter_context(machines(3 if options.ray else 2))
+        found = stack.enter_context(machines(options.machines))
         environment = stack.enter_context(ray_cluster(found)) if options.ray else os.environ
         processes, starts = [], [{}]
         if not options.ray:
-            common = {"MASTER_ADDR": found[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
-            common["VERIFIERS_RL_TOKEN"] = "of this run"
-            starts = [{**common, "RANK": str(rank)} for rank in range(2)]
+            common = {"MASTER_ADDR": found[0].address, "MASTER_PORT": "29500"}
+            common |= {"WORLD_SIZE": str(len(found)), "VERIFIERS_RL_TOKEN": "of this run"}
+            starts = [{**common, "RANK": str(rank)} for rank in range(len(found))]
         for rank, variables in enumerate(starts):
             output = stack.enter_context((folder / f"log{rank}").open("wb"))
             process = subprocess.Popen(
@@ -133,7 +152,11 @@ def main() -> None:
                 taken = {places["0"], found[0].address}
                 cut = next(one for one in found if one.address not in taken)
             cut.set_link("down")
-        if options.interrupt:
+        began = time.monotonic()
+        if options.until_back:
+            wait_until(lambda: are_back(folder) or processes[0].poll() is not None)
+            print(f"{time.monotonic() - began:.0f} s until all servers are back, for three steps")
+        if options.interrupt or options.until_back:
             processes[0].send_signal(signal.SIGINT)
         began = time.monotonic()
         wait_until(lambda: all(process.poll() is not None for process in processes))
@@ -142,11 +165,14 @@ def main() -> None:
         print("left running:", left_running([one.name for one in found]) or "nothing")
     rows = rows_of(folder)
     print("servers:", [int(row["num_servers"]) for row in rows if row.get("num_servers")])
+    print("began again:", max((row.get("restarted_share", 0.0) for row in rows), default=0.0))
     print("slowest step:", max((row["step_s"] for row in rows), default=0.0))
     print("largest mismatch_kl:", max((row["mismatch_kl"] for row in rows), default=0.0))
     for rank in range(len(processes)):
         for line in (folder / f"log{rank}").read_text(errors="replace").splitlines():
-            if "vf-rl:" in line and ("lost" in line or "again" in line):
+            if ("vf-rl:" in line and ("lost" in line or "again" in line)) or (
+                "rollout worker" in line or "begin again" in line
+            ):
                 print(f"  machine {rank}: {line[:160]}")
     print("logs:", folder)
 

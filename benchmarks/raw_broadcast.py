@@ -13,7 +13,8 @@ import sys
 import torch
 
 from verifiers_rl.inference.server import server_cores
-from verifiers_rl.sync.transports.meeting import host_meeting, join_meeting, receive_into
+from verifiers_rl.process.connections import receive_into
+from verifiers_rl.sync.transports.meeting import host_meeting, join_meeting
 from verifiers_rl.sync.transports.tcp import SocketTransport
 
 SECRET = "none is needed here"

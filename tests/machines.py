@@ -76,3 +76,45 @@ def machines(number: int) -> Iterator[list[Machine]]:
             _ip("-n", switch, "link", "set", one.port, "master", "br0", "up")
             found.append(one)
         yield found
+
+
+# --- Stand-ins for what runs on them --------------------------------------------------------------
+
+_SERVER = """
+import http.server, sys
+host, port = sys.argv[1:3]
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+    def log_message(self, *args):
+        pass
+print("serving at", host, *sys.argv[3:], flush=True)
+http.server.HTTPServer((host, int(port)), Answer).serve_forever()
+"""
+# Before `rl.main()` or `rl.supervise()`: servers that answer any request, and a lost machine that
+# is noticed after seconds.
+STAND_INS = f"""
+import sys
+from verifiers_rl.cli import rl, servers
+from verifiers_rl.process import connections
+connections.KEEPALIVE = (1, 1, 1)
+servers.answers, rl.POLL_S, rl.STOP_GRACE_S = (lambda client: True), 0.1, 1.0
+command = [sys.executable, "-c", {_SERVER!r}]
+rl.server_command = lambda config, host, port: [*command, host, str(port)]
+"""
+# The beginning of a stand-in for the trainer: it has reached all servers.
+REACH_SERVERS = """
+import os, sys, time, urllib.request
+def reach(server):
+    try:
+        urllib.request.urlopen(f"http://{server}", timeout=20).close()
+    except OSError:
+        return False
+    return True
+servers = os.environ["VERIFIERS_RL_SERVERS"].split()
+for server in servers:
+    while not reach(server):
+        time.sleep(0.1)
+"""

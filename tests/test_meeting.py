@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from verifiers_rl.process.connections import MeetingError, close_all
 from verifiers_rl.sync.transports.meeting import (
     GuestStore,
     HostStore,
-    MeetingError,
-    close_all,
     host_meeting,
     join_meeting,
     new_secret,

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import free_port
 from tests.helpers import ROOT
-from tests.machines import machines
+from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli import node_meeting, nodes, plan, rl
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.node_meeting import GuestMeeting, Hello, HostMeeting, NodeError
@@ -57,7 +57,7 @@ def test_the_four_variables_are_read_and_not_handed_on():
         ({"RANK": "one"}, "RANK='one' must be a whole number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be a whole number of at least 1"),
         ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5' must be a whole number"),
-        ({"MASTER_PORT": "65535"}, "MASTER_PORT='65535' must be a whole number from 1 to 65534"),
+        ({"MASTER_PORT": "65534"}, "MASTER_PORT='65534' must be a whole number from 1 to 65533"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "set, MASTER_ADDR, MASTER_PORT not"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set, as by torchrun.* without a launcher"),
     ],
@@ -79,6 +79,15 @@ def test_variables_that_cannot_be_are_one_clear_error(changes, message):
         ('address = "a:1"', None, "address='a:1' is of a Ray cluster; add engine"),
         ('engine = "ray"\naddress = 3', None, "address=3 must be 'auto', or the host:port"),
         ("trainer_nodes = 0", None, r"\[cluster\] trainer_nodes=0 must be an integer >= 1"),
+        ("env_nodes = 1", None, r"env_nodes=1 is about several machines: set MASTER_ADDR"),
+        ("env_nodes = 3", (0, 3), r"env_nodes=3 needs as many machines that do not train, of 3"),
+        ("trainer_nodes = 3\nenv_nodes = 1", (0, 3), r"set trainer_nodes \(it is 3\) to at most 2"),
+        ("env_nodes = 0", None, r"env_nodes=0 must be an integer >= 1"),
+        (
+            "env_nodes = 1\n[trainer.args]\nenv_workers = 0",
+            (0, 3),
+            r"env_workers=0 runs all .* so \[cluster\] env_nodes has no effect; remove one",
+        ),
         ("nodes = 2", None, r"\[cluster\] has an unknown key 'nodes'"),
         ("[trainer.args]\nvllm_server_host = 'h'", (0, 3), "vllm_server_host is of one machine"),
         (
@@ -104,21 +113,27 @@ def test_several_machines_need_one_token(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("table", "train", "serve"),
+    ("table", "train", "serve", "roll_out"),
     [
-        ("", [0, 1, 2], [0, 1, 2]),
-        ("trainer_nodes = 1", [0], [0, 1, 2]),
-        ("inference_nodes = 1", [0, 1, 2], [2]),
-        ("trainer_nodes = 2\ninference_nodes = 2", [0, 1], [1, 2]),
-        ("[trainer.args]\nvllm_servers = ['h:1']", [0, 1, 2], []),
+        ("", [0, 1, 2], [0, 1, 2], []),
+        ("trainer_nodes = 1", [0], [0, 1, 2], []),
+        ("inference_nodes = 1", [0, 1, 2], [2], []),
+        ("trainer_nodes = 2\ninference_nodes = 2", [0, 1], [1, 2], []),
+        ("[trainer.args]\nvllm_servers = ['h:1']", [0, 1, 2], [], []),
+        ("env_nodes = 1", [0, 1], [0, 1, 2], [2]),
+        ("trainer_nodes = 1\nenv_nodes = 1\ninference_nodes = 1", [0], [2], [1]),
+        ("trainer_nodes = 1\nenv_nodes = 2\ninference_nodes = 1", [0], [2], [1, 2]),
     ],
 )
-def test_the_first_nodes_train_and_the_last_ones_serve(tmp_path, monkeypatch, table, train, serve):
+def test_the_first_nodes_train_the_next_roll_out_and_the_last_ones_serve(
+    tmp_path, monkeypatch, table, train, serve, roll_out
+):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     config = read_toml(tmp_path, f"[cluster]\n{table}\n")
     found = [nodes.node_of(config, (rank, 3, "127.0.0.1", 29500)) for rank in range(3)]
     assert [node.rank for node in found if node.trains] == train
     assert [node.rank for node in found if node.serves] == serve
+    assert [node.rank for node in found if node.does_roll_out(node.rank)] == roll_out
 
 
 def test_a_node_starts_its_own_part_on_its_own_address(monkeypatch):
@@ -165,6 +180,18 @@ def test_ranks_of_several_machines_use_the_interface_of_the_nodes(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     env = plan.trainer_env(make_config(), "0", node, [])
     assert not {"GLOO_SOCKET_IFNAME", "ACCELERATE_USE_CPU", "VERIFIERS_RL_SERVERS"} & env.keys()
+
+
+def test_the_trainer_and_rollout_workers_of_other_nodes_meet_two_ports_further():
+    own, other = (Node(n, 3, "127.0.0.1", 29500, 1, 1, num_envs=1) for n in range(2))
+    assert plan.trainer_env(make_config(), "", own, ["a:1"])["VERIFIERS_RL_WORKERS_AT"] == (
+        "127.0.0.1:29502"
+    )
+    without = Node(0, 2, "127.0.0.1", 29500, 1, 1)
+    assert "VERIFIERS_RL_WORKERS_AT" not in plan.trainer_env(make_config(), "", without, ["a:1"])
+    words = plan.workers_command(make_config(), other)
+    assert words[1:] == ["-m", "verifiers_rl.cli.env_workers", "127.0.0.1:29502", "@",
+                         "/somewhere/rl.toml"]  # fmt: skip
 
 
 def test_a_name_that_is_loopback_here_is_refused(monkeypatch):
@@ -299,7 +326,9 @@ def test_a_lost_node_with_servers_alone_may_come_again(meeting, monkeypatch, cap
     _, guest = meeting.all_come()
     meeting.leave(guest)
     meeting.look_until(lambda: 2 not in meeting.host._connections)
-    assert "node 2 is lost; the run goes on" in capsys.readouterr().out
+    assert "node 2 is lost; the run goes on with the other servers. Start" in (
+        capsys.readouterr().out
+    )
     again = meeting.come(2, "c:2")
     meeting.look_until(lambda: not meeting.results.empty())
     assert meeting.results.get() is None and again.join is None  # the trainer knows the address
@@ -338,8 +367,8 @@ def supervise(monkeypatch):
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
 
-    def supervise(**of_meeting):
-        node = Node(1, 2, "127.0.0.1", free_port(), num_trainers=1, num_servers=1)
+    def supervise(num_servers=1, num_envs=0, **of_meeting):
+        node = Node(1, 2, "127.0.0.1", free_port(), 1, num_servers, num_envs)
         guest, told = GuestMeeting(node, Hello(), "token"), []
         guest.__dict__.update(begin=lambda s: None, tell=told.append, **of_meeting)
         command = [sys.executable, "-c", "import sys; print('words', *sys.argv[1:])"]
@@ -347,6 +376,7 @@ def supervise(monkeypatch):
         monkeypatch.setattr(rl, "server_command", lambda *_: list(command))
         port = {"vllm_server_port": free_port()}
         config = make_config(inference_gpus=0, trainer_gpus=0, trainer_args=port)
+        config.inference_replicas = num_servers
         options = SimpleNamespace(server_log=None)
         return rl.supervise(config, ("", ""), options, node), told
 
@@ -364,6 +394,26 @@ def test_a_server_that_does_not_start_ends_a_new_run_but_not_one_that_has_begun(
     assert "[inference] words --join http://10.0.0.5:8000" in capfd.readouterr().out
 
 
+def test_rollout_workers_that_a_signal_ends_start_again_and_others_end_the_node(
+    supervise, monkeypatch, tmp_path, capfd
+):
+    """They print where the servers are; the first is killed, the second fails."""
+    script = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "print('at', os.environ['VERIFIERS_RL_SERVERS'])\n"
+        f"was = Path('{tmp_path}/was')\nif not was.exists(): was.touch(); os.kill(0, 9)\n"
+        "sys.exit(1)"
+    )
+    monkeypatch.setattr(rl, "workers_command", lambda *_: [sys.executable, "-c", script])
+    status, told = supervise(num_envs=1, num_servers=0, servers=["a:1", "b:2"])
+    assert status == 1
+    assert "rollout workers of this node ended with status 1; see their output" in told[0]["error"]
+    said = capfd.readouterr().out
+    assert "[env] at a:1 b:2" in said
+    assert "a signal (9) ended the rollout workers; starting them again" in said
+    assert supervise(num_envs=1, num_servers=0, is_late=True) == (1, [])
+
+
 def test_a_foreign_address_is_one_clear_error():
     node = Node(0, 2, "192.0.2.1", free_port(), num_trainers=2, num_servers=2)
     with pytest.raises(NodeError, match=r"cannot listen on 192.0.2.1:.* machine with RANK=0"):
@@ -372,31 +422,12 @@ def test_a_foreign_address_is_one_clear_error():
 
 # --- Machines -------------------------------------------------------------------------------------
 
-# vf-rl with stand-ins for the server, which answers any request, and for the trainer. The trainer's
-# ranks are connected by torch, meet, reach all servers, and then meet again and again until a file
-# exists.
-NODE = """
-import socket, sys
+# vf-rl with stand-ins for the server and the trainer. The trainer's ranks are
+# connected by torch, meet, reach all servers, and then meet again and again until a file exists.
+NODE = f"""
+{STAND_INS}
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import node_meeting, plan, rl, servers
-
-SERVER = '''
-import http.server, sys
-host, port = sys.argv[1:]
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *args):
-        pass
-print("serving", host, *sys.argv[3:], flush=True)
-http.server.HTTPServer((host, int(port)), Answer).serve_forever()
-'''
-fast = tuple((option, 1, level) for option, _, level in node_meeting._KEEPALIVE)
-node_meeting._KEEPALIVE = fast
-servers.answers, rl.POLL_S = (lambda client: True), 0.1
-rl.server_command = lambda _, host, port: [sys.executable, "-c", SERVER, host, str(port)]
 make = rl.trainer_command
 
 def trainer_command(config, options, node=None):
@@ -404,7 +435,7 @@ def trainer_command(config, options, node=None):
     at = command.index("verifiers_rl.cli.train")
     return [*command[: at - 1], sys.argv[1], sys.argv[2]]
 
-rl.trainer_command, rl.STOP_GRACE_S = trainer_command, 1.0
+rl.trainer_command = trainer_command
 sys.argv[1:], words = sys.argv[1:3], sys.argv[3:]
 options = SimpleNamespace(server_log=None, overwrite=False, resume=None)
 config = rl.RunConfig(Path("/a/rl.toml"), "m", [], inference_gpus=0, trainer_gpus=0)
@@ -413,8 +444,7 @@ node = rl.node_of(config, rl.take_variables())
 rl.fit_to_node(config, node)
 sys.exit(rl.supervise(config, ("", ""), options, node))
 """
-TRAINER = """
-import os, sys, time, urllib.request
+TRAINER = f"""
 from datetime import timedelta
 import torch
 from torch import distributed
@@ -422,17 +452,8 @@ from torch import distributed
 distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
 ranks = torch.tensor(distributed.get_rank() + 1)
 distributed.all_reduce(ranks)
-def reach(server):
-    try:
-        urllib.request.urlopen(f"http://{server}", timeout=20).close()
-    except OSError:
-        return False
-    return True
-
-for server in os.environ["VERIFIERS_RL_SERVERS"].split():
-    while not reach(server):
-        time.sleep(0.1)
-print("ranks", int(ranks), "servers", os.environ["VERIFIERS_RL_SERVERS"], flush=True)
+{REACH_SERVERS}
+print("ranks", int(ranks), "servers", *servers, flush=True)
 has_ended = torch.tensor(0)
 while not has_ended:
     time.sleep(0.05)
@@ -495,7 +516,7 @@ def test_a_run_outlives_a_machine_with_servers_alone_and_ends_without_one_with_r
             for rank in (0, 1):
                 run.wait_for(rank, "[trainer] ranks 3 servers 10.77.0.2:8000 10.77.0.3:8000")
             assert "[inference]" not in run.said(0) and "[trainer]" not in run.said(2)
-            assert "[inference] serving 10.77.0.2" in run.said(1)
+            assert "[inference] serving at 10.77.0.2" in run.said(1)
             found[2].set_link("down")
             run.wait_for(0, "node 2 is lost; the run goes on with the other servers")
             assert run.processes[2].wait(60) == 1

@@ -26,7 +26,12 @@ from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.routed import RoutedEnvironment
-from verifiers_rl.envs.workers import WorkerEnvironment, WorkerLostError, WorkerPool, _Worker
+from verifiers_rl.envs.workers import (
+    WorkerEnvironment,
+    WorkerLostError,
+    WorkerPool,
+    _LocalWorker,
+)
 from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.joining import join_error
@@ -722,7 +727,7 @@ def test_a_group_that_begins_again_in_another_worker_gets_servers_anew(tmp_path)
     async def main():
         workers = WorkerPool(1, 8, 60.0)
         env = RoutedEnvironment(WorkerEnvironment(TroubledEnv(tmp_path), workers), router)
-        workers.workers = [worker := _Worker("env", [], 1.0, 1.0)]
+        workers.workers = [worker := _LocalWorker("env", b"", 1.0, 1.0)]
         worker._starting = asyncio.ensure_future(asyncio.sleep(0))
 
         def send(message):

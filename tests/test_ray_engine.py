@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers import ROOT, make_tiny_model, write_environment
-from tests.machines import machines
+from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli import ray_engine, resolved, rl
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.inference.client import TOKEN_VARIABLE
@@ -119,22 +119,30 @@ class StubRay:
         class RayError(Exception):
             pass
 
+        class GetTimeoutError(RayError):
+            pass
+
     def __init__(self, script):
         self.script, self.signals, self.killed, self.started = script, [], [], []
+        self.groups = []
+        self.silent = set()  # nodes whose processes do not start
         self.util = SimpleNamespace(
-            placement_group=lambda bundles, strategy: SimpleNamespace(
-                bundles=bundles, strategy=strategy, wait=lambda s: True
-            ),
+            placement_group=self.group,
             remove_placement_group=lambda group: None,
+            placement_group_table=lambda group: {"bundles_to_node_id": {0: f"n-{group.strategy}"}},
             scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *a: a),
         )
+
+    def group(self, bundles, strategy):
+        self.groups.append(SimpleNamespace(bundles=bundles, strategy=strategy, wait=lambda s: True))
+        return self.groups[-1]
 
     def remote(self, kind):
         return SimpleNamespace(options=lambda **options: self.actor(options))
 
     def actor(self, options):
         group, index = options["scheduling_strategy"]
-        rank = index if group.strategy == "PACK" else index + 1
+        rank = index + sum(len(one.bundles) for one in self.groups[: self.groups.index(group)])
 
         def read():
             said = self.script[rank].get(timeout=20)
@@ -142,11 +150,16 @@ class StubRay:
                 raise self.exceptions.RayError
             return said
 
+        def find_place(num_ports):
+            if rank in self.silent:
+                raise self.exceptions.GetTimeoutError
+            return f"10.0.0.{len(self.started)}", 7000
+
         def start(words, variables):
             self.started.append((rank, options["num_gpus"], words, variables))
 
         methods = {
-            "find_place": lambda num_ports: (f"10.0.0.{len(self.started)}", 7000),
+            "find_place": find_place,
             "start": start,
             "read": read,
             "signal": lambda number: self.signals.append((rank, number)),
@@ -158,22 +171,30 @@ class StubRay:
         actor.signal.remote = methods["signal"]
         return SimpleNamespace(remote=lambda: actor)
 
-    def get(self, call):
+    def get(self, call, timeout=None):
         return call()
+
+    def nodes(self):
+        return [{"NodeID": "n-SPREAD", "NodeManagerAddress": "10.0.0.9"}]
 
     def kill(self, actor):
         self.killed.append(actor.rank)
 
 
-@pytest.fixture
-def stub_run(tmp_path, monkeypatch):
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)  # so the run draws one
-    script = {rank: queue.Queue() for rank in range(2)}
-    config = load_run_config(read_toml(tmp_path, "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"))
+def make_stub_run(tmp_path, text="", size=2):
+    script = {rank: queue.Queue() for rank in range(size)}
+    text += "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"
+    config = load_run_config(read_toml(tmp_path, text))
     ray = StubRay(script)
     run = ray_engine.RayRun(ray, config, ["@", "config.toml"], "vf-rl @ mine.toml")
     run.place(1.0)
     return SimpleNamespace(ray=ray, run=run, script=script)
+
+
+@pytest.fixture
+def stub_run(tmp_path, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)  # so the run draws one
+    return make_stub_run(tmp_path)
 
 
 def test_nodes_get_their_gpus_and_variables_and_their_output_comes_here(stub_run, capfd):
@@ -195,6 +216,46 @@ def test_nodes_get_their_gpus_and_variables_and_their_output_comes_here(stub_run
     assert variables[TOKEN_VARIABLE] == server[TOKEN_VARIABLE] and len(server[TOKEN_VARIABLE]) > 30
     said = capfd.readouterr().out
     assert "[node 0] hello" in said and "[node 0] bye" in said
+
+
+@pytest.mark.parametrize(("workers", "cpus"), [("", 1), ("[trainer.args]\nenv_workers = 6\n", 6)])
+def test_rollout_workers_get_places_of_their_own_with_a_cpu_each(tmp_path, workers, cpus):
+    stub = make_stub_run(tmp_path, f"env_nodes = 2\n{workers}", 4)
+    for rank in range(4):
+        stub.script[rank].put(([], 0))
+    assert stub.run.run() == 0
+    assert [(g.strategy, g.bundles) for g in stub.run._groups] == [
+        ("PACK", [{"CPU": 1, "GPU": 2}]),
+        ("SPREAD", [{"CPU": cpus}] * 2),
+        ("SPREAD", [{"CPU": 1, "GPU": 4}]),
+    ]
+    assert [(rank, gpus) for rank, gpus, *_ in stub.ray.started] == [(0, 2), (1, 0), (2, 0), (3, 4)]
+    for rank, _, words, variables in stub.ray.started:
+        assert variables["WORLD_SIZE"] == "4" and variables["RANK"] == str(rank)
+        assert "--cluster.env_nodes=2" in words
+        assert ("--trainer.args.vllm_server_port=7000" in words) == (rank == 3)
+
+
+def test_a_node_that_does_not_start_in_time_is_one_error_that_names_its_machine(stub_run):
+    stub_run.script[0].put(([], 0))
+    stub_run.ray.silent.add(1)
+    with pytest.raises(TomlError, match=r"node 1 of 2 has a place on 10.0.0.9, but Ray started no"):
+        stub_run.run.run()
+
+
+def test_a_node_that_does_not_start_again_in_time_is_given_up(stub_run, capfd):
+    stub_run.script[1].put("lost")
+    stub_run.run.start_node(1)
+    stub_run.ray.silent.add(1)
+    assert stub_run.run._events.get(timeout=20) == (1, None)
+    for _ in range(ray_engine.MAX_RESTARTS):
+        assert stub_run.run._restart(1)
+        assert stub_run.run._events.get(timeout=20) == (1, None)
+    assert not stub_run.run._restart(1)
+    said = capfd.readouterr().err
+    assert said.count("vf-rl: node 1: node 1 of 2 has a place on 10.0.0.9") == (
+        ray_engine.MAX_RESTARTS
+    )
 
 
 def test_a_replica_is_placed_again_a_few_times_only(stub_run, capfd):
@@ -243,45 +304,31 @@ def test_a_signal_ends_node_0_in_good_order_and_a_second_one_all_at_once(stub_ru
 
 # --- Machines -------------------------------------------------------------------------------------
 
-# vf-rl in an actor, with stand-ins for the server, which answers any request, and for the trainer,
-# which reaches all servers and then waits for a file.
-NODE = """
-import sys
-from verifiers_rl.cli import node_meeting, plan, rl, servers
-
-SERVER = '''
-import http.server, sys
-host, port = sys.argv[1:3]
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-    def log_message(self, *args):
-        pass
-print("serving at", host, *sys.argv[3:], flush=True)
-http.server.HTTPServer((host, int(port)), Answer).serve_forever()
-'''
-TRAINER = '''
-import os, sys, time, urllib.request
-def reach(server):
-    try:
-        urllib.request.urlopen(f"http://{server}", timeout=20).close()
-    except OSError:
-        return False
-    return True
-for server in os.environ["VERIFIERS_RL_SERVERS"].split():
-    while not reach(server):
-        time.sleep(0.1)
-print("trains with", len(os.environ["VERIFIERS_RL_SERVERS"].split()), "servers", flush=True)
+# vf-rl in an actor, with stand-ins for the server, for the trainer, which reaches all servers and
+# then waits for a file, and for the rollout workers.
+TRAINER = f"""
+import socket
+{REACH_SERVERS}
+print("trains with", len(servers), "servers", flush=True)
+host, port = os.environ["VERIFIERS_RL_WORKERS_AT"].split(":")
+came, (address, _) = socket.create_server((host, int(port))).accept()
+print("rollout workers come from", address, flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
-'''
-fast = tuple((option, 1, level) for option, _, level in node_meeting._KEEPALIVE)
-node_meeting._KEEPALIVE = fast
-servers.answers, rl.POLL_S, rl.STOP_GRACE_S = (lambda client: True), 0.1, 1.0
-rl.server_command = lambda _, host, port: [sys.executable, "-c", SERVER, host, str(port)]
-rl.trainer_command = lambda *_: [sys.executable, "-c", TRAINER, "FOLDER/end"]
+"""
+WORKERS = """
+import socket, sys, time
+while True:
+    try:
+        socket.create_connection(sys.argv[1].split(":"), 60).recv(1)
+    except OSError:
+        time.sleep(0.1)
+"""
+NODE = f"""
+{STAND_INS}
+rl.trainer_command = lambda *_: [sys.executable, "-c", {TRAINER!r}, "FOLDER/end"]
+make = rl.workers_command
+rl.workers_command = lambda *given: [sys.executable, "-c", {WORKERS!r}, *make(*given)[3:]]
 rl.main()
 """
 DRIVER = """
@@ -323,7 +370,7 @@ def ray_cluster(found):
         starting = [start(found[0], *head, "--temp-dir", folder)]
         assert starting[0].wait(60) == 0, starting[0].stdout.read()
         address = f"{found[0].address}:6379"
-        starting += [start(one, "--address", address, "--num-cpus", "3") for one in found[1:]]
+        starting += [start(one, "--address", address, "--num-cpus", "4") for one in found[1:]]
         for process in starting[1:]:
             assert process.wait(60) == 0, process.stdout.read()
         yield environment
@@ -340,7 +387,8 @@ def ray_cluster(found):
 def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_path):
     (tmp_path / "code").mkdir()
     env = write_environment(tmp_path / "code", "tiny_env", {"a": "b"})
-    text = "inference_nodes = 2\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
+    text = "inference_nodes = 2\nenv_nodes = 1\n"
+    text += "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
     path = read_toml(tmp_path / "code", f'{text}output_dir = "{tmp_path}/run"\n', env)
     (tmp_path / "code" / "node.py").write_text(NODE.replace("FOLDER", str(tmp_path)))
     with machines(3) as found, ray_cluster(found) as environment:
@@ -359,19 +407,22 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
 
         try:
             wait_for(r"\[node 0\] \[trainer\] trains with 2 servers")
-            places = dict(re.findall(r"node (\d) of 3 is on ([\d.]+)", log.read_text()))
-            assert places["1"] != places["2"] and found[0].address not in places.values()
-            lost = next(rank for rank in "12" if places[rank] != places["0"])
+            places = dict(re.findall(r"node (\d) of 4 is on ([\d.]+)", log.read_text()))
+            assert places["2"] != places["3"] and found[0].address not in places.values()
+            wait_for(rf"\[node 0\] \[trainer\] rollout workers come from {places['1']}")
+            lost = next(rank for rank in "23" if places[rank] != places["0"])
             machine = next(one for one in found if one.address == places[lost])
             machine.set_link("down")
             wait_for(rf"node {lost} is lost; Ray places it again")
-            again = wait_for(rf"node {lost} is lost; Ray(?s:.*)node {lost} of 3 is on ([\d.]+)")
+            again = wait_for(rf"node {lost} is lost; Ray(?s:.*)node {lost} of 4 is on ([\d.]+)")
             assert again.group(1) != machine.address
-            other = places["2" if lost == "1" else "1"]
+            other = places["3" if lost == "2" else "2"]
             joined = (
                 rf"\[node {lost}\] \[inference\] serving at {again.group(1)} --join http://{other}"
             )
             wait_for(joined)
+            if places["1"] == machine.address:
+                wait_for(r"\[node 0\] vf-rl: node 1 is here again")
             (tmp_path / "end").touch()
             assert run.wait(60) == 0, log.read_text()
         finally:

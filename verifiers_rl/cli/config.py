@@ -37,6 +37,8 @@ class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module
 [cluster]                        # several machines; [inference] and [trainer] are of each
 trainer_nodes = 2                # so many machines train, the first ones; by default all
 inference_nodes = 2              # so many run servers, the last ones; by default all
+env_nodes = 1                    # so many run rollout workers (env_workers on each), besides those
+                                 # of the trainer: the first ones that do not train; by default none
 engine = "ray"                   # Ray chooses the machines; without it, MASTER_ADDR, MASTER_PORT,
                                  # WORLD_SIZE and RANK say which one this is
 address = "auto"                 # of the Ray cluster; "auto": the one of this machine
@@ -117,6 +119,7 @@ class ClusterTable:
     address: str = "auto"
     trainer_nodes: int | None = None
     inference_nodes: int | None = None
+    env_nodes: int | None = None
 
 
 @dataclass
@@ -512,7 +515,7 @@ def _cluster(config: RunConfig) -> ClusterTable:
             f"{place('cluster', 'address')} address={table.address!r} is of a Ray cluster; add "
             'engine = "ray", or remove it'
         )
-    for name in ("trainer_nodes", "inference_nodes"):
+    for name in ("trainer_nodes", "inference_nodes", "env_nodes"):
         count = given.get(name, 1)
         if type(count) is not int or count < 1:
             raise TomlError(f"{place('cluster', name)} {name}={count!r} must be an integer >= 1")
@@ -520,6 +523,11 @@ def _cluster(config: RunConfig) -> ClusterTable:
         raise TomlError(
             f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, so "
             "[cluster] inference_nodes has no effect; remove one of the two"
+        )
+    if "env_nodes" in given and config.trainer_args.get("env_workers") in (0, "0"):
+        raise TomlError(
+            f"{place('trainer', 'args', 'env_workers')} env_workers=0 runs all environments in the "
+            "trainer's process, so [cluster] env_nodes has no effect; remove one of the two"
         )
     return table
 

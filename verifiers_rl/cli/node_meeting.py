@@ -22,17 +22,17 @@ from typing import Any
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.nodes import Node
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
+from verifiers_rl.process.connections import (
+    HELLO_S,
+    Door,
+    MeetingError,
+    check_trainer,
+    close_all,
+    keep,
+    receive_exactly,
+)
 from verifiers_rl.process.waiting import WaitingLine
 
-# A machine that is lost closes no connection. TCP probes it after this time, this often.
-_KEEPALIVE = (
-    (socket.SO_KEEPALIVE, 1, socket.SOL_SOCKET),
-    (getattr(socket, "TCP_KEEPIDLE", 4), 10, socket.IPPROTO_TCP),
-    (getattr(socket, "TCP_KEEPINTVL", 5), 5, socket.IPPROTO_TCP),
-    (getattr(socket, "TCP_KEEPCNT", 6), 3, socket.IPPROTO_TCP),
-)
-_HELLO_S = 10.0  # for a handshake
-_MAX_STRANGERS = 64  # handshakes at a time
 _LENGTH = struct.Struct("!I")
 _MAX_FRAME = 2**20
 
@@ -42,11 +42,13 @@ class NodeError(RuntimeError):
 
     Attributes:
         is_lost: a node with ranks of the trainer is lost, so no rank can save any more.
+        does_not_start: what this node should run would not start elsewhere either.
     """
 
-    def __init__(self, message: str, is_lost: bool = False) -> None:
+    def __init__(self, message: str, is_lost: bool = False, does_not_start: bool = False) -> None:
         super().__init__(message)
         self.is_lost = is_lost
+        self.does_not_start = does_not_start
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Hello:
 
 def hello_of(config: RunConfig, node: Node, servers: list[str]) -> Hello:
     same: dict[str, Any] = {"WORLD_SIZE": node.num_nodes, "trainer_nodes": node.num_trainers}
-    same |= {"inference_nodes": node.num_servers, "model": config.model}
+    same |= {"inference_nodes": node.num_servers, "env_nodes": node.num_envs}
+    same |= {"model": config.model}
     return Hello(servers, same)
 
 
@@ -87,7 +90,7 @@ class HostMeeting:
     join: str | None = None
 
     def __init__(self, node: Node, own: Hello, token: str, resume: str, patience_s: float) -> None:
-        self._node, self._token = node, token
+        self._node = node
         self._resume, self._patience_s = resume, patience_s
         self._hellos = {0: own}
         self._connections: dict[int, socket.socket] = {}
@@ -95,16 +98,13 @@ class HostMeeting:
         self._deadline: float | None = None
         self._has_begun = False
         self._events: queue.SimpleQueue[tuple[int, socket.socket, Any]] = queue.SimpleQueue()
-        self._asked = threading.BoundedSemaphore(_MAX_STRANGERS)
-        family = socket.AF_INET6 if ":" in node.host else socket.AF_INET
         try:
-            self._listener = socket.create_server((node.host, node.port), family=family)
+            self._door = Door(node.host, node.port, token, self._serve)
         except OSError as error:
             raise NodeError(
                 f"cannot listen on {node.host}:{node.port}: {error.strerror}; MASTER_ADDR must be "
                 "an address of the machine with RANK=0, and MASTER_PORT be free there"
             ) from error
-        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
     @property
     def servers(self) -> list[str]:
@@ -164,8 +164,6 @@ class HostMeeting:
         return None
 
     def _greet(self, rank: int, connection: socket.socket, hello: Hello) -> None:
-        from verifiers_rl.sync.transports.meeting import close_all
-
         node, refused = self._node, ""
         own = self._hellos[0].same
         differs = [name for name, value in own.items() if hello.same.get(name) != value]
@@ -224,15 +222,17 @@ class HostMeeting:
                 f"on all nodes: {self._resume}",
                 is_lost=True,
             )
+        what = ["servers"] * self._node.does_serve(rank)
+        what += ["rollout workers"] * self._node.does_roll_out(rank)
         print(
-            f"\nvf-rl: node {rank} is lost; the run goes on with the other servers. Start vf-rl "
-            f"with RANK={rank} again to bring its servers back",
+            f"\nvf-rl: node {rank} is lost; the run goes on with the other {' and '.join(what)}. "
+            f"Start vf-rl with RANK={rank} again to bring its own back",
             flush=True,
         )
 
     def end(self, status: int, grace_s: float) -> None:
         """Tell the others that the run has ended, and leave."""
-        self._listener.close()
+        self._door.close()
         for rank, connection in self._connections.items():
             self._tell(rank, connection, {"end": status, "grace_s": grace_s})
             try:
@@ -250,30 +250,13 @@ class HostMeeting:
         except OSError:
             self._events.put((rank, connection, None))
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            if self._asked.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        from verifiers_rl.sync.transports.meeting import MeetingError, check_worker
-
+    def _serve(self, rank: int, connection: socket.socket) -> None:
         try:
-            connection.settimeout(_HELLO_S)
-            rank = check_worker(connection, self._token)
             hello = _receive(connection)
-        except (OSError, ValueError, MeetingError):
-            connection.close()  # a stranger
+        except (OSError, ValueError):
+            connection.close()
             return
-        finally:
-            self._asked.release()
-        _keep(connection)
+        keep(connection)
         self._events.put((rank, connection, hello))
         _read_all(connection, lambda message: self._events.put((rank, connection, message)))
 
@@ -302,14 +285,12 @@ class GuestMeeting:
         Raises:
             NodeError: node 0 does not answer in time, has another token, or refuses.
         """
-        from verifiers_rl.sync.transports.meeting import MeetingError, check_trainer
-
         node = self._node
         where, deadline = f"{node.host}:{node.port}", time.monotonic() + timeout_s
         with WaitingLine(lambda: f"node 0 at {where}") as line:
             while True:
                 try:
-                    connection = socket.create_connection((node.host, node.port), _HELLO_S)
+                    connection = socket.create_connection((node.host, node.port), HELLO_S)
                     break
                 except OSError as error:
                     if time.monotonic() > deadline:
@@ -328,7 +309,7 @@ class GuestMeeting:
                 f"{TOKEN_VARIABLE} to the same value on all nodes"
             ) from error
         _send(connection, {"servers": self._own.servers, "same": self._own.same})
-        _keep(connection)
+        keep(connection)
         reader = threading.Thread(
             target=_read_all, args=(connection, self._events.put), name="nodes", daemon=True
         )
@@ -380,8 +361,6 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    from verifiers_rl.sync.transports.meeting import receive_exactly
-
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_FRAME:
         raise ValueError(f"a message of {length} bytes")
@@ -395,10 +374,3 @@ def _read_all(connection: socket.socket, put: Any) -> None:
             put(_receive(connection))
     except (OSError, ValueError):
         put(None)
-
-
-def _keep(connection: socket.socket) -> None:
-    """Let the connection stay open in silence, and end when the other machine is lost."""
-    connection.settimeout(None)
-    for option, value, level in _KEEPALIVE:
-        connection.setsockopt(level, option, value)

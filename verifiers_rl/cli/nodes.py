@@ -5,6 +5,7 @@ one is RANK, meet at MASTER_ADDR:MASTER_PORT. Node 0 listens there, and the othe
 prove to each other that they know the run's token, say where their servers are, and stay connected
 until the run ends. So every node learns where all servers are, whether another node is lost, and
 when the run is over. The trainer's ranks meet at MASTER_PORT + 1, through torch's elastic launch.
+Rollout workers on other nodes connect to the trainer at MASTER_PORT + 2.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Node:
         host, port: of node 0, where all meet.
         num_trainers: so many nodes train, the first ones.
         num_servers: so many nodes run servers, the last ones.
+        num_envs: so many nodes run rollout workers, the first ones that do not train.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class Node:
     port: int
     num_trainers: int
     num_servers: int
+    num_envs: int = 0
 
     @property
     def trains(self) -> bool:
@@ -54,6 +57,14 @@ class Node:
 
     def does_serve(self, rank: int) -> bool:
         return rank >= self.num_nodes - self.num_servers
+
+    def does_roll_out(self, rank: int) -> bool:
+        return 0 <= rank - self.num_trainers < self.num_envs
+
+    @property
+    def workers_port(self) -> int:
+        """Of node 0, where rollout workers of other nodes connect to the trainer."""
+        return self.port + 2
 
 
 def take_variables(environment: Any = os.environ) -> tuple[int, int, str, int] | None:
@@ -78,7 +89,7 @@ def take_variables(environment: Any = os.environ) -> tuple[int, int, str, int] |
         )
     size = _number(environment, "WORLD_SIZE", 1, None)
     rank = _number(environment, "RANK", 0, size - 1)
-    port = _number(environment, "MASTER_PORT", 1, 65534)  # the ranks take the next one
+    port = _number(environment, "MASTER_PORT", 1, 65533)  # the next two are taken too
     host = environment["MASTER_ADDR"]
     for name in VARIABLES:
         del environment[name]
@@ -106,6 +117,7 @@ def node_of(config: RunConfig, variables: tuple[int, int, str, int] | None) -> N
     table = config.cluster
     if variables is None:
         counts = {"trainer_nodes": table.trainer_nodes, "inference_nodes": table.inference_nodes}
+        counts |= {"env_nodes": table.env_nodes}
         for name, count in counts.items():
             if not table.engine and count is not None:
                 raise TomlError(
@@ -120,7 +132,8 @@ def node_of(config: RunConfig, variables: tuple[int, int, str, int] | None) -> N
             f"its place, and {', '.join(VARIABLES)} are set too; unset them, or remove engine"
         )
     run_already = bool(config.trainer_args.get("vllm_servers"))
-    num_trainers = size if table.trainer_nodes is None else table.trainer_nodes
+    num_envs = table.env_nodes or 0
+    num_trainers = size - num_envs if table.trainer_nodes is None else table.trainer_nodes
     num_servers = size if table.inference_nodes is None else table.inference_nodes
     num_servers = 0 if run_already else num_servers
     for name, count in (("trainer_nodes", num_trainers), ("inference_nodes", num_servers)):
@@ -129,10 +142,17 @@ def node_of(config: RunConfig, variables: tuple[int, int, str, int] | None) -> N
                 f"{config.place('cluster', name)} {name}={count} is more than the {size} machines "
                 "(WORLD_SIZE)"
             )
-    if num_trainers + num_servers < size:
+    if num_trainers < 1 or num_trainers + num_envs > size:
         raise TomlError(
-            f"{config.source('cluster')}: [cluster] trainer_nodes={num_trainers} and "
-            f"inference_nodes={num_servers} leave machines without work: WORLD_SIZE is {size}"
+            f"{config.place('cluster', 'env_nodes')} env_nodes={num_envs} needs as many machines "
+            f"that do not train, of {size} (WORLD_SIZE); lower it, or set trainer_nodes (it is "
+            f"{max(num_trainers, 0)}) to at most {max(size - num_envs, 1)}"
+        )
+    if num_trainers + num_envs + num_servers < size:
+        raise TomlError(
+            f"{config.source('cluster')}: [cluster] trainer_nodes={num_trainers}, "
+            f"env_nodes={num_envs} and inference_nodes={num_servers} leave machines without work: "
+            f"WORLD_SIZE is {size}"
         )
     if "vllm_server_host" in config.trainer_args:
         raise TomlError(
@@ -144,7 +164,7 @@ def node_of(config: RunConfig, variables: tuple[int, int, str, int] | None) -> N
             f"{TOKEN_VARIABLE} is not set, and WORLD_SIZE={size}: all nodes need one token. Set it "
             "to the same value on each, such as what `openssl rand -hex 24` prints once"
         )
-    return Node(rank, size, host, port, num_trainers, num_servers)
+    return Node(rank, size, host, port, num_trainers, num_servers, num_envs)
 
 
 def fit_to_node(config: RunConfig, node: Node) -> None:

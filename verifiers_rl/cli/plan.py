@@ -19,6 +19,7 @@ from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.nodes import Node, interface_of, own_address
 from verifiers_rl.cli.servers import SERVERS_VARIABLE, cores_of_replicas
+from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
@@ -326,6 +327,8 @@ def trainer_env(
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
     if len(servers) > 1 or (servers and node is not None):
         env[SERVERS_VARIABLE] = " ".join(servers)
+    if node is not None and node.rank == 0 and node.num_envs:
+        env[WORKERS_VARIABLE] = f"{node.host}:{node.workers_port}"
     if node is not None and node.num_trainers > 1:
         if not config.trainer_gpus:
             env["ACCELERATE_USE_CPU"] = "true"
@@ -334,6 +337,12 @@ def trainer_env(
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             env["GLOO_SOCKET_IFNAME"] = interface
     return env
+
+
+def workers_command(config: RunConfig, node: Node) -> list[str]:
+    """Return the command that keeps rollout workers on a node that does not train."""
+    where = f"{node.host}:{node.workers_port}"
+    return [sys.executable, "-m", "verifiers_rl.cli.env_workers", where, *config.words]
 
 
 def smallest_lora_rank(rank: int) -> int:

@@ -6,7 +6,8 @@ machines; who meets whom, and how a run ends, is the same as without Ray.
 
     this process ──► Ray ──► actor of node 0 ──► vf-rl ──► the trainer's first ranks
                         ├──► actor of node 1 ──► vf-rl ──► further ranks       (packed together)
-                        └──► actor of node 2 ──► vf-rl ──► vf-vllm             (spread)
+                        ├──► actor of node 2 ──► vf-rl ──► rollout workers     (spread)
+                        └──► actor of node 3 ──► vf-rl ──► vf-vllm             (spread)
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from verifiers_rl.cli.children import STOP_GRACE_S
 from verifiers_rl.cli.config import RunConfig, TomlError, folder_words
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.nodes import COMMAND_VARIABLE
@@ -134,57 +136,69 @@ class RayRun:
                     f"{place} has vllm_servers, which run already, and {TOKEN_VARIABLE} is not "
                     "set; set it to their token"
                 )
-        self.size = self.num_trainers + self.num_servers
+        self.num_envs = table.env_nodes or 0
+        self.size = self.num_trainers + self.num_envs + self.num_servers
         self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
         self._actors: dict[int, Any] = {}
         self._groups: list[Any] = []
+        # For each node, by its rank: its group, its place in the group, and its CPUs and GPUs.
+        self._places: list[tuple[Any, int, dict[str, int]]] = []
+        self._start_s: float = config.option("vllm_server_timeout")
         self._master = ("", 0)
         self._events: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
         self._restarts = dict.fromkeys(range(self.size), 0)
         self._stopped: int | None = None
 
     def place(self, timeout_s: float) -> None:
-        """Reserve the GPUs of all nodes: trainers together, servers spread.
+        """Reserve CPUs and GPUs of all nodes: trainers together, the others spread.
 
         Raises:
             TomlError: the cluster has no place for them.
         """
         config, ray = self._config, self._ray
-        for count, gpus, strategy, name in (
-            (self.num_trainers, config.trainer_gpus, "PACK", "trainer"),
-            (self.num_servers, config.inference_gpus, "SPREAD", "inference"),
+        num_workers = str(config.option("env_workers"))
+        cpus_of_envs = int(num_workers) if num_workers.isdigit() else 1
+        for count, cpus, gpus, strategy, name in (  # in the order of their ranks
+            (self.num_trainers, 1, config.trainer_gpus, "PACK", "trainer"),
+            (self.num_envs, cpus_of_envs, 0, "SPREAD", "cluster"),
+            (self.num_servers, 1, config.inference_gpus, "SPREAD", "inference"),
         ):
             if not count:
                 continue
-            bundles = [{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * count
-            group = ray.util.placement_group(bundles, strategy=strategy)
+            bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+            group = ray.util.placement_group([bundle] * count, strategy=strategy)
             self._groups.append(group)
+            self._places += [(group, index, bundle) for index in range(count)]
             deadline = time.monotonic() + timeout_s
             with WaitingLine(partial("{} places for {}".format, count, name)) as line:
                 while not group.wait(1.0):
                     line.show()
                     if time.monotonic() > deadline:
                         free = ray.available_resources()
+                        key = "env_nodes" if name == "cluster" else "gpus"
+                        value = count if name == "cluster" else gpus
                         raise TomlError(
-                            f"{config.source(name, 'gpus')}: {name}.gpus={gpus} for each of "
-                            f"{count} nodes: Ray found no place in {timeout_s:g} s "
-                            f"(vllm_server_timeout); free are {free.get('GPU', 0):g} GPUs and "
-                            f"{free.get('CPU', 0):g} CPUs, and each node needs 1 CPU too"
+                            f"{config.source(name, key)}: {name}.{key}={value}: each of {count} "
+                            f"nodes needs {gpus} GPUs and {cpus} CPUs, and Ray found no place in "
+                            f"{timeout_s:g} s (vllm_server_timeout); free are "
+                            f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
                         )
 
     def start_node(self, rank: int) -> None:
-        """Start a node in its place; its output and its end become events."""
-        ray, trains = self._ray, rank < self.num_trainers
-        gpus = self._config.trainer_gpus if trains else self._config.inference_gpus
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._groups[0 if trains else 1], rank if trains else rank - self.num_trainers
-        )
+        """Start a node in its place; its output and its end become events.
+
+        Raises:
+            TomlError: Ray's process there does not answer.
+        """
+        ray, (group, index, bundle) = self._ray, self._places[rank]
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
+        gpus = bundle.get("GPU", 0)
         actor = ray.remote(NodeActor).options(
-            num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=4,
+            num_cpus=bundle["CPU"], num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=4,
             name=f"vf-rl-{os.getpid()}-{secrets.token_hex(2)}-{rank}",
         ).remote()  # fmt: skip
         self._actors[rank] = actor
-        address, port = ray.get(actor.find_place.remote(max(gpus, 2)))
+        address, port = self._get(rank, actor.find_place.remote(max(gpus, 3)))
         if rank == 0:
             self._master = (address, port)
         print(f"vf-rl: node {rank} of {self.size} is on {address}", flush=True)
@@ -192,14 +206,35 @@ class RayRun:
         words = [*PROGRAM, *self._words]
         if self.size > 1:
             words += [f"--cluster.trainer_nodes={self.num_trainers}"]
+            if self.num_envs:
+                words += [f"--cluster.env_nodes={self.num_envs}"]
             if self.num_servers:
                 words += [f"--cluster.inference_nodes={self.num_servers}"]
-                words += [f"--trainer.args.vllm_server_port={port}"] * (not trains)
+                serves = rank >= self.size - self.num_servers
+                words += [f"--trainer.args.vllm_server_port={port}"] * serves
             host, master_port = self._master
             variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(master_port)}
             variables |= {"WORLD_SIZE": str(self.size), "RANK": str(rank)}
-        ray.get(actor.start.remote(words, variables))
+        self._get(rank, actor.start.remote(words, variables))
         threading.Thread(target=self._follow, args=(rank, actor), daemon=True).start()
+
+    def _get(self, rank: int, call: Any) -> Any:
+        try:
+            return self._ray.get(call, timeout=self._start_s)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise TomlError(
+                f"node {rank} of {self.size} has a place on {self._machine_of(rank)}, but Ray "
+                f"started no process there within {self._start_s:g} s (vllm_server_timeout); see "
+                "Ray's logs on that machine (/tmp/ray/session_latest/logs), and whether a firewall "
+                "lets its ports pass; `ray stop` there leaves it out of the next run"
+            ) from error
+
+    def _machine_of(self, rank: int) -> str:
+        """Return the address of the machine where Ray has reserved a node's place."""
+        group, index, _ = self._places[rank]
+        node_id = self._ray.util.placement_group_table(group)["bundles_to_node_id"].get(index)
+        addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in self._ray.nodes()}
+        return addresses.get(node_id, f"a machine that is gone ({node_id})")
 
     def _follow(self, rank: int, actor: Any) -> None:
         """Print what a node prints, until its end or until its machine is lost."""
@@ -229,8 +264,8 @@ class RayRun:
             except queue.Empty:
                 continue
             is_over = deadline < float("inf") or self._stopped is not None
-            is_server = rank >= self.num_trainers
-            if ended is None and is_server and not is_over and self._restart(rank):
+            may_move = rank >= self.num_trainers
+            if ended is None and may_move and not is_over and self._restart(rank):
                 continue
             running.discard(rank)
             if ended is None and rank < self.num_trainers and not is_over:
@@ -243,12 +278,15 @@ class RayRun:
                 # The others end by themselves, because they have lost it or are told.
                 deadline = time.monotonic() + SAVE_GRACE_S + 60.0
             if rank < self.num_trainers:
+                if not any(one < self.num_trainers for one in running):
+                    # One that is placed again just now finds no run, and would wait for it.
+                    deadline = min(deadline, time.monotonic() + 2 * STOP_GRACE_S)
                 failed = 1 if ended is None else (128 - ended if ended < 0 else ended)
                 status = failed if rank == 0 else status or failed
         return status if self._stopped is None else 128 + self._stopped
 
     def _restart(self, rank: int) -> bool:
-        """Start a node with servers alone, whose machine is lost, where Ray finds a place."""
+        """Start a node without ranks, whose machine is lost, where Ray finds a place."""
         self._restarts[rank] += 1
         if self._restarts[rank] > MAX_RESTARTS:
             print(f"vf-rl: node {rank} is lost again, and is not placed again", file=sys.stderr)
@@ -260,7 +298,7 @@ class RayRun:
             try:
                 self._ray.kill(old)
                 self.start_node(rank)
-            except self._ray.exceptions.RayError as error:
+            except (self._ray.exceptions.RayError, TomlError) as error:
                 print(f"vf-rl: node {rank}: {error}", file=sys.stderr)
                 self._events.put((rank, None))
 

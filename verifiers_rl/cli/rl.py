@@ -42,9 +42,15 @@ from verifiers_rl.cli.plan import (
     split_gpus,
     trainer_command,
     trainer_env,
+    workers_command,
 )
 from verifiers_rl.cli.resolved import dry_run
-from verifiers_rl.cli.servers import SupervisedServer, log_of
+from verifiers_rl.cli.servers import (
+    SERVERS_VARIABLE,
+    SupervisedServer,
+    SupervisedWorkers,
+    log_of,
+)
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
@@ -213,7 +219,7 @@ def supervise(
     clients = [InferenceClient(host, port, timeout_s) for host, port in addresses]
     named = [client.base_url.removeprefix("http://") for client in clients]
     servers: list[SupervisedServer] = []
-    trainer = meeting = None
+    trainer = meeting = workers = None
     status, grace_s = 1, SAVE_GRACE_S
 
     def start_server(number: int) -> SupervisedServer:
@@ -236,6 +242,9 @@ def supervise(
             where = f"{client.host}:{client.port}"
             print(f"vf-rl: starting the server on {where}, up to {timeout_s:g} s", flush=True)
             servers.append(start_server(len(servers)))
+        if node is not None and node.does_roll_out(node.rank):
+            env = {"CUDA_VISIBLE_DEVICES": "", SERVERS_VARIABLE: " ".join(named)}
+            workers = SupervisedWorkers(workers_command(config, node), env)
         if node is None or node.trains:
             command = trainer_command(config, options, *([node] if node else []))
             inherit = options.server_log is not None
@@ -244,6 +253,8 @@ def supervise(
         while trainer is None or not ended_within(trainer, POLL_S):
             for server in servers:
                 server.look(config)
+            if workers is not None:
+                workers.look()
             if meeting is not None and (end := meeting.look(0.0 if trainer else POLL_S)):
                 status, grace_s = end.status, end.grace_s
                 if trainer is not None and status == 0:
@@ -273,7 +284,8 @@ def supervise(
         status = 1
         if isinstance(error, NodeError) and error.is_lost:
             grace_s = STOP_GRACE_S  # without its ranks, the trainer cannot save
-        did_not_start = isinstance(error, InferenceServerError)  # nor would it elsewhere
+        # Then it would not elsewhere either.
+        did_not_start = isinstance(error, InferenceServerError) or error.does_not_start
         if did_not_start and isinstance(meeting, GuestMeeting) and not meeting.is_late:
             meeting.tell({"error": str(error)})
         return status
@@ -287,6 +299,8 @@ def supervise(
         return status
     finally:
         children = [server.child for server in servers]
+        if workers is not None:
+            children.append(workers.child)
         if trainer is not None:
             children.insert(0, trainer)
 
@@ -304,6 +318,8 @@ def supervise(
             server.child.mute()  # its last output is of no interest; a log file still gets it
         if trainer is not None:
             trainer.stop(grace_s)
+        if workers is not None:
+            workers.child.stop()
         if isinstance(meeting, HostMeeting):
             meeting.end(status, grace_s)  # not before: the trainer may need the others' servers
         for server in servers:

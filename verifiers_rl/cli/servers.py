@@ -1,4 +1,4 @@
-"""The servers that `vf-rl` starts, one or several, and starts again when they die."""
+"""What `vf-rl` starts again when it dies: servers, one or several, and a node's rollout workers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verifiers_rl.cli.children import Child, answers, ended_early
 from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.node_meeting import NodeError
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.inference.port import RESERVED_VARIABLE
 
@@ -82,6 +83,42 @@ class SupervisedServer:
         # A new line: the trainer's progress bar may be in the middle of one.
         print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
         self._start_at = time.monotonic() + delay_s
+
+
+class SupervisedWorkers:
+    """The process that keeps the rollout workers of a node that does not train.
+
+    Args:
+        command: see `plan.workers_command`.
+        env: what its environment has besides ours.
+    """
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self._command, self._env = command, env
+        self._num_deaths = 0
+        self.child = self._start()
+
+    def _start(self) -> Child:
+        return Child("env", self._command, self._env, None, inherit=False)
+
+    def look(self) -> None:
+        """Start it again if a signal has ended it.
+
+        Raises:
+            NodeError: it has ended by itself, or too often.
+        """
+        if self.child.process.poll() is None:
+            return
+        self.child.stop()
+        status = self.child.process.returncode
+        self._num_deaths += 1
+        if status >= 0 or self._num_deaths > MAX_RESTARTS:
+            raise NodeError(
+                f"the rollout workers of this node ended with status {status}; see their output",
+                does_not_start=True,
+            )
+        print(f"\nvf-rl: a signal ({-status}) ended the rollout workers; starting them again")
+        self.child = self._start()
 
 
 def servers_of_vf_rl() -> list[str] | None:

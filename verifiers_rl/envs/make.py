@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from verifiers_rl.envs.base import (
 )
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
+from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.types import EnvRunner, missing_members
 
 logger = logging.getLogger(__name__)
@@ -160,12 +162,29 @@ def _in_workers(
         return runner
 
 
+def make_pool(args: Any, address: tuple[str, int] | None = None) -> WorkerPool:
+    """Return the worker processes that these options ask for.
+
+    Args:
+        address: where workers of other machines connect.
+    """
+    return WorkerPool(
+        count_workers(args.env_workers), args.max_concurrent, args.generation_timeout, address
+    )
+
+
+def _address_for_workers() -> tuple[str, int] | None:
+    host, _, port = os.environ.get(WORKERS_VARIABLE, "").rpartition(":")
+    return (host.strip("[]"), int(port)) if host else None
+
+
 def make_runner(
     env: Any,
     base_url: str,
     tokenizer: Any,
     args: Any,
     report: Callable[[str], None] = print,
+    pool: WorkerPool | None = None,
 ) -> EnvRunner:
     """Return the runner of one environment, or of a list of `WeightedEnv` that are mixed. Report
     who plays where.
@@ -177,6 +196,7 @@ def make_runner(
         tokenizer: the model's.
         args: the `RLConfig`.
         report: called with the description of each environment that has one.
+        pool: takes up the environments; None: a new one, as `args` say.
 
     Raises:
         InvalidEnvironmentError: an environment cannot be used for training, or its sampling_args
@@ -204,7 +224,7 @@ def make_runner(
             else "",
         )
     num_workers = count_workers(args.env_workers)
-    pool = WorkerPool(num_workers, args.max_concurrent, args.generation_timeout)
+    pool = pool or make_pool(args, _address_for_workers())
     parts: list[EnvRunner] = []
     for one, sampled in zip(mixed, sampling, strict=True):
         options = RunnerOptions(

@@ -31,12 +31,12 @@ from verifiers_rl.types import Slots
 
 
 def main(descriptor: int, stack: int, parent: int) -> None:
-    """Run until the orchestrator's process closes the connection.
+    """Run until the orchestrator's process closes the connection. What to run is read from stdin.
 
     Args:
         descriptor: of our end of the connection.
         stack: descriptor of a file for the stack of a blocked event loop.
-        parent: id of the orchestrator's process.
+        parent: id of the process that started us.
     """
     parent_of_worker.is_rollout_worker = True
     parent_of_worker.die_with_parent(parent)  # works even if the environment blocks the event loop
@@ -44,7 +44,7 @@ def main(descriptor: int, stack: int, parent: int) -> None:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     connection = socket.socket(fileno=descriptor)
-    with connection.makefile("rb") as stream:  # no more is sent before our answer
+    with open(0, "rb", closefd=False) as stream:  # a file from the process that started us
         setup = json.loads(_read(stream))
         recipes = pickle.loads(_read(stream))
     runners: list[ExampleRunner] = []
@@ -201,7 +201,7 @@ async def _serve(
                 running[number] = asyncio.create_task(run(number, request))
             elif number in running:
                 running[number].cancel()
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (EOFError, OSError):
         pass  # the trainer has closed its end, or is gone
     is_alive.cancel()
     tasks = list(running.values())

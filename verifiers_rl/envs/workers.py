@@ -8,8 +8,12 @@ orchestrator's work for each token take no time from the trainer.
 A worker makes each environment again from its recipe (`base.EnvRecipe`): one of verifiers.v1 from
 its configuration, a classic one from its id and arguments. If parts of it are defined in the script
 that runs, the worker imports the script, as multiprocessing's "spawn" does. The recipe is pickled,
-and goes through a socket pair that no other process can reach. All later messages are JSON and
-arrays (messages.py).
+and goes through a file without a name, which no other process can reach. All other messages are
+JSON and arrays (messages.py).
+
+Workers may also run on other machines. A process there (worker_host.py) makes the recipes itself,
+from the run's configuration, and starts the same worker program. Its worker gets a connection to
+the trainer, on which both sides have proven that they know the run's token.
 
 We do not use the environment server of `verifiers`: its workers talk to the model through stock
 clients, which lose policy versions and empty replies, and a worker that dies is not started again.
@@ -40,6 +44,8 @@ from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError, PortableEnvironment
 from verifiers_rl.envs.messages import EnvWorkerError, frame, receive, unpack_group
 from verifiers_rl.envs.routed import GroupLeases
+from verifiers_rl.inference import TOKEN_VARIABLE
+from verifiers_rl.process.connections import Door, keep
 from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -75,9 +81,16 @@ class WorkerPool:
         max_concurrent: limit of rollouts in flight in one worker.
         timeout_s: seconds that a rollout may take. A worker that says nothing for so long (and not
             for less than `BLOCKED_S`) is ended.
+        address: host and port where workers of other machines connect; None: there are none.
     """
 
-    def __init__(self, num_workers: int, max_concurrent: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        max_concurrent: int,
+        timeout_s: float,
+        address: tuple[str, int] | None = None,
+    ) -> None:
         self.workers: list[_Worker] = []
         self._num_workers = num_workers
         self._max_concurrent = max_concurrent
@@ -86,6 +99,9 @@ class WorkerPool:
         self._needs_script = False
         self._num_open = 0  # environments that are open
         self._opening: asyncio.Task[None] | None = None
+        self._address = address
+        self._door: Door | None = None
+        self._greetings: set[asyncio.Task[None]] = set()
 
     def add(self, env: PortableEnvironment) -> int:
         """Take up an environment; return its number.
@@ -119,18 +135,93 @@ class WorkerPool:
         await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
-        setup = [json.dumps(self._preparation()).encode(), pickle.dumps(self._recipes)]
-        load_s = max(self._timeout_s, LOAD_S)
-        names = ", ".join(name for name, _ in self._recipes)
-        self.workers = [
-            _Worker(names, setup, load_s, max(self._timeout_s, BLOCKED_S))
+        local = [
+            _LocalWorker(self.names, self.setup(), self._load_s, self._silent_s)
             for _ in range(self._num_workers)
         ]
-        starts = [worker.open() for worker in self.workers]
-        for problem in await asyncio.gather(*starts, return_exceptions=True):
+        self.workers = [*local]
+        problems = await asyncio.gather(*(one.open() for one in local), return_exceptions=True)
+        try:
+            if self._address is not None:
+                self._door = self._open_door(*self._address)
+        except InvalidEnvironmentError as error:
+            problems.append(error)
+        for problem in problems:
             if problem is not None:
                 await self._close()
                 raise problem
+
+    @property
+    def names(self) -> str:
+        """Of the environments, for messages."""
+        return ", ".join(name for name, _ in self._recipes)
+
+    @property
+    def _load_s(self) -> float:
+        return max(self._timeout_s, LOAD_S)
+
+    @property
+    def _silent_s(self) -> float:
+        return max(self._timeout_s, BLOCKED_S)
+
+    def setup(self) -> bytes:
+        """Return what a worker reads first: its preparation, and the recipes."""
+        parts = [json.dumps(self._preparation()).encode(), pickle.dumps(self._recipes)]
+        return b"".join(len(data).to_bytes(8, "little") + data for data in parts)
+
+    def _open_door(self, host: str, port: int) -> Door:
+        """Let workers of other machines in.
+
+        Raises:
+            InvalidEnvironmentError: nobody can listen there.
+        """
+        loop, token = asyncio.get_running_loop(), os.environ.get(TOKEN_VARIABLE)
+        if not token:
+            raise InvalidEnvironmentError(
+                f"rollout workers of other machines need the run's token: set {TOKEN_VARIABLE} to "
+                "the same value on all"
+            )
+
+        def greet(number: int, connection: socket.socket) -> None:
+            try:
+                loop.call_soon_threadsafe(take, number, connection)
+            except RuntimeError:
+                connection.close()  # the loop is closed
+
+        def take(number: int, connection: socket.socket) -> None:
+            if self._door is None:
+                connection.close()  # too late
+                return
+            task = asyncio.create_task(self._add_remote(number, connection))
+            self._greetings.add(task)
+            task.add_done_callback(self._greetings.discard)
+
+        try:
+            return Door(host, port, secret_of_workers(token), greet)
+        except OSError as error:
+            raise InvalidEnvironmentError(
+                f"rollout workers of other machines cannot connect to {host}:{port}: "
+                f"{error.strerror}; let MASTER_PORT + 2 be free on machine 0"
+            ) from error
+
+    async def _add_remote(self, number: int, connection: socket.socket) -> None:
+        """Use a worker of another machine, once it has made the environments."""
+        try:
+            keep(connection)
+            name = f"worker {number} on {connection.getpeername()[0]}"
+        except OSError:
+            connection.close()  # it has left already
+            return
+        worker = _RemoteWorker(name, self.names, self._silent_s, self.workers.remove)
+        try:
+            if problem := await worker.open(connection, self._load_s):
+                logger.warning("environment %r: %s is not used: %s", self.names, name, problem)
+                return
+            self.workers.append(worker)
+            print(f"\nrollout {name} has joined, one of {len(self.workers)}", flush=True)
+            await worker.until_lost()
+        finally:
+            await worker.close()
 
     def _preparation(self) -> dict[str, Any]:
         """Return what a worker sets before it unpickles the recipes."""
@@ -153,6 +244,12 @@ class WorkerPool:
 
     async def _close(self) -> None:
         self._opening = None
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
+        for task in self._greetings:
+            task.cancel()
+        await asyncio.gather(*self._greetings, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
     async def run_group(
@@ -283,13 +380,12 @@ def is_guarded(source: str) -> bool:
 
 
 class _Worker:
-    """This side of one worker process. A process that ends is started again.
+    """This side of one worker: the groups that it runs, over a connection.
 
     Args:
+        name: what messages call it.
         names: of its environments, for messages.
-        setup: the first messages to the process: its preparation, the recipes.
-        load_s: deadline of its start, seconds.
-        silent_s: a process that has said nothing for so long is ended.
+        silent_s: a worker that has said nothing for so long is ended.
 
     Attributes:
         num_groups: groups that it was given and has not returned.
@@ -297,18 +393,15 @@ class _Worker:
         is_silent: it was reported as blocked, and has said nothing since.
     """
 
-    def __init__(self, names: str, setup: list[bytes], load_s: float, silent_s: float) -> None:
+    def __init__(self, name: str, names: str, silent_s: float) -> None:
+        self.name = name
         self.names = names
         self.num_groups = 0
         self.num_deaths = 0
         self.is_silent = False
-        self._setup = setup
-        self._load_s = load_s
         self._silent_s = silent_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._reader = asyncio.StreamReader()
         self._writer: asyncio.StreamWriter | None = None
-        self._stack: BinaryIO | None = None  # what the process writes when its loop is blocked
-        self._starting: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []  # one reads, one watches
         self._heard = asyncio.Event()
         self._replies: dict[int, tuple[asyncio.Future[list[Rollout]], Callable[..., None]]] = {}
@@ -317,52 +410,24 @@ class _Worker:
     @property
     def answers(self) -> bool:
         """Whether it is started, and not reported as blocked."""
-        is_started = self._starting is not None and self._starting.done()
-        return is_started and not self.is_silent
+        return not self.is_silent
 
-    async def open(self) -> None:
-        self._starting = asyncio.create_task(self._start())
-        await self._starting
-
-    async def _start(self) -> None:
-        """Start the process, and wait until it has made the environments.
+    async def _hear_problem(self, load_s: float) -> str | None:
+        """Return why the worker could not make the environments, or None if it has.
 
         Raises:
-            InvalidEnvironmentError: it could not make one, or not within the deadline.
+            EOFError: it ended before it said so.
+            OSError: the connection broke.
+            TimeoutError: it did not say so within `load_s`.
         """
-        ours, theirs = socket.socketpair()
-        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
-        with theirs:
-            descriptors = [theirs.fileno(), self._stack.fileno()]
-            setup = [*map(str, descriptors), str(os.getpid()), json.dumps(sys.path)]
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", MAIN, *setup],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # so that processes that it leaves behind can be ended
-            )
-        try:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            _feed_eof_when_ended(self._process, reader)
-            for data in self._setup:
-                self._writer.write(len(data).to_bytes(8, "little") + data)
-            problem = (await asyncio.wait_for(receive(reader), self._load_s))[0]["problem"]
-        except (asyncio.IncompleteReadError, ConnectionError):
-            problem = await self._how_it_ended()
-        except TimeoutError:
-            self._process.kill()
-            problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
-        except BaseException:
-            await self._end()
-            raise
-        if problem is not None:
-            await self._end()
-            raise InvalidEnvironmentError(f"environment {self.names!r}, in a worker: {problem}")
+        return (await asyncio.wait_for(receive(self._reader), load_s))[0]["problem"]
+
+    def _begin(self) -> None:
         self.is_silent = False
-        self._tasks = [
-            asyncio.create_task(self._read(reader)),
-            asyncio.create_task(self._watch(self._process)),
-        ]
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    async def _wait_for_start(self) -> None:
+        """Wait until the worker can run groups."""
 
     async def run_group(
         self, request: dict[str, Any], on_rollout_end: Callable[..., None]
@@ -370,15 +435,14 @@ class _Worker:
         """Run one group.
 
         Raises:
-            WorkerLostError: the process has ended.
-            EnvWorkerError: the process could not run the group.
+            WorkerLostError: the worker has ended.
+            EnvWorkerError: the worker could not run the group.
             InvalidEnvironmentError: a new process could not make the environments.
         """
         self.num_groups += 1
         number = next(self._numbers)
         try:
-            assert self._starting is not None, "the pool is not open"
-            await asyncio.shield(self._starting)
+            await self._wait_for_start()
             reply = asyncio.get_running_loop().create_future()
             self._replies[number] = reply, on_rollout_end
             if isinstance(on_rollout_end, GroupLeases):
@@ -401,10 +465,10 @@ class _Worker:
         if self._writer is not None:
             self._writer.writelines(frame(message))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self) -> None:
         try:
             while True:
-                message, arrays = await receive(reader)
+                message, arrays = await receive(self._reader)
                 self._heard.set()
                 self.is_silent = False
                 waiting = self._replies.get(message.get("group", -1))
@@ -422,36 +486,18 @@ class _Worker:
                     on_rollout_end(message["server"])
                 else:
                     on_rollout_end()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            problem = await self._how_it_ended()
+        except (EOFError, OSError) as error:
+            problem = await self._how_it_ended(error)
         except (ValueError, KeyError, TypeError) as error:
             problem = f"unreadable reply: {describe_error(error)}"
-        self.num_deaths += 1
         lost, self._replies = self._replies, {}
-        logger.warning(
-            "environment %r: %s; another one is started, and its %d groups begin again",
-            self.names,
-            problem,
-            len(lost),
-        )
-        await self._end()
-        self._starting = asyncio.create_task(self._start_again(problem))
-        # Whoever runs the next group gets its error.
-        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._lose(problem, len(lost))
         for reply, _ in lost.values():
             if not reply.done():
                 reply.set_exception(WorkerLostError(problem))
 
-    async def _start_again(self, problem: str) -> None:
-        if self.num_deaths == MAX_DEATHS:
-            raise InvalidEnvironmentError(
-                f"environment {self.names!r}: a worker died {MAX_DEATHS} times and returned no "
-                f"group in between; at last {problem}"
-            )
-        await self._start()
-
-    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Report the process if it says nothing for `BLOCKED_S`, and end it after `silent_s`."""
+    async def _watch(self) -> None:
+        """Report the worker if it says nothing for `BLOCKED_S`, and end it after `silent_s`."""
         num_timeouts = 0
         while num_timeouts * BLOCKED_S < self._silent_s:
             self._heard.clear()
@@ -468,27 +514,134 @@ class _Worker:
             if not self.is_silent:
                 self.is_silent = True
                 logger.warning(
-                    "environment %r: worker %d has not answered for %g s; other workers get its "
+                    "environment %r: %s has not answered for %g s; other workers get its "
                     "new groups. %s",
                     self.names,
-                    process.pid,
+                    self.name,
                     BLOCKED_S,
-                    self._read_stack() or "It says nothing of where it is: is it stopped?",
+                    self._where_it_is() or "It says nothing of where it is: is it stopped?",
                 )
-        logger.warning("environment %r: worker %d is ended", self.names, process.pid)
-        process.kill()
+        logger.warning("environment %r: %s is ended", self.names, self.name)
+        self._kill()
 
-    def _read_stack(self) -> str:
-        """Return where the environment's code blocked the event loop, as the process wrote it."""
+    def _stop_tasks(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _where_it_is(self) -> str:
+        """Return where the environment's code blocked the event loop, if that is known."""
+        return ""
+
+    def _kill(self) -> None:
+        """End the worker, which says nothing. Its connection ends then."""
+        raise NotImplementedError
+
+    async def _how_it_ended(self, error: Exception) -> str:
+        raise NotImplementedError
+
+    def _lose(self, problem: str, num_groups: int) -> None:
+        """The worker is lost, with so many groups. Called before they begin again elsewhere."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
+class _LocalWorker(_Worker):
+    """A worker of this process. A process that ends is started again.
+
+    Args:
+        setup: what the process reads first.
+        load_s: deadline of its start, seconds.
+    """
+
+    def __init__(self, names: str, setup: bytes, load_s: float, silent_s: float) -> None:
+        super().__init__("a worker", names, silent_s)
+        self._setup = setup
+        self._load_s = load_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stack: BinaryIO | None = None  # what the process writes when its loop is blocked
+        self._starting: asyncio.Task[None] | None = None
+
+    @property
+    def answers(self) -> bool:
+        is_started = self._starting is not None and self._starting.done()
+        return is_started and not self.is_silent
+
+    async def open(self) -> None:
+        self._starting = asyncio.create_task(self._start())
+        await self._starting
+
+    async def _wait_for_start(self) -> None:
+        assert self._starting is not None, "the pool is not open"
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        """Start the process, and wait until it has made the environments.
+
+        Raises:
+            InvalidEnvironmentError: it could not make one, or not within the deadline.
+        """
+        ours, theirs = socket.socketpair()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
+        with theirs:
+            process = start_worker(theirs.fileno(), self._stack.fileno(), self._setup)
+        self._process, self.name = process, f"worker {process.pid}"
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            _feed_eof_when_ended(process, self._reader)
+            problem = await self._hear_problem(self._load_s)
+        except TimeoutError:
+            process.kill()
+            problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
+        except (EOFError, OSError) as error:
+            problem = await self._how_it_ended(error)
+        except BaseException:
+            await self._end()
+            raise
+        if problem is not None:
+            await self._end()
+            raise InvalidEnvironmentError(f"environment {self.names!r}, in a worker: {problem}")
+        self._begin()
+
+    def _lose(self, problem: str, num_groups: int) -> None:
+        self.num_deaths += 1
+        logger.warning(
+            "environment %r: %s; another one is started, and its %d groups begin again",
+            self.names,
+            problem,
+            num_groups,
+        )
+        # From here on, new groups wait for the new process.
+        self._starting = asyncio.create_task(self._start_again(problem))
+        # Whoever runs the next group gets its error.
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _start_again(self, problem: str) -> None:
+        await self._end()
+        if self.num_deaths == MAX_DEATHS:
+            raise InvalidEnvironmentError(
+                f"environment {self.names!r}: a worker died {MAX_DEATHS} times and returned no "
+                f"group in between; at last {problem}"
+            )
+        await self._start()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _where_it_is(self) -> str:
         assert self._stack is not None
         size = os.fstat(self._stack.fileno()).st_size
         text = os.pread(self._stack.fileno(), size, 0).decode(errors="replace")
         last = text.rpartition("Timeout")[2].partition("\n")[2]
         return f"Its event loop is blocked here:\n{last}" if last else ""
 
-    async def _how_it_ended(self) -> str:
+    async def _how_it_ended(self, error: Exception) -> str:
         assert self._process is not None
-        status = await asyncio.to_thread(_end, self._process)
+        status = await asyncio.to_thread(end_worker, self._process)
         return f"the worker process {self._process.pid} ended with status {status}"
 
     async def close(self) -> None:
@@ -498,10 +651,7 @@ class _Worker:
 
     async def _end(self) -> None:
         """End the process, and what it has left behind."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+        self._stop_tasks()
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -509,11 +659,95 @@ class _Worker:
         if process is not None:
             if self.is_silent:
                 process.kill()  # it would not notice that the connection is closed
-            await asyncio.to_thread(_end, process)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            try:
+                await asyncio.to_thread(end_worker, process)
+            finally:
+                kill_group(process)
         if self._stack is not None:
             self._stack.close()
+
+
+class _RemoteWorker(_Worker):
+    """A worker that a `WorkerHost` on another machine has started, and starts again.
+
+    Args:
+        on_lost: called with this worker when it is lost.
+    """
+
+    def __init__(
+        self, name: str, names: str, silent_s: float, on_lost: Callable[[_Worker], None]
+    ) -> None:
+        super().__init__(name, names, silent_s)
+        self._on_lost = on_lost
+        self._is_lost = asyncio.Event()
+
+    async def open(self, connection: socket.socket, load_s: float) -> str | None:
+        """Return why it cannot be used, or None if it can."""
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=connection)
+            problem = await self._hear_problem(load_s)
+        except (EOFError, OSError, ValueError, KeyError) as error:
+            problem = f"it has not made the environments: {describe_error(error)}"
+        if problem is None:
+            self._begin()
+        return problem
+
+    async def until_lost(self) -> None:
+        await self._is_lost.wait()
+
+    def _lose(self, problem: str, num_groups: int) -> None:
+        logger.warning(
+            "environment %r: %s; its %d groups begin again in other workers",
+            self.names,
+            problem,
+            num_groups,
+        )
+        self._on_lost(self)
+        self._stop_tasks()
+        self._kill()
+        self._is_lost.set()
+
+    def _kill(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()  # its host notices, and ends it
+
+    async def _how_it_ended(self, error: Exception) -> str:
+        why = "its connection has ended" if isinstance(error, EOFError) else describe_error(error)
+        return f"{self.name} is lost: {why}"
+
+    async def close(self) -> None:
+        self._stop_tasks()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()  # makes it end
+            with suppress(OSError):  # TimeoutError too: its machine may be lost
+                await asyncio.wait_for(writer.wait_closed(), ALIVE_S)
+            writer.transport.abort()
+
+
+def start_worker(descriptor: int, stack: int, setup: bytes) -> subprocess.Popen[bytes]:
+    """Start a worker process.
+
+    Args:
+        descriptor: of its end of the connection to the trainer.
+        stack: descriptor of a file for the stack of a blocked event loop.
+        setup: see `WorkerPool.setup`. It has pickles, so it does not come over the connection.
+    """
+    with tempfile.TemporaryFile() as file:
+        file.write(setup)
+        file.seek(0)
+        words = [str(descriptor), str(stack), str(os.getpid()), json.dumps(sys.path)]
+        return subprocess.Popen(
+            [sys.executable, "-c", MAIN, *words],
+            pass_fds=[descriptor, stack],
+            stdin=file,
+            process_group=0,  # so that processes that it leaves behind can be ended
+        )
+
+
+def secret_of_workers(token: str) -> str:
+    """Return what a worker on another machine and the trainer prove to each other to know."""
+    return f"{token}: rollout workers"
 
 
 def _feed_eof_when_ended(process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
@@ -533,13 +767,19 @@ def _feed_eof_when_ended(process: subprocess.Popen[bytes], reader: asyncio.Strea
     threading.Thread(target=wait, name="rollout worker's end", daemon=True).start()
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
+def end_worker(process: subprocess.Popen[bytes]) -> int:
     """Wait for its end, and kill it if it does not end by itself. Return its exit status."""
     try:
         return process.wait(EXIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait(EXIT_S)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End what a worker process has left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # The worker gets the trainer's sys.path, which may have folders that only its script knows.

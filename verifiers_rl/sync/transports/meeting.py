@@ -12,7 +12,6 @@ that you trust.
 from __future__ import annotations
 
 import base64
-import hmac
 import json
 import secrets
 import select
@@ -27,20 +26,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-_HANDSHAKE_S = 10.0  # for one connection; a stranger may send nothing
-_MAX_STRANGERS = 64  # connections whose proof is awaited at a time
-_NONCE = 32
-_PROOF = 32
-_RANK = struct.Struct("!I")
+from verifiers_rl.process.connections import (
+    HELLO_S,
+    MAX_STRANGERS,
+    MeetingError,
+    check_trainer,
+    check_worker,
+    close_all,
+    receive_exactly,
+)
+
 _LENGTH = struct.Struct("!I")
 _MAX_FRAME = 2**20
 WORKER_LEFT = "a worker of the server left"
 TRAINER_LEFT = "the trainer left, or closed because another worker did,"
 _NO_DELAY = (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-class MeetingError(RuntimeError):
-    """The others did not come, are not who they should be, or went away."""
 
 
 class OthersLeftError(MeetingError):
@@ -62,13 +62,13 @@ def host_meeting(
     """
     found: dict[int, socket.socket] = {}
     lock, is_open = threading.Lock(), True
-    asked = threading.BoundedSemaphore(_MAX_STRANGERS)
+    asked = threading.BoundedSemaphore(MAX_STRANGERS)
     all_here, last_came = socket.socketpair()
     deadline = time.monotonic() + timeout_s
 
     def ask(connection: socket.socket) -> None:
         try:
-            connection.settimeout(_HANDSHAKE_S)
+            connection.settimeout(HELLO_S)
             rank = check_worker(connection, secret)
             with lock:
                 if not is_open or not 1 <= rank <= num_workers or rank in found:
@@ -128,7 +128,7 @@ def join_meeting(host: str, port: int, rank: int, secret: str, timeout_s: float)
             "trainer's, weight_sync_backend='http' carries an adapter"
         ) from error
     try:
-        connection.settimeout(min(timeout_s, _HANDSHAKE_S))
+        connection.settimeout(min(timeout_s, HELLO_S))
         check_trainer(connection, rank, secret)
         connection.settimeout(timeout_s)
         connection.setsockopt(*_NO_DELAY)
@@ -138,64 +138,6 @@ def join_meeting(host: str, port: int, rank: int, secret: str, timeout_s: float)
             raise MeetingError(f"the trainer at {host}:{port} hung up: {error}") from error
         raise
     return connection
-
-
-def _proof(secret: str, role: bytes, rank: int, trainers: bytes, workers: bytes) -> bytes:
-    message = role + _RANK.pack(rank) + trainers + workers
-    return hmac.digest(secret.encode(), message, "sha256")
-
-
-def check_worker(connection: socket.socket, secret: str) -> int:
-    """Return the worker's rank. The worker proves first, so a stranger learns nothing."""
-    trainers = secrets.token_bytes(_NONCE)
-    connection.sendall(trainers)
-    (rank,) = _RANK.unpack(receive_exactly(connection, _RANK.size))
-    workers = receive_exactly(connection, _NONCE)
-    given = receive_exactly(connection, _PROOF)
-    if not hmac.compare_digest(given, _proof(secret, b"worker", rank, trainers, workers)):
-        raise MeetingError("not a worker of this run")
-    connection.sendall(_proof(secret, b"trainer", rank, trainers, workers))
-    return rank
-
-
-def check_trainer(connection: socket.socket, rank: int, secret: str) -> None:
-    workers = secrets.token_bytes(_NONCE)
-    trainers = receive_exactly(connection, _NONCE)
-    proof = _proof(secret, b"worker", rank, trainers, workers)
-    connection.sendall(_RANK.pack(rank) + workers + proof)
-    given = receive_exactly(connection, _PROOF)
-    if not hmac.compare_digest(given, _proof(secret, b"trainer", rank, trainers, workers)):
-        raise MeetingError("what listens there is not this run's trainer")
-
-
-def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    receive_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill the view.
-
-    Raises:
-        ConnectionError: the other end closed the connection before the view was full.
-        TimeoutError: nothing came within the connection's timeout.
-    """
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionError("the other end closed the connection")
-        view = view[count:]
-
-
-def close_all(connections: Any) -> None:
-    """Close the connections, and wake threads that wait for data on them."""
-    for connection in connections:
-        try:
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is closed already
-        connection.close()
 
 
 class HostStore(dist.Store):
@@ -308,7 +250,7 @@ class GuestStore(dist.Store):
         self._connection = connection
         self._timeout_s = timeout_s
         # Longer than the host's deadline, so that the host's error comes first: it says more.
-        connection.settimeout(timeout_s + _HANDSHAKE_S)
+        connection.settimeout(timeout_s + HELLO_S)
         self._lock = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:

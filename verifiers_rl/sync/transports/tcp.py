@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verifiers_rl.sync.transports.meeting import OthersLeftError, close_all, receive_into
+from verifiers_rl.process.connections import close_all, receive_into
+from verifiers_rl.sync.transports.meeting import OthersLeftError
 
 
 class SocketTransport:
