@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from verifiers_rl.envs.base import WeightedEnv
     from verifiers_rl.envs.chat_harness import ChatHarness
     from verifiers_rl.envs.dataset import env_from
+    from verifiers_rl.inference.teacher import Teacher
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
     from verifiers_rl.report.rollouts import read_rollouts
@@ -25,6 +26,7 @@ __all__ = [
     "Orchestrator",
     "RLConfig",
     "RLTrainer",
+    "Teacher",
     "WeightedEnv",
     "cispo",
     "env_from",
@@ -38,6 +40,7 @@ HOME = {
     "Orchestrator": "orchestrator",
     "RLConfig": "config",
     "RLTrainer": "trainer",
+    "Teacher": "inference.teacher",
     "WeightedEnv": "envs.base",
     "cispo": "losses",
     "env_from": "envs.dataset",
