@@ -13,7 +13,7 @@ from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
-from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
+from verifiers_rl.envs.make import longest_wait_s, make_runner, warn_of_replies_beyond_use
 from verifiers_rl.envs.routed import RoutedEnvironment
 from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.inference.pool import ReplicaPool
@@ -104,8 +104,9 @@ def connect(
     if runner is not None:
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(
-            make_orchestrator, runner, weight_sync, args, advantage_fn, replaced.example_order
-        )
+            make_orchestrator, runner, weight_sync, args, advantage_fn, replaced.example_order,
+            args.generation_timeout + longest_wait_s(env),
+        )  # fmt: skip
     assert orchestrator is not None
 
     def check(model: Any, model_name: str) -> None:
@@ -143,6 +144,7 @@ def _orchestrate(
     args: Any,
     advantage_fn: AdvantageFn | None,
     example_order: ExampleOrder | None,
+    rollout_timeout_s: float,
 ) -> BatchSource:
     if example_order is None:
         example_order = partial(
@@ -159,7 +161,7 @@ def _orchestrate(
         max_off_policy_steps=args.max_off_policy_steps,
         eval_sampling_args=args.eval_sampling_args(),
         eval_concurrent=args.eval_concurrent,
-        rollout_timeout_s=args.generation_timeout,
+        rollout_timeout_s=rollout_timeout_s,
         example_order=example_order,
         group_filter=args.group_filter(),
         max_groups=args.max_groups_per_batch,

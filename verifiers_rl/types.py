@@ -146,6 +146,25 @@ class Sample:
         self.advantages = np.where(self.loss_mask, values, np.float32(0))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherScore:
+    """What a teacher says of one rollout, see `advantages.score_by_teacher`.
+
+    Attributes:
+        advantages: (T,) float64, the teacher's part of the advantage of each token of the rollout's
+            samples, one sample after the other; 0 where the teacher has no say.
+        kl: mean over the sampled tokens in the loss of log pi - log pi_T: an estimate of
+            KL(policy || teacher) of a token, nats.
+        num_tokens: how many tokens that mean has.
+        teacher_s: seconds from the request to the teacher's last reply.
+    """
+
+    advantages: np.ndarray
+    kl: float
+    num_tokens: int
+    teacher_s: float
+
+
 @dataclass(slots=True)
 class Rollout:
     """One scored interaction with an environment.
@@ -171,6 +190,7 @@ class Rollout:
         record: what people look at besides, for rollouts.jsonl: messages, turns, times and parts
             of the reward, as a JSON object in UTF-8; b"" where nothing is known. See
             `envs/records.py`.
+        teacher: what a teacher says of it, which adds to its advantages; None without a teacher.
     """
 
     example_id: int
@@ -191,6 +211,7 @@ class Rollout:
     advantage: float = 0.0
     has_own_advantages: bool = False
     record: bytes = b""
+    teacher: TeacherScore | None = None
 
     def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set the advantage of the rollout and of the loss tokens of its samples.

@@ -86,7 +86,7 @@ MEANINGS = {
 REFUSED = {
     "trajectory_strategy": "turns are one sequence wherever their tokens allow it; remove it",
     "checkpoint_id": "give the folder of a model or an adapter as `model`, or resume with --resume",
-    "teacher": "there is no distillation here; remove it",
+    "teacher": "a teacher is set in a script, see docs/distillation.md; remove it",
     "val": "evaluations are set by [eval]; remove it",
     "buffer": "groups are filtered by [difficulty_filter]; remove it",
     "adapters": "each checkpoint and the end of a run have the adapter; remove it",

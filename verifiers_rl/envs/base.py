@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verifiers_rl.inference import Teacher
 from verifiers_rl.types import EnvRunner, Rollout, Split
 
 logger = logging.getLogger(__name__)
@@ -205,6 +207,12 @@ class WeightedEnv:
         only: "train" or "eval": it is used for this only. None: for both.
         eval_examples: it has at most so many examples in an evaluation; None: `eval_examples` of
             the run.
+        algorithm: "rl": it learns from rewards, and from the teacher if there is one. "opd": from
+            the teacher alone (on-policy distillation). "opsd": from a teacher that reads the hint.
+        teacher: an `inference.Teacher`. None with "opsd": the policy itself, at its own server.
+        distill_coef: weight of the teacher.
+        hint: what the teacher of "opsd" knows beforehand: text with fields of the example in
+            braces, such as "The answer is {answer}."
     """
 
     env: Any
@@ -213,8 +221,14 @@ class WeightedEnv:
     sampling_args: dict[str, Any] = field(default_factory=dict)
     only: Split | None = None
     eval_examples: int | None = None
+    algorithm: str = "rl"
+    teacher: Teacher | None = None
+    distill_coef: float = 1.0
+    hint: str = ""
 
     def __post_init__(self) -> None:
+        if problem := distillation_error(self):
+            raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")
         if self.only not in (None, "train", "eval"):
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: only={self.only!r} must be 'train' or 'eval'; leave "
@@ -229,3 +243,37 @@ class WeightedEnv:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: weight={self.weight!r} must be a number > 0"
             )
+
+
+ALGORITHMS = ("rl", "opd", "opsd")
+
+
+def distillation_error(one: Any) -> str | None:
+    """Return why the algorithm of a `WeightedEnv`, or of an [[env]], cannot work, or None."""
+    if one.algorithm not in ALGORITHMS:
+        names = ", ".join(map(repr, ALGORITHMS))
+        return f"algorithm={one.algorithm!r} must be one of {names}"
+    coef = one.distill_coef
+    is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
+    if not is_number or not 0 < coef < math.inf:
+        return f"distill_coef={coef!r} must be a number > 0"
+    if one.algorithm == "opd" and not one.teacher:
+        return "algorithm='opd' needs a teacher; set teacher"
+    if one.algorithm == "rl" and not one.teacher and coef != 1.0:
+        return f"distill_coef={coef!r} has no effect without a teacher; set teacher, or remove it"
+    if one.teacher and one.only == "eval":
+        return "teacher has no effect beside only='eval'; remove one of the two"
+    if one.algorithm != "opsd":
+        return f"hint={one.hint!r} is for algorithm='opsd'; remove it" if one.hint else None
+    if not isinstance(one.hint, str) or not one.hint:
+        return (
+            "algorithm='opsd' needs a hint for its teacher; set hint to a text with fields of the "
+            "example, such as 'The answer is {answer}.'"
+        )
+    try:
+        parts = [name for _, name, _, _ in string.Formatter().parse(one.hint) if name is not None]
+    except ValueError as error:
+        return f"hint={one.hint!r}: {error}; write {{{{ and }}}} for braces"
+    if wrong := [name for name in parts if not name.isidentifier()]:
+        return f"hint={one.hint!r}: {{{wrong[0]}}} is no name of a field"
+    return None

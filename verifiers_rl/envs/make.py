@@ -24,8 +24,10 @@ from verifiers_rl.envs.base import (
     how_to_install,
     module_name,
 )
+from verifiers_rl.envs.distilled import Algorithm, DistilledEnvironment, Hints
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
+from verifiers_rl.inference import OwnServerClient, TeacherClient, check_vocabulary
 from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.types import EnvRunner, missing_members
 
@@ -178,6 +180,66 @@ def _address_for_workers() -> tuple[str, int] | None:
     return (host.strip("[]"), int(port)) if host else None
 
 
+def longest_wait_s(env: Any) -> float:
+    """Return the seconds that a group may wait for a teacher, beside the time of its rollouts."""
+    mixed = env if isinstance(env, list | tuple) else ()
+    teachers = [one.teacher for one in mixed if isinstance(one, WeightedEnv) and one.teacher]
+    return max((teacher.timeout_s for teacher in teachers), default=0.0)
+
+
+def _distilled(
+    runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args: Any, example: Any
+) -> EnvRunner:
+    """Return the runner of an environment with a teacher, or the runner as it is.
+
+    Args:
+        args: the `RLConfig` with the environment's own sampling options.
+        example: gives an example of the environment as JSON; None: it cannot.
+
+    Raises:
+        InvalidEnvironmentError: the teacher's logprobs and the student's cannot be compared.
+        TeacherError: the teacher has another vocabulary.
+    """
+    if one.teacher is None and one.algorithm != "opsd":
+        return runner
+    what = f"environment {one.name!r}: algorithm={one.algorithm!r}"
+    changed = args.sampling_changes_probabilities()
+    if args.temperature != 1.0:
+        changed = [f"temperature={args.temperature:g}", *changed]
+    if changed:
+        raise InvalidEnvironmentError(
+            f"{what}: a teacher's logprobs are those of temperature 1 without cuts, and "
+            f"{', '.join(changed)} makes the student's others; remove it, or the teacher"
+        )
+    client: TeacherClient
+    if one.teacher is None:
+        if args.vllm_servers and len(args.vllm_servers) > 1:
+            raise InvalidEnvironmentError(
+                f"{what}: with several servers, the policy cannot be its own teacher; set teacher "
+                "to a server of the model, or use one server"
+            )
+        client = OwnServerClient(options.base_url, args.generation_timeout)
+    else:
+        if options.tokenizer is not None:
+            check_vocabulary(one.teacher, options.tokenizer)
+        # vLLM always generates one token more than it is asked about.
+        client = TeacherClient(one.teacher, args.max_seq_len + 1)
+    hints = None
+    if one.algorithm == "opsd":
+        if example is None:
+            raise InvalidEnvironmentError(
+                f"{what}: an EnvRunner of your own needs a method `async example(split, index)` "
+                "that returns the fields of an example, for the hint"
+            )
+        hints = Hints(one.name, one.hint, example, options.tokenizer, options.chat_template_kwargs)
+    return cast(
+        EnvRunner,
+        DistilledEnvironment(
+            runner, cast(Algorithm, one.algorithm), client, one.distill_coef, hints
+        ),
+    )
+
+
 def make_runner(
     env: Any,
     base_url: str,
@@ -248,10 +310,12 @@ def make_runner(
                 f"environment {one.name!r} is an EnvRunner named {parts[-1].name!r}; give both the "
                 "same name"
             )
+        example = getattr(parts[-1], "example", None)
         if num_workers:
             parts[-1] = _in_workers(parts[-1], pool, args.env_workers, report)
         if description := parts[-1].description:
             report(description)
+        parts[-1] = _distilled(parts[-1], one, options, sampled, example)
     if len(parts) == 1 and mixed[0].only is None and mixed[0].eval_examples is None:
         return parts[0]
     return MixedEnvironment(

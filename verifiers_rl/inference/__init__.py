@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
     from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
     from verifiers_rl.inference.rollout_client import policy_versions as policy_versions
+    from verifiers_rl.inference.teacher import OwnServerClient as OwnServerClient
+    from verifiers_rl.inference.teacher import Teacher as Teacher
+    from verifiers_rl.inference.teacher import TeacherClient as TeacherClient
+    from verifiers_rl.inference.teacher import TeacherError as TeacherError
+    from verifiers_rl.inference.teacher import check_vocabulary as check_vocabulary
 
 HOME = {
     "RolloutDeadline": "rollout_client",
@@ -36,7 +41,12 @@ HOME = {
     "RequestRefusedError": "client",
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
+    "OwnServerClient": "teacher",
     "TOKEN_VARIABLE": "client",
+    "Teacher": "teacher",
+    "TeacherClient": "teacher",
+    "TeacherError": "teacher",
+    "check_vocabulary": "teacher",
     "find_token": "client",
     "generation_key": "client",
     "pack_ids": "packed_tokens",

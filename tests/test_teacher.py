@@ -1,0 +1,466 @@
+"""A teacher and what it adds to the advantages, with a stand-in for its server."""
+
+import asyncio
+import math
+import threading
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from tests.helpers import StubRunner, load_example, make_samples
+from verifiers_rl import RLConfig, WeightedEnv
+from verifiers_rl.advantages import score_by_teacher
+from verifiers_rl.data import GroupFilter
+from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.distilled import DistilledEnvironment, Hints
+from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.mixed import MixedEnvironment, Part
+from verifiers_rl.inference import OwnServerClient, ServerLostError, Teacher, TeacherClient
+from verifiers_rl.inference.teacher import TeacherError, check_vocabulary
+from verifiers_rl.types import Slots
+
+
+class NamedRunner(StubRunner):
+    """A whole `EnvRunner`, of this name."""
+
+    description, weights, num_overlong_prompts = "", [1.0], 0
+    bounds_replies, first_prompt = True, []
+
+    def __init__(self, name, **options):
+        super().__init__(**options)
+        self.name = name
+
+    async def run_group(self, *args):
+        group = await super().run_group(*args)
+        for rollout in group:
+            rollout.env = self.name
+        return group
+
+
+def logprob_of(before: int, token: int) -> float:
+    """What the stand-in thinks of a token after another one."""
+    return -0.1 - (7 * before + 3 * token) % 11 / 5
+
+
+def answer_to(ids: list[int]) -> dict:
+    entries = [
+        {str(token): {"logprob": logprob_of(before, token), "rank": 1, "decoded_token": "x"}}
+        for before, token in pairwise(ids)
+    ]
+    return {"choices": [{"prompt_logprobs": [None, *entries]}]}
+
+
+@asynccontextmanager
+async def teaching(change=lambda reply: reply, statuses=(), max_model_len=4096, model="big"):
+    """The URL of a stand-in for vLLM, and the requests that it gets. Its first answers have these
+    statuses, and `change` changes the others.
+    """
+    requests, left = [], list(statuses)
+
+    async def models(request):
+        return web.json_response({"data": [{"id": model, "max_model_len": max_model_len}]})
+
+    async def complete(request):
+        requests.append((dict(request.headers), await request.json()))
+        if left:
+            return web.Response(status=left.pop(0), text="later")
+        return web.json_response(change(answer_to(requests[-1][1]["prompt"])))
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/completions", complete)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", requests
+    finally:
+        await runner.cleanup()
+
+
+def ask(ids, change=lambda reply: reply, statuses=(), **options):
+    """The logprobs of one request, and the requests that the stand-in got."""
+
+    async def run():
+        async with teaching(change, statuses) as (url, requests):
+            client = TeacherClient(Teacher("big", url, **options))
+            await client.open()
+            try:
+                return await client.logprobs(np.array(ids)), requests
+            finally:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+def test_the_teachers_logprobs_are_those_of_exactly_these_tokens(monkeypatch):
+    monkeypatch.setenv("BIG_KEY", "secret")
+    found, ((headers, body),) = ask([5, 3, 9, 9], key_variable="BIG_KEY")
+    assert math.isnan(found[0])
+    assert found[1:].tolist() == [logprob_of(5, 3), logprob_of(3, 9), logprob_of(9, 9)]
+    assert body["prompt"] == [5, 3, 9, 9] and body["model"] == "big"
+    assert body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
+    assert headers["Authorization"] == "Bearer secret"
+
+
+def test_a_busy_teacher_is_asked_again(caplog):
+    found, requests = ask([5, 3], statuses=(503, 429))
+    assert found[1] == logprob_of(5, 3) and len(requests) == 3
+    assert caplog.text.count("does not answer (status 503: later); waiting up to 300 s") == 1
+
+
+def test_a_teacher_that_stays_away_ends_the_run_with_one_line():
+    with pytest.raises(TeacherError) as raised:
+        ask([5, 3], statuses=(503,) * 50, timeout_s=0.5)
+    assert "teacher 'big' at http://127.0.0.1:" in str(raised.value)
+    assert "gave no answer within 0.5 s (timeout_s); at last: status 503" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_nobody_at_the_teachers_address_is_one_line(unused_port):
+    async def run():
+        await TeacherClient(Teacher("big", unused_port, timeout_s=0.3)).open()
+
+    with pytest.raises(TeacherError, match=r"no answer within 0\.3 s .* Start it again"):
+        asyncio.run(run())
+
+
+@pytest.fixture
+def unused_port():
+    from tests.conftest import free_port
+
+    return f"http://127.0.0.1:{free_port()}/v1/"
+
+
+def set_logprob(value):
+    def change(reply):
+        reply["choices"][0]["prompt_logprobs"][1]["3"]["logprob"] = value
+        return reply
+
+    return change
+
+
+def shorten(reply):
+    reply["choices"][0]["prompt_logprobs"].pop()
+    return reply
+
+
+def other_token(reply):
+    entries = reply["choices"][0]["prompt_logprobs"]
+    entries[1] = {"4": entries[1]["3"]}
+    return reply
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (shorten, "1 prompt_logprobs for a prompt of 2 tokens"),
+        (other_token, "the logprob of token 3 at position 1 is missing"),
+        (set_logprob(math.nan), "the logprob of token 3 at position 1 is nan"),
+        (set_logprob(None), "the logprob of token 3 at position 1 is missing"),
+        (set_logprob(-9999.0), r"the logprob of token 3 at position 1 is -9999"),
+        (lambda reply: {"choices": [{}]}, "the reply has no prompt_logprobs"),
+    ],
+)
+def test_a_wrong_reply_is_an_error_and_never_a_number(change, problem):
+    with pytest.raises(TeacherError, match=problem):
+        ask([5, 3], change)
+
+
+def test_a_teacher_that_refuses_is_asked_once():
+    with pytest.raises(TeacherError, match="refuses: POST /v1/completions: status 400: later"):
+        ask([5, 3], statuses=(400,))
+    with pytest.raises(TeacherError, match="status 401: later; set key_variable"):
+        ask([5, 3], statuses=(401,))
+
+
+def test_a_teacher_for_shorter_sequences_is_refused_at_the_start():
+    async def run(min_model_len, name="big"):
+        async with teaching(max_model_len=100) as (url, _):
+            client = TeacherClient(Teacher(name, url), min_model_len)
+            await client.open()
+            await client.close()
+
+    asyncio.run(run(100))
+    with pytest.raises(TeacherError, match=r"takes 100 tokens .* needs 101: .*--max-model-len 101"):
+        asyncio.run(run(101))
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"base_url": "localhost:80"}, "base_url='localhost:80' must be like http://host:8000"),
+        ({"model": ""}, "model='' must be a folder or a name"),
+        ({"timeout_s": 0}, "timeout_s=0 must be a number > 0"),
+        ({"max_concurrent": 0}, "max_concurrent=0 must be an integer >= 1"),
+    ],
+)
+def test_a_teacher_that_cannot_be_is_refused(options, problem):
+    with pytest.raises(TeacherError, match=problem):
+        Teacher(**{"model": "big", "base_url": "http://host", **options})
+
+
+def test_a_key_that_is_not_set_is_refused():
+    with pytest.raises(TeacherError, match="the environment variable NO_SUCH_KEY of its API key"):
+        Teacher("big", "http://host", key_variable="NO_SUCH_KEY").key()
+
+
+# --- Advantages -----------------------------------------------------------------------------------
+
+
+def expected(sample, theirs, coef):
+    """Advantages by the definition, token by token."""
+    found = []
+    for place in range(len(sample.token_ids)):
+        is_sampled = sample.policy_versions[place] >= 0
+        if not sample.loss_mask[place] or not is_sampled:
+            found.append(0.0)
+        else:
+            found.append(-coef * (float(sample.inference_logprobs[place]) - float(theirs[place])))
+    return found
+
+
+def test_the_teachers_advantages_are_those_of_the_definition():
+    samples = make_samples(3, seed=4)
+    samples[0].policy_versions[-1] = -1  # in the loss, and of no policy
+    samples[0].inference_logprobs[-1] = math.nan
+    rng = np.random.default_rng(0)
+    theirs = [-rng.exponential(size=len(sample.token_ids)) for sample in samples]
+    score = score_by_teacher(samples, theirs, 0.7)
+    wanted = [a for s, t in zip(samples, theirs, strict=True) for a in expected(s, t, 0.7)]
+    assert score.advantages == pytest.approx(wanted, abs=1e-6)
+    num = sum(int((s.loss_mask & (s.policy_versions >= 0)).sum()) for s in samples)
+    assert score.num_tokens == num
+    assert score.kl == pytest.approx(-sum(wanted) / 0.7 / num, abs=1e-9)
+
+
+def test_a_teacher_that_agrees_gives_no_advantage():
+    samples = make_samples(2)
+    theirs = [sample.inference_logprobs.astype(np.float64) for sample in samples]
+    score = score_by_teacher(samples, theirs, 1.0)
+    assert np.abs(score.advantages).max() == 0.0 and score.kl == 0.0
+
+
+def test_missing_logprobs_are_no_advantages():
+    (sample,) = make_samples(1)
+    theirs = np.full(len(sample.token_ids), math.nan)
+    with pytest.raises(ValueError, match="a teacher's logprob is nan"):
+        score_by_teacher([sample], [theirs], 1.0)
+    with pytest.raises(ValueError, match="1 teacher logprobs for a sample of"):
+        score_by_teacher([sample], [np.zeros(1)], 1.0)
+
+
+def generate(make_orchestrator, algorithm, runner=None, **options):
+    """A batch of a stub environment with the stand-in as its teacher, and the requests."""
+
+    ready, stop, result = threading.Event(), None, {}
+
+    def serve():
+        async def run():
+            nonlocal stop
+            stop = asyncio.Event()
+            result["loop"] = asyncio.get_running_loop()
+            async with teaching() as (url, requests):
+                result["url"], result["requests"] = url, requests
+                ready.set()
+                await stop.wait()
+
+        asyncio.run(run())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ready.wait(10)
+    try:
+        client = TeacherClient(Teacher("big", result["url"]))
+        env = DistilledEnvironment(runner or StubRunner(), algorithm, client, 0.5)
+        if options.pop("mixes", False):
+            env = MixedEnvironment([Part(NamedRunner("plain")), Part(env)])
+        orchestrator = make_orchestrator(env, **options)
+        orchestrator.submit(0, "policy", 0)
+        return orchestrator.get(), result["requests"]
+    finally:
+        result["loop"].call_soon_threadsafe(stop.set)
+        thread.join(10)
+
+
+def theirs_of(sample):
+    ids = sample.token_ids.tolist()
+    return [math.nan, *(logprob_of(a, b) for a, b in pairwise(ids))]
+
+
+def test_distillation_alone_forgets_rewards_but_reports_them(make_orchestrator):
+    batch, requests = generate(make_orchestrator, "opd")
+    assert len(requests) == len(batch.samples) == 8
+    for sample in batch.samples:
+        wanted = expected(sample, theirs_of(sample), 0.5)
+        assert sample.advantages.tolist() == pytest.approx(wanted, abs=1e-6)
+    assert batch.metrics["reward"] == 1.5
+    kls = [expected(s, theirs_of(s), 1.0) for s in batch.samples]
+    num = sum(s.num_loss_tokens for s in batch.samples)
+    assert batch.metrics["teacher_kl"] == pytest.approx(-sum(map(sum, kls)) / num)
+    assert batch.metrics["teacher_s"] > 0
+
+
+def test_a_teacher_beside_rewards_adds_to_their_advantages(make_orchestrator):
+    batch, _ = generate(make_orchestrator, "rl")
+    for rollout, reward in zip(batch.rollouts, [-1.5, -0.5, 0.5, 1.5] * 2, strict=True):
+        (sample,) = rollout.samples
+        wanted = np.array(expected(sample, theirs_of(sample), 0.5)) + reward * sample.loss_mask
+        assert sample.advantages.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+
+
+def test_groups_of_one_reward_are_learned_from_if_they_have_a_teacher(make_orchestrator):
+    same = StubRunner(outcome=lambda index, i: 1.0)
+    batch, _ = generate(
+        make_orchestrator, "opd", same, group_filter=GroupFilter(min_reward_variance=1e-6)
+    )
+    assert len(batch.rollouts) == 8 and batch.metrics["filtered_share"] == 0
+    assert batch.sizes.has_advantage.all()
+
+
+def test_one_run_mixes_rewards_and_distillation(make_orchestrator):
+    batch, requests = generate(make_orchestrator, "opd", NamedRunner("taught"), mixes=True)
+    taught = [r for r in batch.rollouts if r.env == "taught"]
+    plain = [r for r in batch.rollouts if r.env == "plain"]
+    assert len(taught) == len(plain) == len(requests) == 4
+    assert all(r.teacher is not None for r in taught)
+    assert [r.advantage for r in plain] == [-1.5, -0.5, 0.5, 1.5]
+    assert "taught/teacher_kl" in batch.metrics and "plain/teacher_kl" not in batch.metrics
+
+
+def test_evaluations_and_failed_rollouts_need_no_teacher():
+    outcome = {"outcome": lambda index, i: ValueError("no")}
+
+    async def run(split):
+        async with teaching() as (url, requests):
+            client = TeacherClient(Teacher("big", url))
+            env = DistilledEnvironment(StubRunner(**outcome), "opd", client, 1.0)
+            await env.open()
+            try:
+                return await env.run_group(split, 0, 4, "m", {}, 0, Slots(4)), requests
+            finally:
+                await env.close()
+
+    _, requests = asyncio.run(run("train"))
+    assert not requests
+    outcome.clear()
+    group, requests = asyncio.run(run("eval"))
+    assert not requests and all(rollout.teacher is None for rollout in group)
+    group, requests = asyncio.run(run("train"))
+    assert len(requests) == 4 and all(rollout.teacher is not None for rollout in group)
+
+
+# --- Self-distillation ----------------------------------------------------------------------------
+
+
+def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
+    tokenizer = load_example("warm_start").make_tokenizer()
+
+    async def example(split, index):
+        return {"split": split, "task": {"data": {"prompt": "p"}, "row": {"answer": f"a{index}"}}}
+
+    hints = Hints("env", "The answer is {answer}.", example, tokenizer, {})
+    text = "<|system|>The answer is a6.<|end|>"
+    hint = tokenizer.encode(text)
+    assert asyncio.run(hints(6)) == hint
+    with pytest.raises(InvalidEnvironmentError, match="an example has no field 'reply', only"):
+        asyncio.run(Hints("env", "{reply}", example, tokenizer, {})(6))
+
+    async def run():
+        async with teaching() as (url, requests):
+            env = DistilledEnvironment(StubRunner(), "opsd", OwnServerClient(url, 5.0), 1.0, hints)
+            await env.open()
+            try:
+                group = await env.run_group("train", 6, 2, "adapter", {}, 0, Slots(4))
+            finally:
+                await env.close()
+            return group, [body for _, body in requests]
+
+    group, bodies = asyncio.run(run())
+    for rollout in group:
+        (sample,) = rollout.samples
+        (body,) = [b for b in bodies if b["prompt"] == hint + sample.token_ids.tolist()]
+        assert body["model"] == "adapter"
+        wanted = expected(sample, theirs_of(sample), 1.0)  # the stand-in looks one token back
+        assert rollout.teacher.advantages == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_lost_own_server_is_the_trainers_to_wait_for():
+    async def run(status):
+        async with teaching(statuses=(status,)) as (url, _):
+            client = OwnServerClient(url, 5.0)
+            await client.open()
+            try:
+                await client.logprobs_under("adapter", np.array([5, 3]))
+            finally:
+                await client.close()
+
+    for status in (404, 503):
+        with pytest.raises(ServerLostError, match=f"status {status}"):
+            asyncio.run(run(status))
+    with pytest.raises(TeacherError, match="its max_model_len must hold a rollout and the hint"):
+        asyncio.run(run(400))
+
+
+# --- What is refused at the start -----------------------------------------------------------------
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
+    warm_start = load_example("warm_start")
+    ours, theirs = warm_start.make_tokenizer(["one"]), warm_start.make_tokenizer(["two"])
+    ours.save_pretrained(tmp_path / "same")
+    theirs.save_pretrained(tmp_path / "other")
+    check_vocabulary(Teacher(str(tmp_path / "same"), "http://host"), ours)
+    number = ours.convert_tokens_to_ids("one")
+    expected = f"token id {number} is 'two' at the teacher and 'one' at the student"
+    with pytest.raises(TeacherError, match=expected):
+        check_vocabulary(Teacher(str(tmp_path / "other"), "http://host"), ours)
+    with pytest.raises(TeacherError, match="no tokenizer can be loaded from model="):
+        check_vocabulary(Teacher(str(tmp_path / "none"), "http://host"), ours)
+
+
+TEACHER = Teacher("big", "http://host")
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"algorithm": "sft"}, "algorithm='sft' must be one of 'rl', 'opd', 'opsd'"),
+        ({"algorithm": "opd"}, "algorithm='opd' needs a teacher"),
+        ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
+        ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),
+        ({"algorithm": "opsd", "hint": "{a.b}"}, "{a.b} is no name of a field"),
+        ({"hint": "x"}, "hint='x' is for algorithm='opsd'"),
+        ({"distill_coef": 2.0}, "distill_coef=2.0 has no effect without a teacher"),
+        ({"teacher": TEACHER, "distill_coef": 0}, "distill_coef=0 must be a number > 0"),
+        ({"teacher": TEACHER, "only": "eval"}, "teacher has no effect beside only='eval'"),
+    ],
+)
+def test_an_algorithm_that_cannot_work_is_refused(options, problem):
+    with pytest.raises(InvalidEnvironmentError) as raised:
+        WeightedEnv("reverse_text", "words", **options)
+    assert problem in str(raised.value) and "environment 'words'" in str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}])
+def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
+    run = {"output_dir": str(tmp_path), "use_cpu": True, "env_workers": 0, "temperature": 1.0}
+    args = RLConfig(**{**run, **options})
+    env = [WeightedEnv(NamedRunner("env"), "env", algorithm="opd", teacher=TEACHER)]
+    name = next(iter(options))
+    with pytest.raises(InvalidEnvironmentError, match=f"temperature 1 without cuts, and {name}"):
+        make_runner(env, "http://host", None, args)
+
+
+def test_a_policy_with_several_servers_is_not_its_own_teacher(tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0, temperature=1.0)
+    args.vllm_servers = ["a:1", "b:1"]
+    env = [WeightedEnv(NamedRunner("env"), "env", algorithm="opsd", hint="{answer}")]
+    with pytest.raises(InvalidEnvironmentError, match="cannot be its own teacher"):
+        make_runner(env, "http://host", None, args)
+    args.vllm_servers = None
+    with pytest.raises(InvalidEnvironmentError, match="needs a method `async example"):
+        make_runner(env, "http://host", None, args)
