@@ -81,7 +81,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def train(interrupt: Interrupt, program: Program) -> None:
+def train(interrupt: Interrupt, program: Program = VF_TRAIN) -> None:
     from verifiers_rl.cli.config import (
         TomlError,
         add_folder_options,
