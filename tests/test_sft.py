@@ -206,7 +206,9 @@ def test_a_conversation_of_several_samples_is_one_rollout():
     [({}, 3), ({"num_train_epochs": 2.5}, 8), ({"batch_size": 5}, 3), ({"max_steps": 7}, 7)],
 )
 def test_epochs_or_max_steps_say_how_long_a_run_is(make_trainer, options, steps):
-    assert make_trainer(**options).args.max_steps == steps  # of 12 rows in batches of 4
+    args = make_trainer(**options).args
+    assert args.max_steps == steps  # of 12 rows in batches of 4
+    assert args.with_sampling({"max_tokens": 8}).max_tokens == 8  # of an environment
 
 
 # --- A run ----------------------------------------------------------------------------------------

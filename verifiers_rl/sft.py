@@ -10,7 +10,6 @@ gets the weights for them only; the loss on a held-out dataset needs no server.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -222,8 +221,7 @@ class SFTTrainer(RLTrainer):
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print).rows
         num_rows = broadcast_metrics({"train": len(train)}, args.device)["train"]
         num_positions = args.num_positions(num_rows)
-        args = copy.copy(args)
-        args.max_steps = args.steps_of(num_rows)
+        args = args.counted(num_rows)
         source = DatasetSource(train, args.batch_size, args.shuffle, args.seed, num_positions)
         if env is None:
             others = {"orchestrator": source, "weight_sync": NoServer(), **others}

@@ -4,6 +4,7 @@ defaults, without those of rollouts, and with a few of their own.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -103,7 +104,8 @@ class SFTConfig(RLConfig):
 
     def _check_together(self) -> None:
         super()._check_together()
-        if self.max_steps != -1 and self.num_train_epochs != 1.0:
+        is_counted = getattr(self, "_is_counted", False)
+        if self.max_steps != -1 and self.num_train_epochs != 1.0 and not is_counted:
             raise ConfigError(
                 f"num_train_epochs={self.num_train_epochs!r}: without effect beside "
                 f"max_steps={self.max_steps}; remove one of the two"
@@ -116,12 +118,13 @@ class SFTConfig(RLConfig):
         """Return what an evaluation's orchestrator needs and never calls."""
         return of_rewards(ADVANTAGES["mean"])
 
-    def steps_of(self, num_rows: int) -> int:
-        """Return the optimizer steps of a run on this many rows."""
-        num_positions = self.num_positions(num_rows)
-        if num_positions is None:
-            return self.max_steps
-        return -(-num_positions // self.batch_size)
+    def counted(self, num_rows: int) -> SFTConfig:
+        """Return a copy for a run on this many rows, whose `max_steps` is set."""
+        counted, num_positions = copy.copy(self), self.num_positions(num_rows)
+        if num_positions is not None:
+            counted.max_steps = -(-num_positions // self.batch_size)
+            counted._is_counted = True  # type: ignore[attr-defined]
+        return counted
 
     def num_positions(self, num_rows: int) -> int | None:
         """Return how many rows a run trains on, each counted every time; None: max_steps says."""
