@@ -143,7 +143,11 @@ def main() -> None:
             )  # fmt: skip
             processes.append(process)
         if options.cut is not None or options.interrupt:
-            wait_until(lambda: len(rows_of(folder)) >= 3 or processes[0].poll() is not None)
+            # And the rollout workers of other machines, which take longer than three steps.
+            joined = lambda: (folder / "log0").read_bytes().count(b"has joined") >= options.envs  # noqa: E731
+            wait_until(
+                lambda: (len(rows_of(folder)) >= 3 and joined()) or processes[0].poll() is not None
+            )
         if options.cut is not None:
             cut = found[options.cut]
             if options.ray:  # a machine with a server, and without the trainer
