@@ -386,6 +386,8 @@ def test_arguments_that_cannot_work_are_named(make_trainer, tokenizer):
         SFTTrainer(make_tiny_model(), RLConfig(use_cpu=True), [], processing_class=tokenizer)
     with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
         make_trainer(eval_strategy="steps", eval_steps=1)
+    with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
+        make_trainer().evaluate()
     with pytest.raises(ConfigError, match="data for training, row 0: has the columns question"):
         make_trainer(rows=[{"question": "?"}])
     with pytest.raises(ConfigError, match="takes no argument 'reward_funcs'"):

@@ -265,6 +265,8 @@ class SFTTrainer(RLTrainer):
         """Evaluate the current weights: the loss on the held-out rows, and on the environment as
         `RLTrainer.evaluate` does. Both are logged.
         """
+        if self._env is None and not self._has_held_out:
+            raise ConfigError("there is nothing to evaluate on; give an eval_dataset or an env")
         metrics: dict[str, float] = {}
         if self._env is not None:
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

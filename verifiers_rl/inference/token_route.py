@@ -175,7 +175,7 @@ def take_over(chat: Any, engine: Any) -> None:
         if current is None or not current.is_packed:
             return make_logprobs(*args, **kwargs)
         kept = kwargs["top_logprobs"]
-        mask = possible_tokens(kept) if current.has_mask else None
+        mask = SamplingMask(*possible_tokens(kept)) if current.has_mask else None
         current.take_sampled(kwargs["token_ids"], sampled_logprobs(kept), mask)
         return make_logprobs(**kwargs | {"token_ids": [], "top_logprobs": []})
 

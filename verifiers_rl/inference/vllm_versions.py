@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from verifiers_rl.types import SamplingMask
-
 
 class ServerParts(NamedTuple):
     """The parts of vLLM's OpenAI server that `vf-vllm` puts together."""
@@ -208,9 +206,9 @@ def keep_logprobs_as_numbers(state: Any, with_possible: bool = False) -> None:
     state.logprobs_processor.tokenizer = None
 
 
-def possible_tokens(kept: Any) -> SamplingMask:
-    """Return which tokens could be sampled in place of each, from what vLLM has kept after
-    `keep_logprobs_as_numbers`.
+def possible_tokens(kept: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens could be sampled in place of each, as counts and ids of `SamplingMask`,
+    from what vLLM has kept after `keep_logprobs_as_numbers`.
     """
     starts, ends = np.asarray(kept.start_indices, int), np.asarray(kept.end_indices, int)
     ids = np.asarray(kept.token_ids, np.int32)
@@ -222,7 +220,7 @@ def possible_tokens(kept: Any) -> SamplingMask:
     np.add.at(again, np.repeat(np.arange(len(starts)), ends - starts), (ids == sampled) & ~is_first)
     is_first[starts] = again > 0
     counts = ends - starts - (again > 0)
-    return SamplingMask(counts, ids[~is_first])
+    return counts, ids[~is_first]
 
 
 def sampled_logprobs(kept: Any) -> np.ndarray:
