@@ -275,7 +275,7 @@ def run_family(name: str, path: Path, *flags: str) -> None:
     path.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"models-{name}-"))
     command = [sys.executable, __file__, "--one", name, "--results", str(path), *flags]
-    # With tiny tensors, threads that have no core of their own make an operation ten times slower.
+    # With tiny tensors, threads without a core of their own make each operation ten times slower.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(
         [*command, "--folder", str(scratch)], start_new_session=True, env=environment
