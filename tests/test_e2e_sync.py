@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,7 +34,9 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     ServerLostError,
 )
+from verifiers_rl.inference.packed_tokens import unpack_experts, unpack_sampled
 from verifiers_rl.models import load_policy
+from verifiers_rl.router_replay import replay_experts, routers_of
 from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.weight_sync import WeightSync
 
@@ -278,6 +281,71 @@ def test_experts_arrive_exactly(connect, tmp_path):
         merged = connect(server, lora_sync="merged")
         merged.push(model, 3)
         assert largest_difference(model, server, merged.model_name) < 1e-4
+
+
+def test_the_trainer_uses_the_experts_that_the_server_chose(tmp_path):
+    model = make_tiny_moe().eval()
+    generator = torch.Generator().manual_seed(0)
+
+    def change_routers(scale):
+        with torch.no_grad():
+            for _, router in routers_of(model):
+                change = torch.randn(router.weight.shape, generator=generator)
+                router.weight += scale * change
+
+    with torch.no_grad():  # two experts are nearly equal in the routers' eyes
+        for _, router in routers_of(model):
+            router.weight[2] = router.weight[1]
+    change_routers(1e-6)
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    load_example("warm_start").make_tokenizer().save_pretrained(folder)
+    flags = [*SMALL_BLOCKS, "--enable-return-routed-experts", "--max-num-batched-tokens", "128"]
+    with running_server(folder, tmp_path / "server.log", *flags) as server:
+        client = InferenceClient("127.0.0.1", server.port)
+        assert client.status()["returns_experts"] is True
+
+        def ask(seed):
+            of_prompt = torch.Generator().manual_seed(seed)
+            prompt = torch.randint(3, 250, (20 + seed,), generator=of_prompt).tolist()
+            body = {
+                "model": client.served_model_name,
+                "messages": [{"role": "user", "content": ""}],
+            }
+            body |= {"tokens": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
+            body |= {"packed_tokens": True, "routed_experts": True}
+            url = f"{server.url}/v1/chat/completions/tokens"
+            answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+            assert answer.status_code == 200, answer.text
+            reply = answer.json()["packed_tokens"]
+            token_ids, logprobs = unpack_sampled(reply)
+            experts = unpack_experts(reply)
+            assert experts.shape == (len(prompt) + 59, 2, 2) and reply["experts_bytes"] == 1
+            return prompt + token_ids.tolist(), logprobs, experts
+
+        # More tokens at once than a step takes, so some prompts are computed in parts.
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, range(8)))
+        client.close()
+
+    def differences(with_replay):
+        found = []
+        for token_ids, logprobs, experts in answers:
+            ids = torch.tensor([token_ids])
+            known = torch.full((1, len(token_ids), 2, 2), -1)
+            known[0, :-1] = torch.from_numpy(experts)
+            replay_experts(model, known if with_replay else None)
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, -61:-1]
+            ours = logits.log_softmax(-1).gather(1, ids[0, -60:, None])[:, 0]
+            found.append((ours - torch.from_numpy(logprobs.copy())).abs().max().item())
+        return max(found)
+
+    assert differences(with_replay=True) < 1e-5
+    change_routers(2e-6)  # as rounding does: some choices change, and little else
+    apart = {with_replay: differences(with_replay) for with_replay in (False, True)}
+    print(f"{apart[False]:.2g} nats apart without replay, {apart[True]:.2g} with it")
+    assert apart[False] > 1e-3 and apart[True] < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -485,6 +485,13 @@ class RLConfig(TrainingArguments):
         )
     )
 
+    router_replay: bool = _option(
+        False,
+        "For mixtures of experts: the trainer sends each token to the experts that the server "
+        "chose (R3, arXiv:2510.11370). vf-vllm needs --enable-return-routed-experts, which vf-rl "
+        "sets.",
+    )
+
     # --- What enters the loss ---------------------------------------------------------------------
     mask_env_responses: bool = _option(
         True, "Leave the environment's own tokens between turns out of the loss."
@@ -861,6 +868,11 @@ class RLConfig(TrainingArguments):
             f"client_type={self.client_type!r} gets no mask; leave client_type out",
         )
         check(
+            "router_replay",
+            not self.router_replay or self.client_type == "openai_chat_completions_token",
+            f"client_type={self.client_type!r} gets no experts; leave client_type out",
+        )
+        check(
             "top_k",
             not self.sampling_mask or (self.top_k or DEFAULT_MASK) <= MAX_MASK,
             f"must be at most {MAX_MASK} with sampling_mask, which travels for each token",
@@ -1012,6 +1024,8 @@ class RLConfig(TrainingArguments):
             extra["include_stop_str_in_output"] = True
         if self.sampling_mask:
             extra["sampling_mask"] = True
+        if self.router_replay:
+            extra["routed_experts"] = True
         if self.chat_template_kwargs:
             extra["chat_template_kwargs"] = self.chat_template_kwargs
         return {
@@ -1034,7 +1048,7 @@ class RLConfig(TrainingArguments):
         for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop"):
             if (value := getattr(self, f"eval_{name}")) is not None:
                 setattr(copied, name, value)
-        copied.sampling_mask = False  # nothing is trained on an evaluation
+        copied.sampling_mask = copied.router_replay = False  # nothing is trained on an evaluation
         return copied.sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:

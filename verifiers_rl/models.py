@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
+from verifiers_rl.router_replay import routers_of
 from verifiers_rl.text_model import auto_class, freeze_all_but_text
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,8 @@ def warn_of_experts(model: Any, args: RLConfig) -> None:
     """Warn if the model has experts, and the loss that `args` name keeps tokens whose ratio is far
     from 1 on either side.
     """
+    if args.router_replay:
+        return
     one_sided = {"ppo", "dppo"}
     if args.loss not in ("cispo", "truncated_is") or not one_sided.issuperset(args.masks()):
         return
@@ -159,8 +162,8 @@ def warn_of_experts(model: Any, args: RLConfig) -> None:
         logger.warning(
             "the model has %d experts a layer. Trainer and server each choose the experts of a "
             "token for themselves; where they choose differently, the token's importance ratio is "
-            "far from 1, and loss=%r keeps its gradient. Set gradient_masks to leave such tokens "
-            "out, for example {ratio = {}}, or take another loss",
+            "far from 1, and loss=%r keeps its gradient. Set router_replay = true, or "
+            "gradient_masks to leave such tokens out, for example {ratio = {}}, or another loss",
             number,
             args.loss,
         )
@@ -315,6 +318,11 @@ def check_policy(model: Any, args: RLConfig) -> None:
     if args.process_index == 0 and hasattr(model, "peft_config"):
         print(describe_adapter(model), flush=True)
     warn_of_changing_rope(model, args.max_seq_len)
+    if args.router_replay and not routers_of(model):
+        raise ConfigError(
+            f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "
+            "it out"
+        )
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not args.ddp_find_unused_parameters:
         return

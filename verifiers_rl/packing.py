@@ -249,6 +249,7 @@ def collate(
     position_ids = np.tile(positions, (shape[0], 1))
     visible_until = np.full(shape, width)
     segments: list[Segment] = []
+    experts = _room_for_experts([samples[i] for row in rows for i in row], shape)
     fields: list[tuple[np.ndarray, ...]] = []  # of the targets
     sample_ids: list[int] = []
     masks: list[tuple[int, SamplingMask | None]] = []  # of the targets of each sample
@@ -262,6 +263,8 @@ def collate(
             path = np.concatenate([path[:common], positions[start:stop]])
             input_ids[r, start:stop] = sample.token_ids[common:]
             position_ids[r, start:stop] = np.arange(common, len(path))
+            if experts is not None and sample.routed_experts is not None:
+                experts[r, start:stop] = sample.routed_experts[common:]
             visible_until[r, path] = stop
             if stop > start:
                 segments.append(Segment(r, start, stop, path))
@@ -297,7 +300,18 @@ def collate(
         shares_prefixes=any(shares.values()),
         num_tokens=num_tokens,
         sample_ids=sample_ids,
+        routed_experts=None if experts is None else torch.from_numpy(experts),
     )
+
+
+def _room_for_experts(samples: Sequence[Sample], shape: tuple[int, int]) -> np.ndarray | None:
+    """Return -1 for each column of a microbatch and each choice of an expert; None if no sample has
+    experts.
+    """
+    sizes = {s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"samples have experts of several sizes (layers, top_k): {sorted(sizes)}")
+    return np.full((*shape, *sizes.pop()), -1, np.int16) if sizes else None
 
 
 def _targets_of(
@@ -352,6 +366,7 @@ def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
         *of_allowed,
         *(getattr(microbatch, name) for name in names),
         *(getattr(microbatch.targets, name) for name in of_targets),
+        *([] if microbatch.routed_experts is None else [microbatch.routed_experts]),
         *([] if allowed is None else [allowed.is_limited]),
     ]
     flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
@@ -366,8 +381,10 @@ def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
     if allowed is not None:
         rows, token_ids, *copies, is_limited = copies
         allowed = AllowedTokens(is_limited, rows, token_ids, allowed.offsets)
+    experts = None if microbatch.routed_experts is None else copies.pop()
     return replace(
         microbatch,
         **dict(zip(names, copies[:3], strict=True)),
         targets=Targets(*copies[3:], allowed=allowed),
+        routed_experts=experts,
     )

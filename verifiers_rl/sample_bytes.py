@@ -59,23 +59,37 @@ def unflatten_samples(
 
 
 def _put_optional(sample: Sample, room: np.ndarray) -> None:
-    """Write the fields that may be None: how many ids the mask has, and the mask."""
-    mask = sample.sampling_mask
-    if mask is None:
+    """Write the fields that may be None: the sizes of both (-1 ids: there is no mask), the mask,
+    the experts.
+    """
+    if not len(room):
         return
-    head = np.array([len(mask.token_ids), 0, 0, 0], np.int32)
-    content = np.concatenate([head, mask.counts, mask.token_ids])
-    room[:] = content.view(np.uint8)
+    mask, experts = sample.sampling_mask, sample.routed_experts
+    head = np.array([-1, 0, 0, 0], np.int32)
+    parts = [head]
+    if mask is not None:
+        head[0] = len(mask.token_ids)
+        parts += [mask.counts, mask.token_ids]
+    if experts is not None:
+        head[1:3] = experts.shape[1:]
+        parts.append(experts.ravel())
+    content = np.concatenate([part.view(np.uint8) for part in parts])
+    room[: len(content)] = content
 
 
 def _take_optional(sample: Sample, content: np.ndarray) -> None:
     """Read what `_put_optional` wrote."""
     if not len(content):
         return
-    num_ids = int(content[:HEAD_BYTES].view(np.int32)[0])
-    length = len(sample.token_ids)
-    numbers = content[HEAD_BYTES:].view(np.int32)
-    sample.sampling_mask = SamplingMask(numbers[:length], numbers[length : length + num_ids])
+    num_ids, num_layers, top_k, _ = content[:HEAD_BYTES].view(np.int32).tolist()
+    length, start = len(sample.token_ids), HEAD_BYTES
+    if num_ids >= 0:
+        start += 4 * (length + num_ids)
+        numbers = content[HEAD_BYTES:start].view(np.int32)
+        sample.sampling_mask = SamplingMask(numbers[:length], numbers[length:])
+    if num_layers:
+        experts = content[start : start + 2 * length * num_layers * top_k].view(np.int16)
+        sample.routed_experts = experts.reshape(length, num_layers, top_k)
 
 
 def _views_of_fields(flat: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:

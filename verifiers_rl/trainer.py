@@ -86,6 +86,7 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.recording import RolloutFiles
 from verifiers_rl.report.run_folder import enter_run_folder
+from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.sync.gather import gathering, is_split
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 
@@ -415,10 +416,10 @@ class RLTrainer(SavingTrainer):
         """Compute the logprob of each target, and the entropy of its prediction. (N,) each."""
         temperature, targets = self.args.temperature, microbatch.targets
         base = self._base_of(model)
-        model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False}
-        model_inputs |= attention_inputs(
-            microbatch, base.config, cast(Layout, self._layout), self._shares_prefixes
-        )
+        replay_experts(base, microbatch.routed_experts)
+        layout = cast(Layout, self._layout)
+        attention = attention_inputs(microbatch, base.config, layout, self._shares_prefixes)
+        model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
         vocab_size = base.config.get_text_config().vocab_size
         chunk_size = self.args.logits_chunk_tokens or chunk_size_for(vocab_size)
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.

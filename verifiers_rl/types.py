@@ -88,6 +88,8 @@ class Sample:
         rollout_id: position of its rollout in the batch; -1: the sample is a rollout of its own.
         group_id: position of its group in the batch; -1: the sample is a group of its own.
         sampling_mask: of T tokens; None if any token could be chosen everywhere.
+        routed_experts: (T, layers, top_k) int16, the experts that the server chose when it computed
+            the token; -1 where it returned none, as for the last token of a reply.
     """
 
     DTYPES: ClassVar[dict[str, type]] = {
@@ -106,6 +108,7 @@ class Sample:
     rollout_id: int = field(default=-1, kw_only=True)
     group_id: int = field(default=-1, kw_only=True)
     sampling_mask: SamplingMask | None = field(default=None, kw_only=True)
+    routed_experts: np.ndarray | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.advantages):
@@ -120,6 +123,13 @@ class Sample:
                 f"Sample: a sampling_mask of {len(self.sampling_mask.counts)} tokens for "
                 f"{len(self.token_ids)} tokens"
             )
+        if self.routed_experts is not None:
+            self.routed_experts = np.asarray(self.routed_experts, np.int16)
+            if self.routed_experts.ndim != 3 or len(self.routed_experts) != len(self.token_ids):
+                raise ValueError(
+                    f"Sample: routed_experts of shape {self.routed_experts.shape} for "
+                    f"{len(self.token_ids)} tokens; must be (tokens, layers, top_k)"
+                )
         if self.loss_mask[0]:
             raise ValueError(
                 "Sample: loss_mask[0] must be False, no token comes before the first one"
@@ -132,9 +142,12 @@ class Sample:
     @property
     def num_optional_bytes(self) -> int:
         """What `sample_bytes.py` needs for the fields that may be None: 0 if all are."""
-        if self.sampling_mask is None:
-            return 0
-        return HEAD_BYTES + 4 * (len(self.token_ids) + len(self.sampling_mask.token_ids))
+        size = 0
+        if self.sampling_mask is not None:
+            size += 4 * (len(self.token_ids) + len(self.sampling_mask.token_ids))
+        if self.routed_experts is not None:
+            size += self.routed_experts.nbytes
+        return HEAD_BYTES + -(-size // 4) * 4 if size else 0
 
     def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set one advantage for every loss token, or one for each token, (T,)."""
@@ -163,6 +176,27 @@ class TeacherScore:
     kl: float
     num_tokens: int
     teacher_s: float
+
+
+def join_experts(num_tokens: int, replies: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return `Sample.routed_experts` of a sample from those of its replies; None if none has any.
+
+    Args:
+        num_tokens: of the sample.
+        replies: from the first reply to the last, (tokens, layers, top_k) from the first token on.
+            A later reply computes earlier tokens once more; the first time is what sampled them.
+    """
+    joined = None
+    start = 0
+    for experts in replies:
+        if experts is None:
+            continue
+        if joined is None:
+            joined = np.full((num_tokens, *experts.shape[1:]), -1, np.int16)
+        stop = min(len(experts), num_tokens)
+        joined[start:stop] = experts[start:stop]
+        start = max(start, stop)
+    return joined
 
 
 @dataclass(slots=True)
@@ -577,6 +611,8 @@ class Microbatch:
         has_loss: whether `targets` carry loss.
         sample_ids: the samples whose tokens `targets` has, one after the other, by their index in
             the batch; empty without loss.
+        routed_experts: (B, T, layers, top_k) int16, the experts that the server chose; -1 where it
+            returned none. None if no sample has any.
         segments: of each sample that has tokens of its own, and of the padding, from left to right
             in each row.
         shares_prefixes: whether samples have tokens in common.
@@ -592,6 +628,7 @@ class Microbatch:
     shares_prefixes: bool
     num_tokens: int
     sample_ids: list[int] = field(default_factory=list)
+    routed_experts: Tensor | None = None
 
 
 class EnvRunner(Protocol):

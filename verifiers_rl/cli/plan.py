@@ -302,6 +302,8 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     if config.option("use_lora") and not merged:
         args.setdefault("enable_lora", True)
         args.setdefault("max_lora_rank", smallest_lora_rank(config.option("lora_rank")))
+    if config.option("router_replay"):
+        args.setdefault("enable_return_routed_experts", True)
     product = math.prod(args.get(name, 1) for name in PARALLEL_SIZES)
     if "tensor_parallel_size" not in args and config.inference_gpus > product:
         args["tensor_parallel_size"] = config.inference_gpus // product

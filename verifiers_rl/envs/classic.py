@@ -34,7 +34,7 @@ from verifiers_rl.envs.chat_template import as_vllm_renders, reason_against_chat
 from verifiers_rl.envs.classic_clients import make_client
 from verifiers_rl.envs.records import record_of_state
 from verifiers_rl.inference import LeaseLostError, RolloutDeadline
-from verifiers_rl.types import Progress, Rollout, Sample, SamplingMask, Slots, Split
+from verifiers_rl.types import Progress, Rollout, Sample, SamplingMask, Slots, Split, join_experts
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ def samples_from_trajectory(
     """
     samples: list[Sample] = []
     masks: list[tuple[int, SamplingMask | None]] = []  # of the parts of the last sample
+    experts: list[np.ndarray | None] = []  # of its replies
     for turn, step in enumerate(steps):
         tokens = step["tokens"]
         if tokens is None:
@@ -133,14 +134,21 @@ def samples_from_trajectory(
             ]
         else:
             parts = [_segment(prompt, False, 0)]
-            masks, n = [], 0
+            masks, experts, n = [], [], 0
         spans = getattr(step.get("response"), "policy_versions", None) or [(0, policy_version)]
         versions = versions_of_tokens(spans, len(completion))
         parts.append((completion, np.ones(len(completion), bool), logprobs, versions))
         mask = getattr(step.get("response"), "sampling_mask", None)
         masks += [(len(prompt) - n, None), (len(completion), mask)]
-        fields = map(np.concatenate, zip(*parts, strict=True))
-        samples.append(Sample(*fields, sampling_mask=SamplingMask.join(masks)))
+        experts.append(getattr(step.get("response"), "experts", None))
+        fields = [*map(np.concatenate, zip(*parts, strict=True))]
+        samples.append(
+            Sample(
+                *fields,
+                sampling_mask=SamplingMask.join(masks),
+                routed_experts=join_experts(len(fields[0]), experts),
+            )
+        )
     return samples
 
 

@@ -31,6 +31,7 @@ from verifiers_rl.inference import (
     ServerClient,
     pack_ids,
     policy_versions,
+    unpack_experts,
     unpack_mask,
     unpack_sampled,
 )
@@ -142,6 +143,7 @@ class TokenClient(_KeepsVersionsAndEmptyReplies, OpenAIChatCompletionsTokenClien
                 completion_logprobs=logprobs.tolist(),
             )
             parsed.sampling_mask = unpack_mask(packed)
+            parsed.experts = unpack_experts(packed)
         return parsed
 
     async def tokenize(

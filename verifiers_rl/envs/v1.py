@@ -69,7 +69,16 @@ from verifiers_rl.envs.v1_versions import (
     ran_out_of_time,
 )
 from verifiers_rl.inference import Lease, LeaseLostError, RolloutDeadline
-from verifiers_rl.types import LOAD_S, Progress, Rollout, Sample, SamplingMask, Slots, Split
+from verifiers_rl.types import (
+    LOAD_S,
+    Progress,
+    Rollout,
+    Sample,
+    SamplingMask,
+    Slots,
+    Split,
+    join_experts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +172,8 @@ class V1ExampleRunner:
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
         # And its replies with the tokens that could be sampled, where the run asks for them.
         self.masks: dict[str, list[tuple[Any, SamplingMask]]] = {}
+        # And with the experts of their tokens and of those before.
+        self.experts: dict[str, list[tuple[Any, np.ndarray]]] = {}
         # Of the episodes that run, with several servers.
         self._leases: dict[int, tuple[Any, Lease]] = {}
         self.files_per_rollout = self._files_per_rollout()
@@ -355,6 +366,7 @@ class V1ExampleRunner:
             for trace in slot.traces:
                 self.versions.pop(trace.id, None)
                 self.masks.pop(trace.id, None)
+                self.experts.pop(trace.id, None)
         return [failed]
 
     def lease_of(self, trace_id: str | None) -> Lease | None:
@@ -403,6 +415,7 @@ class V1ExampleRunner:
                 policy_version,
                 self.options.mask_env_responses,
                 {id(message): mask for message, mask in self.masks.get(trace.id, [])},
+                {id(message): rows for message, rows in self.experts.get(trace.id, [])},
             ),
             num_turns=trace.num_turns,
             is_truncated=is_cut or trace.stop_condition == "context_length",
@@ -635,6 +648,7 @@ def samples_from_trace(
     policy_version: int,
     mask_env_responses: bool = True,
     masks: Mapping[int, SamplingMask] = MappingProxyType({}),
+    experts: Mapping[int, np.ndarray] = MappingProxyType({}),
 ) -> list[Sample]:
     """Return one sample for each branch. Tokens that branches share are in the loss of the first
     branch only. Advantages that the environment gave to the tokens of a branch become those of its
@@ -646,6 +660,7 @@ def samples_from_trace(
         policy_version: version for replies that are not in `versions`.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
         masks: from which tokens a reply's were sampled, by the `id` of its message.
+        experts: of a reply's tokens and all before, by the `id` of its message.
 
     Raises:
         ValueError: a reply has lost its tokens (an interceptor rewrote it).
@@ -687,7 +702,12 @@ def samples_from_trace(
             has_begun = has_begun or num_sampled > 0
         fields = [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
         if fields and fields[1].any():  # a token is in the loss
-            sample = Sample(*fields, sampling_mask=SamplingMask.join(masks_of_parts))
+            of_replies = [experts.get(id(node.message)) for node in branch.nodes]
+            sample = Sample(
+                *fields,
+                sampling_mask=SamplingMask.join(masks_of_parts),
+                routed_experts=join_experts(len(fields[0]), of_replies),
+            )
             if (advantages := advantages_of(branch)) is not None:
                 sample.set_advantage(advantages)
             samples.append(sample)

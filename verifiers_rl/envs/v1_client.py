@@ -23,6 +23,7 @@ from verifiers_rl.inference import (
     current_lease,
     pack_ids,
     policy_versions,
+    unpack_experts,
     unpack_mask,
     unpack_sampled,
 )
@@ -119,6 +120,8 @@ class TokenClient(vf.Client):
         )
         if session_id and (spans := policy_versions.get()):
             self._env.versions.setdefault(session_id, []).append((response.message, spans))
+        if session_id and (experts := unpack_experts(packed)) is not None:
+            self._env.experts.setdefault(session_id, []).append((response.message, experts))
         if session_id and (mask := unpack_mask(packed)) is not None:
             self._env.masks.setdefault(session_id, []).append((response.message, mask))
         return response

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.lease import LeaseLostError as LeaseLostError
     from verifiers_rl.inference.lease import current_lease as current_lease
     from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
+    from verifiers_rl.inference.packed_tokens import unpack_experts as unpack_experts
     from verifiers_rl.inference.packed_tokens import unpack_mask as unpack_mask
     from verifiers_rl.inference.packed_tokens import unpack_sampled as unpack_sampled
     from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
@@ -53,6 +54,7 @@ HOME = {
     "policy_versions": "rollout_client",
     "save_token": "client",
     "token_file": "client",
+    "unpack_experts": "packed_tokens",
     "unpack_mask": "packed_tokens",
     "unpack_sampled": "packed_tokens",
 }

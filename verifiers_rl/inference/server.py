@@ -45,6 +45,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from verifiers_rl.inference import routed_experts
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, PUSH_HEADER, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import (
@@ -394,6 +395,7 @@ class WeightSyncRoutes:
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
             "joined": list(self.joined),
+            "returns_experts": returns_experts(config),
         }
 
     async def connect(
@@ -677,6 +679,13 @@ def is_one_completion(fields: dict[str, Any]) -> bool:
     return wanted.get("n") in (None, 1) and not several and not wanted.get("use_beam_search")
 
 
+def returns_experts(config: Any) -> bool:
+    """Return whether replies can have the experts of their tokens."""
+    of_vllm = getattr(config, "aux_output_config", None)
+    is_native = of_vllm is not None and of_vllm.enable_return_routed_experts
+    return is_native or routed_experts.VARIABLE in os.environ
+
+
 class WorkerError(RuntimeError):
     """What went wrong in a worker; its log says where."""
 
@@ -922,9 +931,12 @@ def main() -> None:
         )
     if problem := fit_to_checkpoint(args, sys.argv):
         parser.error(problem)
-    parts.validate_parsed_serve_args(args)
     import torch
 
+    if not torch.cuda.is_available() and getattr(args, "enable_return_routed_experts", False):
+        os.environ[routed_experts.VARIABLE] = "1"  # read by vLLM's processes
+        args.enable_return_routed_experts = args.enable_prefix_caching = False
+    parts.validate_parsed_serve_args(args)
     if not torch.cuda.is_available():
         if hasattr(os, "sched_getaffinity"):
             num_workers = args.tensor_parallel_size * args.pipeline_parallel_size

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from verifiers_rl.inference.packed_tokens import (
+    EXPERTS_FIELD,
     FIELD,
     MASK_FIELD,
+    pack_experts,
     pack_sampled,
     unpack_ids,
 )
@@ -46,6 +48,7 @@ class TokenRequest:
     Attributes:
         token_ids: the prompt.
         is_packed: the reply has its tokens packed.
+        has_experts: beside them, the reply has the experts of its tokens and of the prompt's.
         has_mask: beside them, the reply has the tokens that could be sampled in their place.
     """
 
@@ -53,6 +56,12 @@ class TokenRequest:
         self.token_ids = take_prompt(fields, vocab_size, max_model_len)
         self.is_packed = fields.pop(FIELD, False)
         self.has_mask = fields.pop(MASK_FIELD, False)
+        self.has_experts = fields.pop(EXPERTS_FIELD, False)
+        if not isinstance(self.has_experts, bool):
+            raise ValueError(f"{EXPERTS_FIELD}={self.has_experts!r}: must be true or false")
+        if self.has_experts and not self.is_packed:
+            raise ValueError(f"{EXPERTS_FIELD}: needs {FIELD}")
+        self.state: Any = None  # vLLM's, of this request
         self._spliced = b""  # into the reply, behind its first byte
         if not isinstance(self.is_packed, bool):
             raise ValueError(f"{FIELD}={self.is_packed!r}: must be true or false")
@@ -79,8 +88,12 @@ class TokenRequest:
         self, token_ids: Sequence[int], logprobs: np.ndarray, mask: SamplingMask | None = None
     ) -> None:
         """Take what vLLM has sampled for this request, to be spliced into the reply."""
-        packed = json.dumps(pack_sampled(token_ids, logprobs.clip(min=LOWEST_LOGPROB), mask))
-        self._spliced = f'"{FIELD}":{packed},'.encode()
+        packed: dict[str, Any] = {
+            **pack_sampled(token_ids, logprobs.clip(min=LOWEST_LOGPROB), mask)
+        }
+        if self.has_experts and self.state.routed_experts_chunks:
+            packed |= pack_experts(np.concatenate(self.state.routed_experts_chunks))
+        self._spliced = f'"{FIELD}":{json.dumps(packed)},'.encode()
 
     def splice(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return this ASGI message of vLLM's reply with the packed tokens, if it has any."""
@@ -169,6 +182,7 @@ def take_over(chat: Any, engine: Any) -> None:
         if current is not None and current.is_packed:
             state = processor.request_states[added.request_id]
             keep_logprobs_as_numbers(state, current.has_mask)
+            current.state = state
 
     def create_chat_logprobs(*args: Any, **kwargs: Any) -> Any:
         current = current_request.get()

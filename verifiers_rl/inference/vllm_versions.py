@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from verifiers_rl.inference.routed_experts import return_routed_experts
+
 
 class ServerParts(NamedTuple):
     """The parts of vLLM's OpenAI server that `vf-vllm` puts together."""
@@ -236,7 +238,8 @@ def sleep_instead_of_spinning() -> None:
     vLLM's engine and worker wait for each other in a loop around `sched_yield` that takes a whole
     core. A GPU host can spare the core. On a laptop the API server and the trainer need it, and
     rollouts of a small model take three times as long (benchmarks/README.md). So on a CPU the loop
-    sleeps instead, but only in processes of vf-vllm.
+    sleeps instead, but only in processes of vf-vllm. There it also begins what routed_experts.py
+    does.
     """
     if "VERIFIERS_RL_SERVER_PID" not in os.environ:
         return
@@ -246,3 +249,4 @@ def sleep_instead_of_spinning() -> None:
         from vllm.distributed.device_communicators import shm_broadcast
 
         shm_broadcast.sched_yield = lambda: time.sleep(200e-6)
+        return_routed_experts()

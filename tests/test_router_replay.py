@@ -1,0 +1,215 @@
+"""The trainer's routers use given experts, and their gradients are those of their own scores."""
+
+import copy
+from base64 import b64decode
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from tests.helpers import make_tiny_model, make_tiny_moe
+from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.inference.packed_tokens import pack_experts, unpack_experts
+from verifiers_rl.inference.routed_experts import RowsOfRequests
+from verifiers_rl.models import check_policy
+from verifiers_rl.packing import collate
+from verifiers_rl.router_replay import RouterReplay, replay_experts, routers_of
+from verifiers_rl.sample_bytes import flatten_samples, unflatten_samples
+from verifiers_rl.types import Sample, SampleSizes, SamplingMask, join_experts
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "vocab_size": 50, "intermediate_size": 48, "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+MOE = {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2}
+MOE |= {"topk_group": 1, "first_k_dense_replace": 1}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+
+
+def make(name):
+    torch.manual_seed(0)
+    if name == "qwen3":
+        return make_tiny_moe()
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=8))
+    if name == "gpt_oss":
+        return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=8, head_dim=16))
+    if name == "glm4":
+        return Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES | MOE, head_dim=16))
+    sizes = SIZES | MOE | MLA | {"v_head_dim": 16, "num_key_value_heads": 2}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
+
+
+def chosen_by(model, ids):
+    """(B, T, layers, top_k), as a server returns them: 0 for layers without experts."""
+    found = {}
+
+    def record(at):
+        return lambda router, inputs, outputs: found.update({at: outputs[2]})
+
+    hooks = [router.register_forward_hook(record(layer)) for layer, router in routers_of(model)]
+    model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    shape = next(iter(found.values())).shape[-1]
+    nothing = torch.zeros(ids.numel(), shape, dtype=torch.int64)
+    layers = [found.get(i, nothing) for i in range(model.config.num_hidden_layers)]
+    return torch.stack(layers, 1).reshape(*ids.shape, len(layers), shape)
+
+
+def perturbed(model):
+    """A copy whose routers make other choices now and then."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for _, router in routers_of(other):
+            router.weight += 0.1 * router.weight.std() * torch.randn_like(router.weight)
+    return other
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt_oss", "glm4", "deepseek"])
+def test_replayed_experts_are_used_and_weighed_by_the_models_own_scores(name):
+    model = make(name).eval()
+    ids = torch.randint(3, 50, (2, 40))
+    with torch.no_grad():
+        experts = chosen_by(model, ids)
+        expected = model(input_ids=ids).logits
+        other = copy.deepcopy(model)
+        replay = RouterReplay(other)
+        replay.use(experts)
+        assert (other(input_ids=ids).logits - expected).abs().max() < 1e-6
+        # Other experts give other logits, and -1 the router's own.
+        replay.use((experts + 1) % replay.routers[0][1].num_experts)
+        assert (other(input_ids=ids).logits - expected).abs().max() > 1e-4
+        replay.use(torch.full_like(experts, -1))
+        assert torch.equal(other(input_ids=ids).logits, expected)
+        # A router whose weights differ uses them.
+        other = perturbed(model)
+        replay = RouterReplay(other)
+        assert not torch.equal(chosen_by(other, ids), experts)
+        replay.use(experts)
+        assert torch.equal(chosen_by(other, ids)[experts > 0], experts[experts > 0])
+
+
+def test_gradients_reach_the_router_through_its_scores_also_where_backward_computes_again():
+    model = make_tiny_moe().train()
+    ids = torch.randint(3, 250, (2, 30))
+    with torch.no_grad():
+        experts = chosen_by(model, ids)
+    gradients = []
+    for checkpointing in (False, True):
+        other = perturbed(model)
+        for (_, router), (_, ours) in zip(routers_of(other), routers_of(model), strict=True):
+            router.weight.data = ours.weight.data + 1e-3  # another router, the same each time
+        if checkpointing:
+            other.gradient_checkpointing_enable({"use_reentrant": False})
+        replay_experts(other, experts)
+        other(input_ids=ids).logits[..., 7].sum().backward()
+        gradients.append([router.weight.grad for _, router in routers_of(other)])
+    for plain, again in zip(*gradients, strict=True):
+        assert plain.abs().max() > 0 and torch.allclose(plain, again, atol=1e-7)
+
+    # R3: softmax over all experts, taken at the replayed ones and normalised over these.
+    ((_, router), *_) = routers_of(model)
+    hidden = torch.randn(5, 64)
+    given = torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 2]])
+    whole = torch.zeros(1, 5, 2, 2, dtype=torch.int16)
+    whole[0, :, 0] = given
+    replay_experts(model, whole)
+    _, weights, chosen = router(hidden)
+    assert chosen.tolist() == given.tolist()
+    factors = torch.randn(5, 2)
+    (found,) = torch.autograd.grad((weights * factors).sum(), router.weight)
+    weight = router.weight.detach().double().requires_grad_()
+    scores = (hidden.double() @ weight.T).softmax(-1).gather(1, given)
+    scores = scores / scores.sum(-1, keepdim=True)
+    (expected,) = torch.autograd.grad((scores * factors).sum(), weight)
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+    replay_experts(model, None)
+    assert not torch.equal(router(hidden)[2], given)
+
+
+def test_experts_travel_with_their_samples_into_rows_with_shared_prefixes():
+    def make_sample(tokens, first):
+        experts = np.arange(first, first + 4 * len(tokens)).reshape(-1, 2, 2)
+        mask = [False] + [True] * (len(tokens) - 1)
+        return Sample(tokens, mask, [0.0] * len(tokens), [0] * len(tokens), routed_experts=experts)
+
+    masked = make_sample([1, 2, 5], 100)
+    masked.sampling_mask = SamplingMask([0, 2, 0], [2, 3])
+    plain = Sample([8, 9], [0, 1], [0, -1], [-1, 0])
+    samples = [make_sample([1, 2, 3, 4], 0), masked, plain]
+    sizes = SampleSizes.of(samples)
+    assert sizes.num_optional_bytes.tolist() == [16 + 2 * 16, 16 + 4 * 5 + 2 * 12, 0]
+    copies = unflatten_samples(
+        flatten_samples(samples), [4, 3, 2], sizes.num_optional_bytes.tolist()
+    )
+    for sample, copy_ in zip(samples[:2], copies, strict=False):
+        assert copy_.routed_experts.tolist() == sample.routed_experts.tolist()
+    assert copies[1].sampling_mask.token_ids.tolist() == [2, 3]
+    microbatch = collate(copies, [[0, 1], [2]], [1.0] * 3, 0, num_shared=[0, 2, 0])
+    of_row = microbatch.routed_experts[0].flatten(1).tolist()
+    assert of_row == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15],
+                      [108, 109, 110, 111]]  # fmt: skip
+    assert (microbatch.routed_experts[1] == -1).all()
+    assert collate([plain], [[0]], [1.0], 0).routed_experts is None
+    with pytest.raises(ValueError, match=r"routed_experts of shape \(1, 2, 2\) for 2 tokens"):
+        Sample([8, 9], [0, 1], [0, -1], [-1, 0], routed_experts=np.zeros((1, 2, 2)))
+
+
+def test_a_later_reply_adds_the_experts_of_its_own_tokens_only():
+    first, second = np.full((3, 1, 1), 1), np.full((5, 1, 1), 2)
+    assert join_experts(6, [None, first, second]).ravel().tolist() == [1, 1, 1, 2, 2, -1]
+    assert join_experts(6, [None, None]) is None
+
+
+def test_experts_of_a_reply_are_a_byte_each_up_to_256_experts():
+    for dtype, size in ((np.uint8, 1), (np.uint16, 2)):
+        experts = np.arange(12, dtype=dtype).reshape(3, 2, 2)
+        packed = pack_experts(experts)
+        assert len(b64decode(packed["routed_experts"])) == 12 * size
+        assert unpack_experts(packed).tolist() == experts.tolist()
+    assert unpack_experts({}) is None
+
+
+def test_the_scheduler_passes_on_each_tokens_experts_once():
+    def rows(start, stop):
+        values = np.arange(start, stop).reshape(-1, 1, 1)
+        return {"a": SimpleNamespace(token_start=start, rows=values)}
+
+    connector = RowsOfRequests()
+    request = SimpleNamespace(request_id="a", num_tokens=5, is_finished=lambda: False)
+    assert connector.take_output(request, rows(0, 4)).ravel().tolist() == [0, 1, 2, 3]
+    request.num_tokens = 6
+    assert connector.take_output(request, rows(4, 5)).ravel().tolist() == [4]
+    connector.request_finished(request)  # preempted: all its tokens are computed again
+    request.num_tokens = 7
+    assert connector.take_output(request, rows(0, 6)).ravel().tolist() == [5]
+    request.num_tokens = 9
+    with pytest.raises(RuntimeError, match="the experts of tokens 6 to 7 are unknown"):
+        connector.take_output(request, rows(7, 8))
+    request.is_finished = lambda: True
+    connector.request_finished(request)
+    request.num_tokens = 3
+    assert len(connector.take_output(request, rows(0, 2))) == 2
+
+
+def test_what_cannot_replay_is_refused_at_the_start(tmp_path):
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=True)
+    assert args.sampling_args()["extra_body"]["routed_experts"] is True
+    assert "routed_experts" not in args.eval_sampling_args()["extra_body"]
+    with pytest.raises(ConfigError, match="router_replay=True: Qwen3ForCausalLM has no router"):
+        check_policy(make_tiny_model(), args)
+    check_policy(make_tiny_moe(), args)
+    with pytest.raises(ConfigError, match="client_type='renderer' gets no experts"):
+        RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=True, client_type="renderer")
