@@ -469,9 +469,10 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
 
 def test_a_microbatch_goes_to_the_device_in_one_copy(monkeypatch):
     samples = make_tree(7)
-    length = len(samples[1].token_ids)
-    samples[1].sampling_mask = SamplingMask([0] + [2] * (length - 1), range(2 * length - 2))
-    samples[1].routed_experts = np.arange(3 * length, dtype=np.int16).reshape(-1, 3, 1)
+    for sample in samples[:3]:
+        length = len(sample.token_ids)
+        sample.sampling_mask = SamplingMask([0] + [2] * (length - 1), range(2 * length - 2))
+        sample.routed_experts = np.arange(3 * length, dtype=np.int16).reshape(-1, 3, 1)
     microbatch = collate(samples, [[0], [1, 2]], [0.5] * len(samples), 9)
     moves = []
     real = torch.Tensor.to
