@@ -31,7 +31,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, is_of_advantages
 from verifiers_rl.packing import collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
-from verifiers_rl.types import SampleSizes, Targets, order_by_beginning
+from verifiers_rl.types import SampleSizes, SamplingMask, Targets, order_by_beginning
 
 
 def plan_all(samples, max_tokens, **options):
@@ -469,6 +469,10 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
 
 def test_a_microbatch_goes_to_the_device_in_one_copy(monkeypatch):
     samples = make_tree(7)
+    for sample in samples[:3]:
+        length = len(sample.token_ids)
+        sample.sampling_mask = SamplingMask([0] + [2] * (length - 1), range(2 * length - 2))
+        sample.routed_experts = np.arange(3 * length, dtype=np.int16).reshape(-1, 3, 1)
     microbatch = collate(samples, [[0], [1, 2]], [0.5] * len(samples), 9)
     moves = []
     real = torch.Tensor.to
@@ -486,8 +490,13 @@ def test_a_microbatch_goes_to_the_device_in_one_copy(monkeypatch):
     copied = copy_to(microbatch, torch.device("meta"))
     for name in ("input_ids", "position_ids", "visible_until"):
         assert torch.equal(getattr(copied, name), getattr(microbatch, name))
-    for name in Targets.__slots__:
-        value, expected = getattr(copied.targets, name), getattr(microbatch.targets, name)
+    pairs = [(copied.routed_experts, microbatch.routed_experts)]
+    for name in {*Targets.__slots__} - {"allowed"}:
+        pairs.append((getattr(copied.targets, name), getattr(microbatch.targets, name)))
+    here, there = copied.targets.allowed, microbatch.targets.allowed
+    assert here.offsets.tolist() == there.offsets.tolist()
+    pairs += [(getattr(here, n), getattr(there, n)) for n in ("is_limited", "rows", "token_ids")]
+    for value, expected in pairs:
         assert value.dtype == expected.dtype and torch.equal(value, expected)
     assert packing.copy_to(microbatch, torch.device("cpu")) is microbatch
 
