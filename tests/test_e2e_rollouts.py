@@ -24,7 +24,7 @@ from transformers import set_seed
 
 from tests.conftest import running_server
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic, serving, values_of
-from verifiers_rl import RLConfig, RLTrainer, Teacher, WeightedEnv
+from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import load_v1_environment
@@ -440,31 +440,6 @@ def test_a_reply_is_ended_at_its_limit_and_says_how_long_it_was_queued(server):
     for limit in ("soon", "0", "nan"):
         assert ask(limit).status_code == 400
         assert "x-reply-timeout-s" in ask(limit).json()["error"]
-
-
-def test_a_teacher_that_is_the_policy_gives_no_advantage_and_one_with_a_hint_does(
-    server, model_folder, tokenizer, tmp_path, v1_path
-):
-    args = make_args(server, tmp_path, max_seq_len=399)  # vLLM generates one token more
-    teacher = Teacher(str(model_folder), server.url, key_variable=TOKEN_VARIABLE)
-    given = {"env": load_v1_environment(V1_ENVIRONMENTS["one turn"]), "name": "small"}
-
-    async def run(**options):
-        runner = make_runner([WeightedEnv(**given, **options)], server.url, tokenizer, args)
-        await runner.open()
-        try:
-            sampling = args.sampling_args()
-            return await runner.run_group("train", 0, 4, model_name(server), sampling, 0, Slots(4))
-        finally:
-            await runner.close()
-
-    group = asyncio.run(run(algorithm="opd", teacher=teacher))
-    for rollout in group:
-        assert rollout.error is None and rollout.teacher.num_tokens == rollout.num_sampled_tokens
-        assert np.abs(rollout.teacher.advantages).max() < 1e-4, rollout.teacher
-    group = asyncio.run(run(algorithm="opsd", hint="It is {prompt}"))
-    assert all(rollout.error is None and rollout.teacher.num_tokens for rollout in group)
-    assert max(np.abs(rollout.teacher.advantages).max() for rollout in group) > 1e-2
 
 
 def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path, v1_path):
