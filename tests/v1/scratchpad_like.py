@@ -32,7 +32,12 @@ class PadTask(vf.Task[vf.TaskData, PadState]):
 
     @vf.metric
     async def lost_calls(self, trace: vf.Trace) -> float:
-        return float(len(trace.tool_messages) - trace.state.calls)
+        """Answers of the tool that its state does not know. The answer to a broken call is an
+        error's text, and no number.
+        """
+        answers = [str(message.content) for message in trace.tool_messages]
+        numbers = [answer for answer in answers if answer.removeprefix("-").isdecimal()]
+        return float(len(numbers) - trace.state.calls)
 
 
 class PadConfig(vf.TasksetConfig):
