@@ -64,6 +64,7 @@ from verifiers_rl.inference.expected import (
 )
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.joining import announce, join_error
+from verifiers_rl.inference.packed_tokens import EXPERTS_FIELD
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.token_route import (
     NUM_TIES,
@@ -302,6 +303,11 @@ class WeightSyncRoutes:
             tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
         except ValueError as error:
             raise BadRequest(error) from error
+        if tokens.has_experts and not returns_experts(engine.vllm_config):
+            raise BadRequest(
+                f"{EXPERTS_FIELD}: this server returns none; start it with "
+                "--enable-return-routed-experts"
+            )
         if not self.takes_tokens:
             take_over(state.openai_serving_chat, engine)
             self.takes_tokens = True

@@ -153,6 +153,8 @@ class GptOssReload:
 
         parameters = dict(self._model.named_parameters())
         for name, tensor in self._sinks.items():
+            if name not in parameters:
+                continue  # of another stage of the pipeline
             num_heads = parameters[name].numel()
             start = get_tensor_model_parallel_rank() * num_heads
             parameters[name].data.copy_(tensor[start : start + num_heads])
