@@ -122,8 +122,12 @@ def test_a_request_ends_at_the_first_process_when_its_client_leaves_another_one(
 
 def test_a_first_process_that_is_away_counts_as_a_server_that_is_lost():
     async def run():
-        transport = httpx.ASGITransport(ApiProcesses(PORT, 1, 2).forward)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        second = ApiProcesses(PORT, 1, 2)
+        transport = httpx.ASGITransport(second.forward)
+        async with (
+            second.serving(None),
+            httpx.AsyncClient(transport=transport, base_url="http://x") as client,
+        ):
             got = await client.get("/weight_sync/status")
         assert got.status_code == 503
         assert got.json()["error"].startswith("API process 0 of 2 does not answer: ")

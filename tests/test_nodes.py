@@ -295,7 +295,9 @@ def test_an_environment_that_differs_between_nodes_is_found(tmp_path):
     def same(text):
         path = tmp_path / "rl.toml"
         path.write_text(f'model = "m"\n[[env]]\nid = "e"\n{text}')
-        return hello_of(load_run_config(path, checks_model=False), Node(0, 2, "h", 1, 1), []).same
+        return hello_of(
+            load_run_config(path, checks_model=False), Node(0, 2, "h", 1, 1, 1), []
+        ).same
 
     plain, weighted = same(""), same("weight = 2.0")
     assert [name for name in plain if plain[name] != weighted[name]] == ["[[env]] 0 (e)"]

@@ -15,6 +15,7 @@ from verifiers_rl.cli.errors import fail
 
 LOST = 4  # exit status where workers ran, and at last only died
 
+
 def main() -> None:
     """Run until the process that started us ends us.
 

@@ -31,6 +31,7 @@ from verifiers_rl.types import Slots
 
 NOT_MADE = 3  # exit status of a worker that could not make its environments
 
+
 def main(descriptor: int, stack: int, parent: int) -> None:
     """Run until the orchestrator's process closes the connection. What to run is read from stdin.
 
@@ -72,7 +73,8 @@ def main(descriptor: int, stack: int, parent: int) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if has_opened else NOT_MADE)  # without what compiled modules print when they are unloaded
+    # Without what compiled modules print when they are unloaded.
+    os._exit(0 if has_opened else NOT_MADE)
 
 
 def _read(stream: Any) -> bytes:

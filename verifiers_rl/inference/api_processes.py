@@ -108,6 +108,7 @@ class ApiProcesses:
                 await session.close()
             server.should_exit = True
             await serving
+            self._socket(self.index).unlink(missing_ok=True)
 
     def missing(self) -> list[int]:
         """Return which processes have not come up yet."""

@@ -548,9 +548,7 @@ class WeightSyncRoutes:
             self.processes.tell_others(step, STEP_DEADLINE_S, **fields),
         )
 
-    async def step_of_first(
-        self, engine: Any, state: Any, body: Any
-    ) -> tuple[int, dict[str, Any]]:
+    async def step_of_first(self, engine: Any, state: Any, body: Any) -> tuple[int, dict[str, Any]]:
         """Do a step that the first API process asks for."""
         require(body, step=str)
         if body["step"] == "count":
