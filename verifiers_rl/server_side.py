@@ -15,7 +15,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import longest_wait_s, make_runner, warn_of_replies_beyond_use
 from verifiers_rl.envs.routed import RoutedEnvironment
-from verifiers_rl.inference.client import InferenceClient, InferenceServerError
+from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.inference.pool import ReplicaPool
 from verifiers_rl.models import warn_of_experts
 from verifiers_rl.sync import (
@@ -95,11 +95,8 @@ def connect(
         weight_sync = pool
     else:
         client.check_model(policy.config)
-    if args.router_replay and not status.get("returns_experts"):
-        raise InferenceServerError(
-            f"router_replay=True: the server at {client.base_url} returns no experts; start "
-            "vf-vllm with --enable-return-routed-experts (vLLM 0.31)"
-        )
+    if args.router_replay:
+        (pool or client).check_experts()
     if weight_sync is None:
         lora_sync = choose_lora_sync(args.lora_sync, status, args.weight_sync_backend)
         weight_sync = WeightSync(
