@@ -19,7 +19,6 @@ from tests.helpers import ROOT
 from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli import node_meeting, nodes, plan, rl
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
-from verifiers_rl.cli.env_workers import LOST
 from verifiers_rl.cli.node_meeting import (
     GuestMeeting,
     Hello,
@@ -28,6 +27,7 @@ from verifiers_rl.cli.node_meeting import (
     hello_of,
 )
 from verifiers_rl.cli.nodes import Node
+from verifiers_rl.cli.servers import WORKERS_LOST
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
@@ -418,10 +418,12 @@ def test_a_server_that_does_not_start_ends_a_new_run_but_not_one_that_has_begun(
 def test_rollout_workers_that_have_run_and_only_die_now_end_their_node_alone(
     supervise, monkeypatch, capfd
 ):
-    command = [sys.executable, "-c", f"raise SystemExit({LOST})"]
+    command = [sys.executable, "-c", f"raise SystemExit({WORKERS_LOST})"]
     monkeypatch.setattr(rl, "workers_command", lambda *_: command)
     assert supervise(num_envs=1, num_servers=0, servers=["a:1"]) == (1, [])
-    assert f"rollout workers of this node ended with status {LOST}" in capfd.readouterr().err
+    assert (
+        f"rollout workers of this node ended with status {WORKERS_LOST}" in capfd.readouterr().err
+    )
 
 
 def test_rollout_workers_that_a_signal_ends_start_again_and_others_end_the_node(

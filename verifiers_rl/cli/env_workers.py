@@ -13,20 +13,20 @@ from typing import Any, NoReturn
 
 from verifiers_rl.cli.errors import fail
 
-LOST = 4  # exit status where workers ran, and at last only died
-
 
 def main() -> None:
     """Run until the process that started us ends us.
 
     The words of the command: host and port where the trainer lets workers in, then those of the
-    configuration. A status of 1 means that the workers cannot run here; LOST, that they ran.
+    configuration. A status of 1 means that the workers cannot run here; WORKERS_LOST, that they
+    ran.
     """
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
     from verifiers_rl.cli.config import TomlError
+    from verifiers_rl.cli.servers import WORKERS_LOST
     from verifiers_rl.config import ConfigError
     from verifiers_rl.envs.base import InvalidEnvironmentError
     from verifiers_rl.envs.messages import EnvWorkerError
@@ -57,7 +57,7 @@ def main() -> None:
         workers.run(num_workers)
     except WorkerLostError as error:
         print(f"vf-rl: {error}", file=sys.stderr)
-        sys.exit(LOST)
+        sys.exit(WORKERS_LOST)
     except EnvWorkerError as error:
         fail(error)
     finally:

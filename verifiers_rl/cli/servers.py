@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-from verifiers_rl.cli import env_workers
 from verifiers_rl.cli.children import Child, answers, ended_early
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.node_meeting import NodeError
@@ -15,6 +14,7 @@ from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.inference.port import RESERVED_VARIABLE
 
 MAX_RESTARTS = 5  # in a row, without an answer of the server in between
+WORKERS_LOST = 4  # exit status of rollout workers that ran, and at last only died
 BACKOFF_S = 1.0  # before the first restart, doubled before each further one
 SERVERS_VARIABLE = "VERIFIERS_RL_SERVERS"  # tells the trainer where several servers are
 
@@ -117,7 +117,7 @@ class SupervisedWorkers:
         if status >= 0 or self._num_deaths > MAX_RESTARTS:
             raise NodeError(
                 f"the rollout workers of this node ended with status {status}; see their output",
-                does_not_start=status >= 0 and status != env_workers.LOST,
+                does_not_start=status >= 0 and status != WORKERS_LOST,
             )
         print(f"\nvf-rl: a signal ({-status}) ended the rollout workers; starting them again")
         self.child = self._start()
