@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.expert_balance import keep_router_logits
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
 from verifiers_rl.text_model import auto_class, freeze_all_but_text
@@ -33,10 +34,13 @@ def absolute_path(model: Any) -> Any:
 
 
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
-    """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers."""
+    """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers. If its
+    config asks for an auxiliary loss of its routers, keep what that loss needs.
+    """
     policy = _load(model, args, peft_config)
+    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    keep_router_logits(base)
     if args.torch_compile:
-        base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
         for block in decoder_blocks(base):
             block.compile(dynamic=True)  # in place: names and types of modules stay
     return policy
