@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -321,6 +322,34 @@ def test_the_auxiliary_loss_of_routers_is_that_of_transformers_where_the_config_
     for name, gradient in gradients.items():
         added = found[True][1][name] - found[False][1][name]
         torch.testing.assert_close(added, gradient, rtol=1e-3, atol=3e-6 * largest, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_lora_on_experts_is_trained_saved_and_merged(
+    make_trainer, tmp_path, gradient_checkpointing
+):
+    folder, run = tmp_path / "base", tmp_path / "run"
+    make_tiny_moe().save_pretrained(folder)
+    layers = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    trainer = make_trainer(
+        str(folder), use_lora=True, lora_target_modules=layers, save_final="merged",
+        gradient_checkpointing=gradient_checkpointing,
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert moved == trained and sum("experts" in name for name in moved) == 8
+    ids = torch.arange(3, 43)[None]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = [AutoModelForCausalLM.from_pretrained(run / "merged")]
+    with torch.no_grad():
+        expected = trainer.model.eval()(input_ids=ids).logits
+        assert (plain(input_ids=ids).logits - expected).abs().max() > 1e-3
+        loaded.append(PeftModel.from_pretrained(plain, str(run)))
+        for model in loaded:
+            assert (model.eval()(input_ids=ids).logits - expected).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("use_lora", [False, True])

@@ -269,17 +269,19 @@ def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
 def describe_adapter(policy: Any) -> str:
     """Describe in one line what share of the model an adapter changes."""
     from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer, ParamWrapper
 
     config = policy.peft_config["default"]
     if not isinstance(config, LoraConfig):
         return f"an adapter of {type(config).__name__}"
     base = policy.get_base_model()
     all_layers = linear_layers(base)
+    modules = dict(base.named_modules())
+    wrapped = {name: m for name, m in modules.items() if isinstance(m, ParamWrapper)}
     adapted = {
         name: module.get_base_layer()
-        for name, module in base.named_modules()
-        if isinstance(module, LoraLayer)
+        for name, module in modules.items()
+        if isinstance(module, LoraLayer) and name not in wrapped
     }
     inside = adapted.keys() & all_layers.keys()
     kinds = sorted({name.rpartition(".")[2] for name in adapted})
@@ -292,7 +294,10 @@ def describe_adapter(policy: Any) -> str:
     )
     if others := len(adapted) - len(inside):
         line += f", and on {others} other layers"
-    if any(name.endswith(".experts") for name, _ in base.named_modules()):
+    if wrapped:
+        names = sorted({module.parameter_name for module in wrapped.values()})
+        line += f", and on {len(wrapped)} tensors of experts or routers ({', '.join(names)})"
+    if any(name.endswith(".experts") and name not in wrapped for name in modules):
         left_out.append("the experts")
     return line + (f"; without {', '.join(left_out)}" if left_out else "")
 
