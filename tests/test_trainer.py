@@ -934,7 +934,7 @@ def test_max_off_policy_steps_0_generates_with_the_newest_weights(make_trainer):
     ]
 
 
-def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer):
+def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer, drawn_curves):
     steps = []
 
     class Count(TrainerCallback):
