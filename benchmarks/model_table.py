@@ -239,26 +239,14 @@ def server_error(error: Exception, log: Path) -> str:
 
 def run_step(checkpoint: Path, output: Path, port: int) -> str:
     """One training step of all weights on rollouts of an environment at this server."""
-    from verifiers_rl import RLConfig, RLTrainer, env_from
+    from tests.family_steps import options_of_a_step
+    from verifiers_rl import RLTrainer, env_from
 
     def reward(completion: str) -> float:
         return len(completion) % 7 / 7
 
-    args = RLConfig(
-        output_dir=str(output),
-        use_cpu=True,
-        use_lora=False,
-        vllm_server_port=port,
-        batch_size=8,
-        rollouts_per_example=4,
-        max_seq_len=96,
-        max_tokens=8,
-        max_steps=1,
-        learning_rate=1e-4,
-        save_strategy="no",
-        disable_tqdm=True,
-        num_rollouts_to_print=0,
-        report_to=[],
+    args = options_of_a_step(
+        output, False, vllm_server_port=port, max_seq_len=96, max_tokens=8, learning_rate=1e-4
     )
     env = env_from([{"prompt": text} for text in ("one", "two", "three", "four")], reward)
     trainer = RLTrainer(str(checkpoint), env, args)

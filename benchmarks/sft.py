@@ -19,8 +19,6 @@ last step. The losses of all steps must agree to 1e-4.
 import argparse
 import json
 import random
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from train_step import SHAPES, PeakMemory
+from train_step import SHAPES, PeakMemory, run_variants
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -210,16 +208,7 @@ def main() -> None:
     if options.variant:
         return run_one(options)
     variants = [v for v in VARIANTS if v != "trl" or find_spec("trl") is not None]
-    results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
-    for _ in range(options.rounds):
-        for variant in variants:
-            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            results[variant].append(json.loads(done.stdout.splitlines()[-1]))
-
-    def median(variant: str, name: str) -> float:
-        return statistics.median(result[name] for result in results[variant])
-
+    results, median = run_variants(__file__, variants, options.rounds)
     print("| trainer | tokens/s | ours / it | peak GB | ours / it | first loss | last loss |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for variant in variants:

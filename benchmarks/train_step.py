@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,25 @@ def run_one(options: argparse.Namespace) -> None:
     print(json.dumps({**result, "rounding": 3e-2 if memory.on_gpu else 1e-4}))
 
 
+def run_variants(
+    script: str, variants: list[str], rounds: int
+) -> tuple[dict[str, list[dict[str, Any]]], Callable[[str, str], float]]:
+    """Start this script again for each variant in turns, in a process of its own. Return what the
+    last line of each says, as JSON, and a function for the median of a variant's numbers.
+    """
+    results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        for variant in variants:
+            command = [sys.executable, script, *sys.argv[1:], "--variant", variant]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            results[variant].append(json.loads(done.stdout.splitlines()[-1]))
+
+    def median(variant: str, name: str) -> float:
+        return statistics.median(result[name] for result in results[variant])
+
+    return results, median
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -336,16 +356,7 @@ def main() -> None:
     if find_spec("trl") is None:
         left_out.add("trl")
     variants = [variant for variant in VARIANTS if variant not in left_out]
-    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
-    for _ in range(options.rounds):
-        for variant in variants:
-            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            results[variant].append(json.loads(done.stdout.splitlines()[-1]))
-
-    def median(variant: str, name: str) -> float:
-        return statistics.median(result[name] for result in results[variant])
-
+    results, median = run_variants(__file__, variants, options.rounds)
     print("| step | tokens/s | ours / it | peak GB | ours / it | loss |")
     print("| --- | --- | --- | --- | --- | --- |")
     for variant in variants:

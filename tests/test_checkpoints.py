@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -286,6 +287,33 @@ def test_a_save_that_is_broken_off_leaves_whole_checkpoints_only(make_trainer, m
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
     assert [path.name for path in folder.glob("_*")] in ([], ["_unfinished"])
     assert [r["step"] for r in rows_of(resumed)] == [1, 2, 3, 3]
+
+
+def test_a_kill_between_the_two_renames_of_a_checkpoint_that_is_replaced_leaves_the_old_one(
+    make_trainer, monkeypatch
+):
+    trainer = make_trainer(max_steps=1, save_steps=1)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    new = folder / "_unfinished" / "checkpoint-1"
+    shutil.copytree(folder / new.name, new)
+
+    def die(*args):
+        raise KilledError
+
+    monkeypatch.setattr(disk.Path, "replace", die)
+    with pytest.raises(KilledError):
+        disk.put_in_place(new, folder / new.name)
+    monkeypatch.undo()
+    assert not (folder / new.name).exists()
+    resumed = make_trainer(max_steps=2, save_steps=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert [r["step"] for r in rows_of(resumed)] == [1, 2, 2]
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    # What was replaced in the end does not come back.
+    (folder / "_unfinished" / "replaced-checkpoint-2").mkdir(parents=True)
+    disk.restore_replaced(folder / "_unfinished", folder)
+    assert (folder / "checkpoint-2" / "trainer_state.json").is_file()
 
 
 def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_trainer, monkeypatch):

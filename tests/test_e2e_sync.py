@@ -23,11 +23,12 @@ from tests.conftest import running_server
 from tests.helpers import (
     HAS_CLASSIC,
     ROOT,
+    example_env,
     load_example,
     make_tiny_moe,
     write_tiny_qwen3_5,
 )
-from verifiers_rl.config import RLConfig
+from verifiers_rl import RLConfig, RLTrainer, cispo
 from verifiers_rl.inference.api_processes import socket_folder
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
@@ -273,67 +274,79 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
             check_a_killed_worker(model, sync, server)
 
 
-def test_experts_arrive_exactly(connect, tmp_path):
+def change_routers(model, scale, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, router in routers_of(model):
+            router.weight += scale * torch.randn(router.weight.shape, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def expert_server(tmp_path_factory):
+    """Of a mixture of experts, two of which are nearly equal in the routers' eyes. It returns the
+    experts of each token, and computes prompts in parts if there are several.
+    """
     model = make_tiny_moe()
-    model.save_pretrained(tmp_path / "model")
-    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path / "model")
-    with running_server(tmp_path / "model", tmp_path / "server.log", *SMALL_BLOCKS) as server:
-        sync = connect(server)
-        for version in range(3):
-            perturb(model, seed=version)
-            sync.push(model, version)
-            assert largest_difference(model, server, sync.model_name) < 1e-4, version
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
-        perturb(model, seed=3, scale=0.2)
-        merged = connect(server, lora_sync="merged")
-        merged.push(model, 3)
-        assert largest_difference(model, server, merged.model_name) < 1e-4
-
-
-def test_the_trainer_uses_the_experts_that_the_server_chose(tmp_path):
-    model = make_tiny_moe().eval()
-    generator = torch.Generator().manual_seed(0)
-
-    def change_routers(scale):
-        with torch.no_grad():
-            for _, router in routers_of(model):
-                change = torch.randn(router.weight.shape, generator=generator)
-                router.weight += scale * change
-
-    with torch.no_grad():  # two experts are nearly equal in the routers' eyes
+    with torch.no_grad():
         for _, router in routers_of(model):
             router.weight[2] = router.weight[1]
-    change_routers(1e-6)
-    folder = tmp_path / "model"
+    change_routers(model, 1e-6)
+    folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     load_example("warm_start").make_tokenizer().save_pretrained(folder)
     flags = [*SMALL_BLOCKS, "--enable-return-routed-experts", "--max-num-batched-tokens", "128"]
-    with running_server(folder, tmp_path / "server.log", *flags) as server:
-        client = InferenceClient("127.0.0.1", server.port)
-        assert client.status()["returns_experts"] is True
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with running_server(folder, log, *flags) as server:
+        yield folder, server
 
-        def ask(seed):
-            of_prompt = torch.Generator().manual_seed(seed)
-            prompt = torch.randint(3, 250, (20 + seed,), generator=of_prompt).tolist()
-            body = {
-                "model": client.served_model_name,
-                "messages": [{"role": "user", "content": ""}],
-            }
-            body |= {"tokens": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-            body |= {"packed_tokens": True, "routed_experts": True}
-            url = f"{server.url}/v1/chat/completions/tokens"
-            answer = httpx.post(url, json=body, timeout=60, trust_env=False)
-            assert answer.status_code == 200, answer.text
-            reply = answer.json()["packed_tokens"]
-            token_ids, logprobs = unpack_sampled(reply)
-            experts = unpack_experts(reply)
-            assert experts.shape == (len(prompt) + 59, 2, 2) and reply["experts_bytes"] == 1
-            return prompt + token_ids.tolist(), logprobs, experts
 
-        # More tokens at once than a step takes, so some prompts are computed in parts.
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(ask, range(8)))
-        client.close()
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
+def test_experts_arrive_exactly(expert_server, connect):
+    folder, server = expert_server
+    sync, model = connect(server), load(folder)
+    for version in range(3):
+        perturb(model, seed=version)
+        sync.push(model, version)
+        assert largest_difference(model, server, sync.model_name) < 1e-4, version
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    perturb(model, seed=3, scale=0.2)
+    merged = connect(server, lora_sync="merged")
+    merged.push(model, 3)
+    assert largest_difference(model, server, merged.model_name) < 1e-4
+    # An adapter of each expert.
+    model = get_peft_model(load(folder), LoraConfig(r=4, target_modules=TARGETS))
+    assert model.peft_config["default"].target_parameters == {"gate_up_proj", "down_proj"}
+    perturb(model, seed=4, scale=0.05)
+    merged.push(model, 4)
+    assert largest_difference(model, server, merged.model_name) < 1e-4
+    assert largest_difference(load(folder), server, merged.model_name) > 1e-2
+
+
+def test_the_trainer_uses_the_experts_that_the_server_chose(expert_server, connect):
+    folder, server = expert_server
+    model = load(folder).eval()
+    sync = connect(server)
+    sync.push(model, 0)
+    assert sync.client.status()["returns_experts"] is True
+
+    def ask(seed):
+        of_prompt = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(3, 250, (20 + seed,), generator=of_prompt).tolist()
+        body = {"model": sync.model_name, "messages": [{"role": "user", "content": ""}]}
+        body |= {"tokens": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
+        body |= {"packed_tokens": True, "routed_experts": True}
+        url = f"{server.url}/v1/chat/completions/tokens"
+        answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        reply = answer.json()["packed_tokens"]
+        token_ids, logprobs = unpack_sampled(reply)
+        experts = unpack_experts(reply)
+        assert experts.shape == (len(prompt) + 59, 2, 2) and reply["experts_bytes"] == 1
+        return prompt + token_ids.tolist(), logprobs, experts
+
+    # More tokens at once than a step takes, so some prompts are computed in parts.
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
 
     def differences(with_replay):
         found = []
@@ -349,10 +362,49 @@ def test_the_trainer_uses_the_experts_that_the_server_chose(tmp_path):
         return max(found)
 
     assert differences(with_replay=True) < 1e-5
-    change_routers(2e-6)  # as rounding does: some choices change, and little else
+    change_routers(model, 2e-6, seed=1)  # as rounding does: some choices change, and little else
     apart = {with_replay: differences(with_replay) for with_replay in (False, True)}
     print(f"{apart[False]:.2g} nats apart without replay, {apart[True]:.2g} with it")
     assert apart[False] > 1e-3 and apart[True] < 1e-5
+
+
+class RoundedOtherwise(RLTrainer):
+    """After each push, the trainer's routers differ a little from the server's, as by rounding."""
+
+    def _sync_weights(self):
+        super()._sync_weights()
+        change_routers(self.model, 2e-6, seed=1)
+
+
+def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_with(
+    expert_server, tmp_path
+):
+    folder, server = expert_server
+    apart, metrics = {}, {}
+    for replays in (False, True):
+        found = []
+
+        def loss_fn(inputs, found=found):
+            found.append((inputs.trainer_logprobs - inputs.inference_logprobs).abs().max().item())
+            return cispo(inputs)
+
+        args = RLConfig(
+            output_dir=str(tmp_path / f"run-{replays}"), use_cpu=True, use_lora=False,
+            batch_size=32, rollouts_per_example=8, micro_batch_size=32, max_seq_len=64,
+            max_tokens=32, max_steps=1, max_off_policy_steps=0, learning_rate=0.0,
+            save_strategy="no", disable_tqdm=True, num_rollouts_to_print=0,
+            vllm_server_port=server.port, router_replay=replays,
+        )  # fmt: skip
+        trainer = RoundedOtherwise(str(folder), example_env(), args, loss_fn=loss_fn)
+        trainer._check_agreement = None  # it replays nothing, and a token may be far apart
+        trainer.train()
+        apart[replays] = max(found)
+        (metrics[replays],) = [row for row in trainer.state.log_history if "reward" in row]
+    print(f"{apart[False]:.2g} nats apart without replay, {apart[True]:.2g} with it")
+    assert apart[False] > 1e-3 and apart[True] < 1e-5
+    assert metrics[True]["mismatch_kl"] < 1e-9 < metrics[False]["mismatch_kl"]
+    assert metrics[True]["expert_bytes"] == 8  # two of two layers, two bytes each
+    assert 1.0 < metrics[True]["expert_load_max"] <= 2.0 and "expert_bytes" not in metrics[False]
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,12 @@ def test_the_configuration_reaches_the_process_that_loads_the_environments(
     ]
 
 
+def test_a_dash_in_a_key_of_the_command_line_means_an_underscore_but_not_in_a_whole_table(compose):
+    words = ["--env.args.my-size", "3", "--env.args.limits", '{"my-key" = 1}']
+    config = compose('model = "m"\n[env]\nid = "of_layers"\n[env.args]\n"a-b" = 2\n', words=words)
+    assert config.envs[0].args == {"a-b": 2, "my_size": 3, "limits": {"my-key": 1}}
+
+
 def test_a_value_with_a_space_is_not_the_checkpoint_of_resume(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text(BASE)

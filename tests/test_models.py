@@ -85,6 +85,13 @@ def test_a_line_says_what_share_of_the_layers_is_adapted(capsys, qwen3_5):
     policy.unload()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
+def test_a_line_says_that_experts_are_adapted():
+    line = describe_adapter(load_policy(make_tiny_moe(), options(lora_target_modules=SEVEN)))
+    assert "on 8 of 8 linear layers of the decoder, 100% of their weights (k_proj, o_proj" in line
+    assert line.endswith(", and on 4 tensors of experts or routers (down_proj, gate_up_proj)")
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["all-linear"]])
 def test_all_linear_is_pefts(qwen3_5, targets):
     model, has_experts = qwen3_5

@@ -18,8 +18,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from tests.helpers import make_tiny_model, make_tiny_moe
+from tests.helpers import StubSource, make_tiny_model, make_tiny_moe
+from verifiers_rl import server_side
+from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.inference.packed_tokens import pack_experts, unpack_experts
 from verifiers_rl.inference.routed_experts import RowsOfRequests
 from verifiers_rl.models import check_policy
@@ -218,3 +221,36 @@ def test_what_cannot_replay_is_refused_at_the_start(tmp_path):
     check_policy(make_tiny_moe(), args)
     with pytest.raises(ConfigError, match="client_type='renderer' gets no experts"):
         RLConfig(output_dir=str(tmp_path), use_cpu=True, router_replay=True, client_type="renderer")
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_server_that_returns_no_experts_is_refused_with_the_flag_that_it_needs(
+    monkeypatch, tmp_path, wanted, returned
+):
+    class Client:
+        def __init__(self, host, port, timeout_s):
+            self.base_url = f"http://{host}:{port}"
+
+        def wait_until_ready(self):
+            status = {"device": "cuda", "dtype": "float32", "lora_dtype": None}
+            return status | {"returns_experts": returned}
+
+        def check_model(self, config): ...
+
+    monkeypatch.setattr(server_side, "InferenceClient", Client)
+    args = RLConfig(
+        output_dir=str(tmp_path), use_cpu=True, router_replay=wanted, vllm_server_port=1
+    )
+    replaced = Replaced(orchestrator=StubSource())
+
+    def connect():
+        return server_side.connect(make_tiny_moe(), None, args, None, replaced, None)
+
+    if wanted and not returned:
+        message = r"^router_replay=True: the server at http://127.0.0.1:1 returns no experts; "
+        message += "start vf-vllm with --enable-return-routed-experts"
+        with pytest.raises(InferenceServerError, match=message):
+            connect()
+    else:
+        assert connect().weight_sync.lora_sync == "merged"

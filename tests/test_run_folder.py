@@ -160,9 +160,10 @@ def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
     rows += [{"step": 4, "eval_reward": "nan"}]  # not a number
     lines = [*map(json.dumps, rows), '{"step": 5, "rew']  # of a killed process
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert closing_lines(tmp_path) == ["reward: 0.250 (step 1) -> 0.500 (step 4)"]
+    look = f"look at it: vf-rl view {tmp_path}"
+    assert closing_lines(tmp_path) == ["reward: 0.250 (step 1) -> 0.500 (step 4)", look]
     (tmp_path / "config.json").write_text("{}")
-    model, command = closing_lines(tmp_path)[1:]
+    model, command = closing_lines(tmp_path)[2:]
     assert model == f"model: {tmp_path}"
     assert command.startswith("serve it: ") and command.endswith(f" {tmp_path}")
     adapter = {
@@ -172,13 +173,14 @@ def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
         "rank_pattern": None,
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    model, command = closing_lines(tmp_path)[1:]
+    model, command = closing_lines(tmp_path)[2:]
     assert model == f"adapter: {tmp_path}"
     options = f"--enable-lora --max-lora-rank 32 --lora-modules {tmp_path.name}={tmp_path}"
     assert command.endswith(f" Qwen/Qwen3-0.6B {options}")
     renamed = tmp_path.rename(tmp_path.with_name("lr=1e-5, a"))  # vLLM splits at both
     served = json.dumps({"name": renamed.name, "path": str(renamed)})
     assert shlex.split(closing_lines(renamed)[-1])[-1] == served
+    assert shlex.split(closing_lines(renamed)[1])[-3:] == ["vf-rl", "view", str(renamed)]
     renamed.rename(tmp_path)
     last = "to serve it, merge it into its base model"
     tower = tmp_path / "tower"  # of another name in vLLM than in the adapter
@@ -193,6 +195,6 @@ def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
         {"base_model_name_or_path": str(tower)},
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, **beyond_vllm}))
-        assert closing_lines(tmp_path)[1:] == [f"adapter: {tmp_path}", last], beyond_vllm
+        assert closing_lines(tmp_path)[2:] == [f"adapter: {tmp_path}", last], beyond_vllm
     shutil.rmtree(tmp_path)
     assert closing_lines(tmp_path) == []

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -248,6 +249,107 @@ def test_a_loss_of_ones_own_draws_no_warning_about_experts(make_trainer, caplog)
     make_trainer(make_tiny_moe(), loss_fn=cispo)
     make_trainer(make_tiny_model())
     assert "experts a layer" not in caplog.text
+
+
+def moe_with_auxiliary_loss(asks, coefficient=0.5):
+    model = make_tiny_moe()
+    model.config.output_router_logits, model.config.router_aux_loss_coef = asks, coefficient
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layout": "padded", "gradient_checkpointing": True},
+        {"kl_beta": 0.1},
+        {"use_lora": True, "kl_beta": 0.1, "lora_target_modules": ["q_proj", "o_proj"]},
+        {"max_tokens_per_microbatch": 40},
+    ],
+    ids=["packed", "padded, computed again", "with a copy", "with LoRA", "several microbatches"],
+)
+def test_the_auxiliary_loss_of_routers_is_that_of_transformers_where_the_config_asks(
+    make_trainer, options
+):
+    options = {"layout": "packed", "max_tokens_per_microbatch": 200, **options}
+    layout, found, computed = options.pop("layout"), {}, []
+    samples = make_samples(6, seed=1, longest=14)
+    for asks in (False, True):
+        trainer = make_trainer(moe_with_auxiliary_loss(asks), **options)
+        trainer._layout = layout
+        if options.get("gradient_checkpointing"):
+            switch_checkpointing_on(trainer)
+        torch.manual_seed(0)
+        if options.get("use_lora"):
+            away_from_the_start(trainer)
+        microbatch_loss = trainer.microbatch_loss
+
+        def recording(model, microbatch, *args, microbatch_loss=microbatch_loss):
+            computed.append(microbatch.sample_ids)
+            return microbatch_loss(model, microbatch, *args)
+
+        trainer.microbatch_loss = recording
+        computed.clear()
+        found[asks] = batch_gradients(trainer, samples)
+        metrics = trainer._window.steps[0]
+        assert ("router_aux_loss" in metrics) == asks
+    assert sorted(i for ids in computed for i in ids) == list(range(6))
+    assert len(computed) > 1 or options["max_tokens_per_microbatch"] > 40
+    # Another way to the same loss: padded rows, and the model's own forward.
+    model = make_tiny_moe()
+    if options.get("use_lora"):
+        model.load_state_dict(trainer.model.merge_and_unload().state_dict())
+    total = torch.zeros(())
+    for sample_ids in computed:
+        parts = [torch.from_numpy(samples[i].token_ids).long() for i in sample_ids]
+        ids = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        ones = [torch.ones(len(part), dtype=torch.int64) for part in parts]
+        mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
+        loss = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+        total = total + loss * sum(samples[i].num_loss_tokens for i in sample_ids)
+    expected = total / sum(sample.num_loss_tokens for sample in samples)
+    assert expected.item() > 1.5
+    assert metrics["router_aux_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    difference = found[True][0] - found[False][0]
+    assert difference == pytest.approx(0.5 * expected.item(), abs=1e-5)
+    if options.get("use_lora"):
+        assert any(not torch.equal(found[True][1][n], g) for n, g in found[False][1].items())
+        return
+    (0.5 * expected).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients["model.layers.1.mlp.gate.weight"].abs().max() > 1e-5
+    largest = max(gradient.abs().max().item() for gradient in found[False][1].values())
+    for name, gradient in gradients.items():
+        added = found[True][1][name] - found[False][1][name]
+        torch.testing.assert_close(added, gradient, rtol=1e-3, atol=3e-6 * largest, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_lora_on_experts_is_trained_saved_and_merged(
+    make_trainer, tmp_path, gradient_checkpointing
+):
+    folder, run = tmp_path / "base", tmp_path / "run"
+    make_tiny_moe().save_pretrained(folder)
+    layers = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    trainer = make_trainer(
+        str(folder), use_lora=True, lora_target_modules=layers, save_final="merged",
+        gradient_checkpointing=gradient_checkpointing,
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert moved == trained and sum("experts" in name for name in moved) == 8
+    ids = torch.arange(3, 43)[None]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = [AutoModelForCausalLM.from_pretrained(run / "merged")]
+    with torch.no_grad():
+        expected = trainer.model.eval()(input_ids=ids).logits
+        assert (plain(input_ids=ids).logits - expected).abs().max() > 1e-3
+        loaded.append(PeftModel.from_pretrained(plain, str(run)))
+        for model in loaded:
+            assert (model.eval()(input_ids=ids).logits - expected).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("use_lora", [False, True])
@@ -832,7 +934,7 @@ def test_max_off_policy_steps_0_generates_with_the_newest_weights(make_trainer):
     ]
 
 
-def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer):
+def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer, drawn_curves):
     steps = []
 
     class Count(TrainerCallback):

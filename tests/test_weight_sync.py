@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from tests.helpers import ROOT, make_gloo_group, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
+from tests.test_router_replay import make as make_of_kind
 from verifiers_rl.config import RLConfig
 from verifiers_rl.inference.client import InferenceServerError, RequestRefusedError, ServerLostError
 from verifiers_rl.inference.expected import (
@@ -747,12 +748,49 @@ def test_a_push_begun_again_makes_its_parts_anew():
     assert torch.equal(made["model.layers.0.mlp.experts.0.up_proj.weight"], expert[32:])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
-def test_an_adapter_of_experts_is_refused():
+OF_PEFT = "ignore::RuntimeWarning"  # about patterns of its own
+
+
+@pytest.mark.filterwarnings(OF_PEFT)
+def test_an_adapter_of_experts_travels_merged_only():
     model = get_peft_model(make_tiny_moe(), LoraConfig(r=2, target_modules=TARGETS))
-    for lora_sync in ("adapter", "merged"):
-        with pytest.raises(ValueError, match="a mixture of experts, which cannot be sent; leave"):
-            weight_sync.what_to_send(model, lora_sync)
+    with pytest.raises(ValueError, match=r"'down_proj', 'gate_up_proj'.*set lora_sync='merged'"):
+        weight_sync.what_to_send(model, "adapter")
+    merged, _ = weight_sync.what_to_send(model, "merged")
+    assert list(merged) == list(weight_sync.what_to_send(make_tiny_moe(), "merged")[0])
+    model(input_ids=torch.arange(5)[None])  # PEFT takes parameters out and puts them back
+    assert merged.keys() == weight_sync.what_to_send(model, "merged")[0].keys()
+
+
+OF_GPT_OSS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.filterwarnings(OF_PEFT)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"target_modules": "all-linear", "use_rslora": True}),  # the routers, too
+        ("qwen3", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}),
+        # Its tensors of experts are transposed.
+        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": OF_GPT_OSS}),
+    ],
+)
+def test_merged_experts_equal_those_peft_merges(name, options):
+    model = with_trained_adapter(make_of_kind(name), **options)
+    config = model.peft_config["default"]
+    assert config.target_parameters
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    merged = {name: source.make().clone() for name, source in merged_sources(model).items()}
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    plain = dict(make_of_kind(name).named_parameters())
+    expected = dict(model.merge_and_unload().named_parameters())
+    assert merged.keys() == expected.keys() == plain.keys()
+    for key in expected:
+        torch.testing.assert_close(merged[key], expected[key], rtol=1e-5, atol=1e-6, msg=key)
+    adapted = [key for key in plain if not torch.allclose(merged[key], plain[key])]
+    assert any("experts.down_proj" in key for key in adapted)
+    assert any("gate.weight" in key for key in adapted) == (options.get("use_rslora", False))
 
 
 def edited(change, kind="full"):

@@ -4,8 +4,9 @@
                                            one process brings it to the disk
     output_dir/checkpoint-N                the folder gets its name; only then old ones are removed
 
-A killed run leaves at most `_unfinished`, which the next start removes. Beside what Trainer saves,
-a checkpoint has rl_state.json: the state of each part in `Checkpoints.kept`.
+A killed run leaves at most `_unfinished`. The next start takes back from there a checkpoint that
+was just being replaced, and removes the rest. Beside what Trainer saves, a checkpoint has
+rl_state.json: the state of each part in `Checkpoints.kept`.
 """
 
 from __future__ import annotations

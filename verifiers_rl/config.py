@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import importlib.util
 import math
@@ -19,6 +18,7 @@ from transformers.trainer_utils import SchedulerType
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.data import GroupFilter
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import (
     DEFAULT_MASKS,
@@ -225,8 +225,7 @@ def unknown_option_hint(name: str, config_class: Any = None) -> str:
     if name in hints:
         return hints[name]
     known = [f.name for f in fields(config_class or RLConfig)]
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else "verifiers_rl/config.py lists the options"
+    return did_you_mean(name, known, "verifiers_rl/config.py lists the options")
 
 
 def refuse_unknown_options(cls: type[_T]) -> type[_T]:
@@ -997,8 +996,8 @@ class RLConfig(TrainingArguments):
         copied = copy.copy(self)
         for name, value in options.items():
             if name not in _SAMPLING_OF_ONE_ENV:
-                near = difflib.get_close_matches(name, _SAMPLING_OF_ONE_ENV, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                hint = did_you_mean(name, _SAMPLING_OF_ONE_ENV)
+                hint += " " if hint else ""
                 raise ConfigError(
                     f"{name}={value!r}: cannot be set for one environment; {hint}known: "
                     f"{', '.join(_SAMPLING_OF_ONE_ENV)}"

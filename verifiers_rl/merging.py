@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from verifiers_rl.sync.sources import gather_full, merged_sources
+from verifiers_rl.sync.sources import gather_full, merged_sources, plain_name
 
 
 @torch.no_grad()
@@ -37,7 +37,8 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
         tensor = source.make()  # on every rank
         if writes:
             weights[name] = tensor.to(dtypes.get(name, source.dtype)).cpu().contiguous()
-    for name, tensor in (*_plain_names(base), *base.named_buffers()):  # a vision tower's, too
+    buffers = [(plain_name(name), buffer) for name, buffer in base.named_buffers()]
+    for name, tensor in (*_plain_names(base), *buffers):  # a vision tower's, too
         if name not in merged:
             tensor = gather_full(tensor)
             if writes:
@@ -59,7 +60,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
 def _plain_names(base: Any) -> list[tuple[str, Tensor]]:
     """Return the parameters of the base model under the names that they have without PEFT."""
     return [
-        (name.replace(".base_layer.", ".").replace(".original_module.", "."), parameter)
+        (plain_name(name), parameter)
         for name, parameter in base.named_parameters()
         if ".lora_" not in name and ".modules_to_save." not in name
     ]

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.expert_balance import keep_router_logits
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
 from verifiers_rl.text_model import auto_class, freeze_all_but_text
@@ -33,10 +34,13 @@ def absolute_path(model: Any) -> Any:
 
 
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
-    """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers."""
+    """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers. If its
+    config asks for an auxiliary loss of its routers, keep what that loss needs.
+    """
     policy = _load(model, args, peft_config)
+    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    keep_router_logits(base)
     if args.torch_compile:
-        base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
         for block in decoder_blocks(base):
             block.compile(dynamic=True)  # in place: names and types of modules stay
     return policy
@@ -265,17 +269,19 @@ def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
 def describe_adapter(policy: Any) -> str:
     """Describe in one line what share of the model an adapter changes."""
     from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer, ParamWrapper
 
     config = policy.peft_config["default"]
     if not isinstance(config, LoraConfig):
         return f"an adapter of {type(config).__name__}"
     base = policy.get_base_model()
     all_layers = linear_layers(base)
+    modules = dict(base.named_modules())
+    wrapped = {name: m for name, m in modules.items() if isinstance(m, ParamWrapper)}
     adapted = {
         name: module.get_base_layer()
-        for name, module in base.named_modules()
-        if isinstance(module, LoraLayer)
+        for name, module in modules.items()
+        if isinstance(module, LoraLayer) and name not in wrapped
     }
     inside = adapted.keys() & all_layers.keys()
     kinds = sorted({name.rpartition(".")[2] for name in adapted})
@@ -288,7 +294,10 @@ def describe_adapter(policy: Any) -> str:
     )
     if others := len(adapted) - len(inside):
         line += f", and on {others} other layers"
-    if any(name.endswith(".experts") for name, _ in base.named_modules()):
+    if wrapped:
+        names = sorted({module.parameter_name for module in wrapped.values()})
+        line += f", and on {len(wrapped)} tensors of experts or routers ({', '.join(names)})"
+    if any(name.endswith(".experts") and name not in wrapped for name in modules):
         left_out.append("the experts")
     return line + (f"; without {', '.join(left_out)}" if left_out else "")
 

@@ -5,7 +5,6 @@ the types themselves. Each error names the value and the fix.
 from __future__ import annotations
 
 import builtins
-import difflib
 import json
 import math
 import typing
@@ -14,6 +13,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal
 
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.user_code import names_user_code
 
 
@@ -183,9 +183,9 @@ def type_rule(value: Any, kind: Any) -> str:
     kinds = [one for one in _parts(kind) if one is not NoneType]
     choices = [str(choice) for one in kinds for choice in _choices(one)]
     near = [choice for choice in choices if choice.startswith(str(value))]
-    near = near or difflib.get_close_matches(str(value), choices, 1)
-    if near and len(choices) > 8:  # too many to read
-        return f"did you mean {near[0]!r}?"
+    hint = f"did you mean {near[0]!r}?" if near else did_you_mean(str(value), choices)
+    if hint and len(choices) > 8:  # too many to read
+        return hint
     try:
         is_quoted = isinstance(value, str) and fits(json.loads(value.lower()), kind)
     except ValueError:

@@ -15,7 +15,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import longest_wait_s, make_runner, warn_of_replies_beyond_use
 from verifiers_rl.envs.routed import RoutedEnvironment
-from verifiers_rl.inference.client import InferenceClient
+from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.inference.pool import ReplicaPool
 from verifiers_rl.models import warn_of_experts
 from verifiers_rl.sync import (
@@ -95,8 +95,7 @@ def connect(
         weight_sync = pool
     else:
         client.check_model(policy.config)
-    if args.router_replay:
-        (pool or client).check_experts()
+    _require_experts(client.base_url, status, args)
     if weight_sync is None:
         lora_sync = choose_lora_sync(args.lora_sync, status, args.weight_sync_backend)
         weight_sync = WeightSync(
@@ -119,6 +118,17 @@ def connect(
     return ServerSide(orchestrator, weight_sync, check if is_ours else None)
 
 
+def _require_experts(url: str, status: dict[str, Any], args: Any) -> None:
+    """Raise InferenceServerError if the experts of the server's replies are needed, and it returns
+    none.
+    """
+    if args.router_replay and not status.get("returns_experts"):
+        raise InferenceServerError(
+            f"router_replay=True: the server at {url} returns no experts; start vf-vllm with "
+            "--enable-return-routed-experts (vLLM 0.31)"
+        )
+
+
 def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args: Any) -> Any:
     numbers = {client.base_url: number for number, client in enumerate(clients)}
 
@@ -133,6 +143,7 @@ def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args
 
     def check(model: Any, client: InferenceClient, model_name: str) -> None:
         client.check_model(policy.config)
+        _require_experts(client.base_url, client.status(), args)
         if not is_split(model):  # else it would need all ranks
             check_agreement(model, client, model_name, tokenizer, args)
 

@@ -53,6 +53,7 @@ from verifiers_rl.distributed import (
     scatter_samples,
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
+from verifiers_rl.expert_balance import add_balance_loss
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.kl_control import KLControl
 from verifiers_rl.logprobs import (
@@ -308,7 +309,7 @@ class RLTrainer(SavingTrainer):
             **self._sync_metrics,
             **token_means,
             **device_metrics(self.args.device, self.floating_point_ops({}), train_s),
-            **self._counts.metrics(batch),
+            **self._counts.metrics(batch, self._base_of(model)),
             "wait_s": self._waited_s,
             "train_s": train_s,
         }
@@ -391,9 +392,8 @@ class RLTrainer(SavingTrainer):
         logprobs, entropy = self.token_logprobs(
             model, microbatch, "gradient" if "entropy_gradient" in self._needs else "value"
         )
-        reference_logprobs = None
-        if "reference_logprobs" in self._needs:
-            reference_logprobs = self.reference_logprobs(microbatch)
+        has_reference = "reference_logprobs" in self._needs
+        reference_logprobs = self.reference_logprobs(microbatch) if has_reference else None
         inputs = LossInputs(
             trainer_logprobs=logprobs,
             # NaN marks tokens that no policy sampled (mask_env_responses=False). Their ratio is 1.
@@ -406,7 +406,7 @@ class RLTrainer(SavingTrainer):
             entropy=entropy,
             reference_logprobs=reference_logprobs,
         )
-        outputs = self.loss_fn(inputs)
+        outputs = add_balance_loss(self.loss_fn(inputs), self._base_of(model), microbatch)
         means.add(inputs, outputs.metrics, microbatch)
         return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 

@@ -10,13 +10,14 @@ from, for the errors about it.
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
+
+from verifiers_rl.did_you_mean import did_you_mean
 
 COMMAND_LINE = "the command line"
 
@@ -85,9 +86,8 @@ def table_name(parts: Sequence[str]) -> str:
 def nearest_hint(key: str, known: Iterable[str], advice: str = "") -> str:
     """Return the end of an error about an unknown key: the nearest known one, or all and advice."""
     known = list(known)
-    if near := difflib.get_close_matches(key, known, 1):
-        return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(sorted(known))}" + (f"; {advice}" if advice else "")
+    otherwise = f"known: {', '.join(sorted(known))}" + (f"; {advice}" if advice else "")
+    return did_you_mean(key, known, otherwise)
 
 
 # --- From files and from the command line ---------------------------------------------------------

@@ -10,13 +10,13 @@ workspace, so `examples/NAME/` and `examples/` are removed from the texts.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import shlex
 from pathlib import Path
 
 import verifiers_rl
 from verifiers_rl.cli.errors import fail, files_error
+from verifiers_rl.did_you_mean import did_you_mean
 
 PACKAGE = Path(verifiers_rl.__file__).parent
 EXAMPLES = next(path for path in (PACKAGE / "examples", PACKAGE.parent / "examples")
@@ -70,9 +70,8 @@ def find_example(name: str) -> str:
     """Return the name of the example's folder. Ends the program if there is none."""
     known, wanted = list(examples()), name.replace("-", "_").lower()
     if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, 1)
-        shown = ", ".join(one.replace("_", "-") for one in known)
-        hint = f"did you mean {near[0].replace('_', '-')!r}?" if near else f"there are {shown}"
+        shown = [one.replace("_", "-") for one in known]
+        hint = did_you_mean(wanted.replace("_", "-"), shown, f"there are {', '.join(shown)}")
         fail(f"--example {name!r}: no such example; {hint}", "vf-setup")
     return wanted
 

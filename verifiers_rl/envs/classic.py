@@ -5,7 +5,6 @@ samples.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import importlib
 import inspect
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import verifiers as vf
 
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     NotPortableError,
@@ -82,9 +82,8 @@ def _unknown_argument(env_id: str, args: dict[str, Any]) -> str:
     unknown = [name for name in args if name not in parameters]
     if not unknown:
         return ""
-    near = difflib.get_close_matches(unknown[0], parameters, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(parameters) or 'none'}"
-    return f"it takes no {unknown[0]!r}; {hint}"
+    known = f"known: {', '.join(parameters) or 'none'}"
+    return f"it takes no {unknown[0]!r}; {did_you_mean(unknown[0], parameters, known)}"
 
 
 def samples_from_trajectory(

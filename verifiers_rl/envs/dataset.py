@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import InvalidEnvironmentError
 
 REPLY = "completion"  # the parameter of a reward function that gets the model's reply
@@ -178,11 +178,11 @@ def _parameters_from(
         elif name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             wanted.append(name)
         elif parameter.default is inspect.Parameter.empty:
-            near = difflib.get_close_matches(name, known, 1)
+            hint = "" if name in known else did_you_mean(name, known)
             raise InvalidEnvironmentError(
                 f"{what}: the reward function {_name_of(reward_fn)!r} has a parameter {name!r}, "
                 + ("which is positional only" if name in known else "and there is no such column")
-                + (f"; did you mean {near[0]!r}?" if near and name not in known else "")
+                + (f"; {hint}" if hint else "")
                 + f" It may name {', '.join(map(repr, known))}"
             )
     return tuple(dict.fromkeys(wanted))

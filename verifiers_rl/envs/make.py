@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     NotPortableError,
@@ -60,8 +60,7 @@ def load_by_id(env_id: str, args: Mapping[str, Any], folders: Sequence[Path] = (
             ) from error
         if find_spec(f"verifiers.v1.tasksets.{module}") is None:
             known = [one.name for one in pkgutil.iter_modules([str(path) for path in folders])]
-            near = difflib.get_close_matches(module, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "install it, or correct the id"
+            hint = did_you_mean(module, known, "install it, or correct the id")
             raise InvalidEnvironmentError(
                 f"[env] id={env_id!r}: no module {module!r} is installed{beside(folders)}; "
                 f"{how_to_install(env_id) or hint}"

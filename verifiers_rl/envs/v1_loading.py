@@ -9,7 +9,6 @@ describe              says who plays where, in one line
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import itertools
 import logging
@@ -26,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     beside,
@@ -160,8 +160,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def nearest(name: str, known: list[str]) -> str:
     """Return the hint at the end of an error about an unknown name."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return did_you_mean(name, known, f"known: {', '.join(known)}")
 
 
 def _check_ids(table: Mapping[str, Any], folders: Sequence[Path]) -> None:
@@ -201,10 +200,8 @@ def _import(
             ) from error
         places = [*sys.modules[group].__path__, *map(str, folders)]
         known = sorted(found.name for found in pkgutil.iter_modules(places))
-        near = difflib.get_close_matches(
-            module, {*known, *(found.name for found in pkgutil.iter_modules())}, 1
-        )
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        everywhere = {*known, *(found.name for found in pkgutil.iter_modules())}
+        hint = did_you_mean(module, everywhere, f"known: {', '.join(known)}")
         raise InvalidEnvironmentError(
             f"[{where}] id={plugin_id!r}: no module {module!r} is installed"
             f"{beside(folders)}; {how_to_install(plugin_id) or hint}"

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import difflib
 import json
 import logging
 import math
@@ -46,6 +45,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.inference import routed_experts
 from verifiers_rl.inference.api_processes import (
     STEP_PATH,
@@ -872,9 +872,9 @@ def flag_error(message: str, flags: Iterable[str]) -> str:
         wrong = next((word for word in words if word.startswith("-")), None)
         if wrong is None:  # the value of a flag that takes none, or fewer
             return f"{words[0]!r} belongs to no flag"
-        near = difflib.get_close_matches(wrong, [f for f in flags if f.startswith("--")], n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; see vf-vllm --help=all"
-        return f"{wrong}: no such flag{hint}"
+        long_ones = [flag for flag in flags if flag.startswith("--")]
+        hint = did_you_mean(wrong, long_ones, "see vf-vllm --help=all", shown=str)
+        return f"{wrong}: no such flag; {hint}"
     if match := re.match(r"argument (\S+?)(?:/\S+)?: ", message):
         message = f"{match[1]}: {message[match.end() :]}"
     return " ".join(message.split())

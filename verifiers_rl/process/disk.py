@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+_REPLACED = "replaced-"  # how the name of a folder begins that is being replaced
+
 
 def sync(path: Path) -> None:
     """Wait until the disk has the content of this file, or the names in this folder."""
@@ -33,9 +35,9 @@ def put_in_place(path: Path, target: Path) -> None:
     """Rename a file or folder to `target`, on the same disk. What has that name is removed.
 
     A file is replaced at once. A folder that is replaced is renamed first, so that a process that
-    is killed meanwhile leaves no part of it under its name.
+    is killed meanwhile leaves no part of it under its name; see `restore_replaced`.
     """
-    old = path.with_name(f"replaced-{target.name}")
+    old = path.with_name(f"{_REPLACED}{target.name}")
     if target.is_symlink():
         target.unlink()
     elif target.is_dir():
@@ -43,6 +45,20 @@ def put_in_place(path: Path, target: Path) -> None:
     path.replace(target)
     sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_replaced(aside: Path, folder: Path) -> None:
+    """Give folders their names back that a process lost when it was killed in `put_in_place`,
+    between its two renames.
+
+    Args:
+        aside: where it had what was to be put in place.
+        folder: where it put it.
+    """
+    for old in aside.glob(f"{_REPLACED}*"):
+        target = folder / old.name.removeprefix(_REPLACED)
+        if not target.exists():
+            old.rename(target)
 
 
 def remove_folder(folder: Path, aside: Path) -> None:

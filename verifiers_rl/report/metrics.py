@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from verifiers_rl.expert_balance import expert_load
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.report.run_folder import (
@@ -142,8 +143,13 @@ class StepCounts:
         self.num_own_tokens += microbatch.num_tokens
         self.num_positions += microbatch.input_ids.numel()
 
-    def metrics(self, batch: Batch) -> dict[str, float]:
-        """Return what a step logs of its batch; docs/metrics.md defines each."""
+    def metrics(self, batch: Batch, model: nn.Module) -> dict[str, float]:
+        """Return what a step logs of its batch; docs/metrics.md defines each.
+
+        Args:
+            batch: that was trained on.
+            model: the causal LM, without wrappers around it.
+        """
         sizes = batch.sizes
         return {
             "num_tokens": float(batch.num_tokens),
@@ -157,6 +163,7 @@ class StepCounts:
             "skipped_update_share": float(not self.num_microbatches),
             "policy_version": float(batch.policy_version),
             **batch.staleness(),
+            **expert_load(model, batch.samples),
         }
 
 

@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from verifiers_rl.process.disk import restore_replaced
 from verifiers_rl.report.rollouts import read_run, remove_rollouts
 from verifiers_rl.sync import not_plain, reason_against_serving
 
@@ -70,7 +71,7 @@ def prepare_run_folder(
     output_dir: str | Path, *, resume: bool | str | None, overwrite: bool, max_steps: int
 ) -> Path | None:
     """Return the checkpoint to resume from, or None for a run from the start. Changes nothing on
-    disk.
+    disk, but a checkpoint that lost its name to a kill gets it back.
 
     Args:
         resume: True for the newest checkpoint, or the path of one.
@@ -84,6 +85,7 @@ def prepare_run_folder(
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"output_dir={str(folder)!r} is a file; choose another")
+    restore_replaced(folder / UNFINISHED, folder)
     if not resume:
         if not overwrite and (found := _traces_of_a_run(folder)):
             raise RunFolderError(
@@ -181,11 +183,14 @@ def clear_run_folder(output_dir: str | Path) -> None:
 
 
 def closing_lines(output_dir: str | Path) -> list[str]:
-    """Return the last lines of a run: how its rewards changed, where the model is, and how to serve
-    it.
+    """Return the last lines of a run: how its rewards changed, how to look at it, where the model
+    is, and how to serve it.
     """
     folder = Path(output_dir)
-    lines = summary(folder / METRICS).splitlines() if (folder / METRICS).is_file() else []
+    lines = []
+    if (folder / METRICS).is_file():
+        lines = summary(folder / METRICS).splitlines()
+        lines.append(f"look at it: vf-rl view {shlex.quote(str(folder))}")
     if (folder / CURVES).is_file():
         lines.append(f"curves: {folder / CURVES}")
     config = folder / "adapter_config.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -59,11 +60,12 @@ def check_adapter(config: Any, lora_sync: str) -> None:
             f"peft_config={' with '.join([type(config).__name__, *not_plain(as_dict)])}: only "
             "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
         )
-    if experts := getattr(config, "target_parameters", None):
+    if lora_sync == "adapter" and (experts := getattr(config, "target_parameters", None)):
         raise ValueError(
-            f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into "
-            "a mixture of experts, which cannot be sent; leave their layers out of "
-            "lora_target_modules, as its default does"
+            f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into tensors "
+            "that hold the experts of a layer, and such an adapter is sent merged only; set "
+            "lora_sync='merged', or leave these layers out of lora_target_modules, as its default "
+            "does"
         )
     if lora_sync == "adapter" and (reason := reason_against_serving(as_dict)):
         raise ValueError(f"peft_config.{reason}; set lora_sync='merged'")
@@ -87,16 +89,21 @@ def merged_sources(model: Any) -> dict[str, Source]:
     """Return the weights of a PEFT model with its adapter merged in, under the base model's names.
 
     They come in the order of the base model's parameters, because vLLM holds back the parts of a
-    layer until it has all of them. A wrapped layer gives W + scale * B A in float32, a module of
-    `modules_to_save` its trained copy. The trainer's own tensors do not change, so nothing drifts.
+    layer until it has all of them. A wrapped layer gives W + scale * B A in float32, a tensor of
+    experts the same of each expert, a module of `modules_to_save` its trained copy. The trainer's
+    own tensors do not change, so nothing drifts.
     """
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.utils import ModulesToSaveWrapper
 
     base = model.get_base_model()
     changed: dict[str, Source] = {}
     for prefix, module in base.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, ParamWrapper):
+            weight = source_of(module.get_param())
+            make = partial(_merged_parameter, module)
+            changed[plain_name(f"{prefix}.{module.parameter_name}")] = weight._replace(make=make)
+        elif isinstance(module, LoraLayer):
             weight = source_of(cast(Any, module.get_base_layer()).weight)
             changed[f"{prefix}.weight"] = weight._replace(make=partial(_merged_weight, module))
         elif isinstance(module, ModulesToSaveWrapper):
@@ -104,12 +111,17 @@ def merged_sources(model: Any) -> dict[str, Source]:
             changed |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
     merged: dict[str, Source] = {}
     for name, source in full_sources(base).items():
-        if ".lora_" in name:
-            continue
-        for inside in (".base_layer.", ".original_module.", ".modules_to_save.default."):
-            name = name.replace(inside, ".")
-        merged.setdefault(name, changed.get(name) or source)
+        if ".lora_" not in name:
+            name = plain_name(name)
+            merged.setdefault(name, changed.get(name) or source)
     return merged
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter of a PEFT model has in the base model. PEFT may have put
+    several layers of its own around it.
+    """
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)", "", name)
 
 
 @torch.no_grad()
@@ -123,6 +135,23 @@ def _merged_weight(module: Any) -> Tensor:
     a = gather_full(module.lora_A["default"].weight).float()  # (r, in)
     b = gather_full(module.lora_B["default"].weight).float()  # (out, r)
     return torch.addmm(weight, b, a, alpha=scale)
+
+
+@torch.no_grad()
+def _merged_parameter(module: Any) -> Tensor:
+    """Merge what PEFT's `target_parameters` adapts: a matrix, or one for each expert."""
+    weight = gather_full(module.get_param()).float()
+    scale = module.scaling["default"]
+    a = gather_full(module.lora_A["default"].weight).float()  # (experts * r, in)
+    b = gather_full(module.lora_B["default"].weight).float()  # (out, r * experts)
+    if weight.ndim == 2:
+        return torch.addmm(weight, b, a, alpha=scale)
+    num_experts = len(weight)
+    a = a.reshape(num_experts, -1, a.shape[-1])  # (experts, r, in)
+    b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # (experts, out, r)
+    if getattr(module.get_base_layer(), "is_transposed", False):  # (experts, in, out)
+        return torch.baddbmm(weight, a.transpose(1, 2), b.transpose(1, 2), alpha=scale)
+    return torch.baddbmm(weight, b, a, alpha=scale)  # (experts, out, in)
 
 
 def full_sources(model: nn.Module) -> dict[str, Source]:
