@@ -99,8 +99,26 @@ def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
     config = load(folder, 'data.train=["train.jsonl", "org/name"]', "data.split=train[:5%]")
     assert config.data.train == [str(folder / "train.jsonl"), "org/name"]
     assert (config.data.split, config.data.eval) == ("train[:5%]", [])
-    config = load(folder, "data.eval_split=test", "trainer.args.eval_strategy=steps")
+    evaluates = "trainer.args.eval_strategy=steps"
+    config = load(folder, "data.train=org/name", "data.eval_split=test", evaluates)
     assert config.data.eval == config.data.train
+
+
+def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        sft.SFTRunConfig, "trainer_class", lambda self: lambda *a, **k: given.append(a)
+    )
+    splits = ("data.split=train[:4]", "data.eval_split=train[4:]")
+    config = load(folder, *splits, "trainer.args.eval_strategy=steps", "trainer.args.eval_steps=1")
+    config.check_files()
+    config.make_trainer(config.make_args(use_cpu=True))
+    rows = conversations(6)
+    assert [given[0][2], given[0][3]] == [rows[:4], rows[4:]]
+    config = load(folder, "data.eval=held_out.jsonl", "trainer.args.eval_strategy=steps")
+    config.check_files()
+    config.make_trainer(config.make_args(use_cpu=True))
+    assert given[1][3] == conversations(3)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +129,9 @@ def test_data_is_found_beside_its_toml_or_on_the_hub(folder):
         ("data.train=3", "train: must be a path or a name on the hub"),
         ("data.split=3", r"\[data\] split=3: must be a string"),
         ("data.eval=held_out.jsonl", "has rows for evaluations, and there are none: set eval_s"),
+        ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
+        ("data.eval=train.jsonl", "the held-out rows are trained on: split='train' of"),
+        ("data.eval_split=train[90%:]", r"has those of eval_split='train\[90%:\]'; set parts"),
         ("env.taskset.id=words", r"\[env\] is for evaluations, and there are none"),
         ("inference.gpus=1", "vf-sft reads no 'inference': it starts no server"),
         ("cluster.trainer_nodes=2", "vf-sft reads no 'cluster'"),
@@ -124,6 +145,10 @@ def test_a_key_that_cannot_work_is_named(folder, override, problem):
 def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
     config = load(folder, "data.train=a.jsonl")
     with pytest.raises(TomlError, match=r"\[data\] train: there is no file .*/a.jsonl; correct"):
+        config.check_files()
+    evaluates = ("trainer.args.eval_strategy=steps", "trainer.args.eval_steps=1")
+    config = load(folder, "data.eval_split=test", *evaluates)
+    with pytest.raises(TomlError, match=r"split 'test': .* A file has the split 'train' alone"):
         config.check_files()
 
 

@@ -298,3 +298,76 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, problem):
         (tmp_path / name).write_text(text)
     with pytest.raises(DatasetError, match=problem):
         read_dataset([str(tmp_path / name)])
+
+
+def test_a_split_is_a_part_of_the_rows_of_a_file(tmp_path):
+    rows = [{"text": str(number)} for number in range(10)]
+    path = str(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_dataset([path], "train[:80%]") == rows[:8]
+    assert read_dataset([path], "train[80%:]") == rows[8:]
+    assert read_dataset([path], "train[-1:]+train[:2]") == [rows[9], *rows[:2]]
+    assert read_dataset([path], None) == read_dataset([path]) == rows
+    for split in ("test", "train[80%]", "train[:150%]"):
+        with pytest.raises(DatasetError, match="A file has the split 'train' alone"):
+            read_dataset([path], split)
+
+
+def test_keys_that_only_other_rows_of_a_table_have_are_not_rendered():
+    """A table gives each object of a column the keys of all rows, as None."""
+    call = {"function": {"name": "times", "arguments": {"a": 2, "b": None, "c": [{"d": None}]}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call], "name": None}
+    kind = {"type": "integer", "enum": None}
+    tool = {"function": {"name": "times", "parameters": {"properties": {"a": kind, "q": None}}}}
+    template = "{{- mode | default('') -}}" + QWEN3
+    SPECIAL[template] = SPECIAL[QWEN3]
+    row = {"messages": [*chat("2"), reply], "tools": [tool], "chat_template_kwargs": {"mode": None}}
+    tokenizer, [(ids, _)] = tokens_of(row, template)
+    text = tokenizer.decode(ids)
+    assert '"arguments": {"a": 2, "c": [{}]}' in text and '"a": {"type": "integer"}}' in text
+    assert text.startswith("<|im_start|>") and "null" not in text and "None" not in text
+    # What was said as JSON stays as it was said.
+    call["function"]["arguments"] = '{"b": null}'
+    assert '{"b": null}' in said(row, template)[0]
+
+
+MARKED = (
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + ':' -}}"
+    "{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
+    "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|im_end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant:' -}}{%- endif -%}"
+)
+SPECIAL[MARKED] = SPECIAL[QWEN3]
+
+
+def test_marks_decide_in_a_completion_too():
+    row = {"prompt": chat("a", "b", "c"), "completion": chat("", "d", "e", "f")[1:]}
+    # Without the ends of turns, which the marks leave out.
+    assert said(row, MARKED) == ["df"]
+    assert said({"messages": chat("a", "b")}, MARKED) == ["b"]
+    # With other roles in the loss they do not.
+    assert said(row, MARKED, loss_on=["user", "assistant"])[0].endswith("f<|im_end|>")
+
+
+def test_a_completion_behind_a_prompt_that_is_rendered_otherwise_then_is_samples():
+    template = QWEN3.replace(
+        "{{- m.content -}}", "{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
+    )
+    SPECIAL[template] = SPECIAL[QWEN3]
+    row = {"prompt": chat("a", "b"), "completion": chat("c", "d")}
+    assert said(row, template) == [THINKS + "d<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [QWEN3, LLAMA, None])
+def test_the_token_that_ends_replies_is_found(template):
+    tokenizer = make_tokenizer(template)
+    tokenization = Tokenization(tokenizer, max_seq_len=60)
+    rows = [{"messages": chat("a", "b")}] * 2 + [{"messages": chat("a", "b" * 99)}] * 5
+    end = (SPECIAL[template] if template else ["<|end|>"])[-1]
+    result = tokenization.of_rows(rows, "some")
+    assert result.num_cut == 5  # these do not count
+    assert tokenization.last_token(result.rows) == tokenizer.convert_tokens_to_ids(end)
+    assert Tokenization(tokenizer).last_token([]) is None
+    # Plain tokens at the end, as under marks that leave out the end of a turn, are none.
+    tokenization = Tokenization(make_tokenizer(MARKED))
+    assert tokenization.last_token(tokenization.of_rows(rows, "some").rows) is None

@@ -1,17 +1,48 @@
 """`vf-rl generate` against an endpoint that answers as OpenAI's does."""
 
+import argparse
 import asyncio
 import json
+import subprocess
 import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model, serving
-from verifiers_rl.cli.generate import generate
+from verifiers_rl import RLConfig
+from verifiers_rl.cli import generate as module
+from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.cli.generate import OptionError, generate, key_variable, make_one_server
+from verifiers_rl.cli.plan import assign_gpus, server_command
 from verifiers_rl.conversations import Tokenization, read_dataset
+from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.types import Slots
 
 needs_v1 = pytest.mark.skipif(HAS_CLASSIC, reason="the TOML names a taskset of the default stack")
+
+
+@contextmanager
+def endpoint(reply):
+    """Where `reply` answers requests."""
+    ready, done, urls = threading.Event(), threading.Event(), []
+
+    async def serve():
+        async with serving(reply) as url:
+            urls.append(url)
+            ready.set()
+            await asyncio.to_thread(done.wait, 60)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield f"{urls[0]}/v1"
+    finally:
+        done.set()
+        thread.join(30)
 
 
 @pytest.fixture
@@ -40,6 +71,7 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
         # The first two rollouts are right, the third is cut, the others are wrong.
         number = len(asked)
         message = {"role": "assistant", "content": text[::-1] if number <= 3 else "no"}
+        message |= {"reasoning_content": "so", "reasoning_details": [{"text": "elsewhere"}]}
         choice = {"index": 0, "message": message}
         choice["finish_reason"] = "length" if number == 3 else "stop"
         return web.json_response(
@@ -47,35 +79,24 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
              "choices": [choice]}
         )  # fmt: skip
 
-    ready, done = threading.Event(), threading.Event()
-    urls = []
-
-    async def serve():
-        async with serving(reply) as url:
-            urls.append(url)
-            ready.set()
-            await asyncio.to_thread(done.wait, 60)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert ready.wait(30)
+    with endpoint(reply) as url:
         monkeypatch.setenv("MY_KEY", "secret")
-        words = ["@", str(rl_toml), "-n", "2", "--min-reward", "1", "--base-url", f"{urls[0]}/v1"]
+        words = ["@", str(rl_toml), "-n", "2", "--min-reward", "1", "--base-url", url]
         words += ["--served-model", "m", "--api-key-var", "MY_KEY", "-o", "data/new.jsonl"]
         words += ["--trainer.args.max_concurrent", "1"]
+        words += ["--trainer.args.chat_template_kwargs", '{"effort": "low"}']
         assert generate(words) == 0
-    finally:
-        done.set()
-        thread.join(30)
     rows = [json.loads(line) for line in (tmp_path / "data" / "new.jsonl").read_text().splitlines()]
     assert len(asked) == 6 and len(rows) == 2
     body, authorization = asked[0]
     assert (body["model"], body["top_k"], authorization) == ("m", 5, "Bearer secret")
+    assert "min_p" not in body  # which no endpoint but vLLM's knows
     for row in rows:
         question, answer = row["messages"]
         assert answer["content"] == question["content"][::-1]
+        assert answer["reasoning_content"] == "so" and "reasoning_details" not in answer
         assert (row["reward"], row["environment"], row["model"]) == (1.0, "reverse_text", "m")
+        assert row["chat_template_kwargs"] == body["chat_template_kwargs"] == {"effort": "low"}
     assert [row["example"] for row in rows] == [0, 0]
     assert "2 of 6 rollouts written" in (out := capsys.readouterr().out)
     assert "1 left out, because a length limit cut a turn" in out
@@ -86,6 +107,25 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
 
 
 @needs_v1
+def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
+    rl_toml, tmp_path, capsys, monkeypatch
+):
+    keys = []
+
+    async def refuse(request):
+        keys.append(request.headers.get("Authorization"))
+        return web.json_response({"error": {"message": "no such key"}}, status=401)
+
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with endpoint(refuse) as url, pytest.raises(SystemExit) as ended:
+        generate(["@", str(rl_toml), "--base-url", url, "--served-model", "m", "-o", "new.jsonl"])
+    assert ended.value.code == 1 and not (tmp_path / "new.jsonl").exists()
+    error = capsys.readouterr().err
+    assert "no rollout succeeded" in error and "no such key" in error
+    assert keys and "secret" not in " ".join(filter(None, keys))  # it is OpenAI's alone
+
+
+@needs_v1
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -93,9 +133,174 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
         (["-o", "new.txt"], "-o new.txt: must end in .jsonl"),
         (["-o", "new.jsonl", "-n", "0"], "--rollouts 0: must be an integer >= 1"),
         (["-o", "new.jsonl", "--served-model", "m"], "give both, or none"),
+        (["-o", "new.jsonl", "--api-key-var", "K"], "without effect unless --base-url is given"),
     ],
 )
 def test_an_option_of_generate_that_cannot_work_is_named(rl_toml, capsys, words, problem):
     with pytest.raises(SystemExit) as ended:
         generate(["@", str(rl_toml), *words])
     assert ended.value.code == 1 and problem in capsys.readouterr().err
+
+
+def test_openais_key_goes_to_openai_unless_it_is_named(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.delenv("OTHER_KEY", raising=False)
+    for url in ("https://api.openai.com/v1", "https://eu.api.openai.com/v1"):
+        assert key_variable(url, None) == "OPENAI_API_KEY"
+    for url in ("http://api.openai.com/v1", "https://api.openai.com.org/v1",
+                "https://notapi.openai.com.b/v1", "http://127.0.0.1:8000/v1"):  # fmt: skip
+        assert key_variable(url, None) == module.KEY_VARIABLE
+    assert key_variable("http://127.0.0.1:8000/v1", "OPENAI_API_KEY") == "OPENAI_API_KEY"
+    with pytest.raises(OptionError, match="--api-key-var OTHER_KEY: the variable is not set"):
+        key_variable("http://127.0.0.1:8000/v1", "OTHER_KEY")
+
+
+# --- Requests and rollouts ------------------------------------------------------------------------
+
+
+@needs_v1
+def test_requests_to_our_server_have_all_sampling_options():
+    """An option that is left out would have the value in the model's generation_config.json."""
+    from verifiers_rl.envs.generate import sampling_of
+
+    neutral = {
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    assert sampling_of(RLConfig(use_cpu=True), True) == neutral
+    assert sampling_of(RLConfig(use_cpu=True), False) == {"temperature": 0.7}
+    given = {"top_p": 0.9, "stop": ["."], "include_stop_str_in_output": True, "max_tokens": 9}
+    args = RLConfig(use_cpu=True, sampling_mask=True, router_replay=True, **given)
+    assert sampling_of(args, True) == neutral | given
+    assert sampling_of(args, False) == {"temperature": 0.7, **given}
+
+
+def made_of(play, num):
+    """An environment of this many examples, each played by `await play(number)`."""
+    from verifiers_rl.envs.generate import GeneratingEnvironment
+
+    class Played(GeneratingEnvironment):
+        name, files_per_rollout = "played", 1
+
+        def __init__(self):
+            pass
+
+        def sizes(self, split):
+            return [num]
+
+        async def _conversations(self, split, number, slots):
+            async with slots:
+                return await play(number)
+
+        async def open(self): ...
+        async def close(self): ...
+
+    return Played()
+
+
+def row_of(number, reward=1.0):
+    return {"example": number, "reward": reward, "is_truncated": False}
+
+
+@needs_v1
+def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
+    async def run():
+        others, written = asyncio.Event(), []
+
+        async def play(number):
+            if number == 0:
+                await others.wait()
+            return [row_of(number)]
+
+        def write(row):
+            written.append(row["example"])
+            if len(written) == 2:
+                others.set()
+
+        writing = made_of(play, 3).write("train", None, 1, 0.0, Slots(3), write)
+        await asyncio.wait_for(writing, 20)
+        return written
+
+    assert asyncio.run(run()) == [1, 2, 0]
+
+
+@needs_v1
+@pytest.mark.parametrize(("failing", "num_played"), [(500, 10), (9, 500), (0, 500)])
+def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_played):
+    from verifiers_rl.envs.generate import GenerationError
+
+    played = []
+
+    async def play(number):
+        played.append(number)
+        await asyncio.sleep(0)
+        return ValueError(f"no {number}") if number < failing else [row_of(number)]
+
+    async def run():
+        writing = made_of(play, 500).write("train", None, 1, 0.0, Slots(1), lambda row: None)
+        return await asyncio.wait_for(writing, 30)
+
+    if failing < 500:
+        assert asyncio.run(run()).num_kept == 500 - failing
+    else:
+        with pytest.raises(GenerationError, match=r"'played': no rollout succeeded.*no 0"):
+            asyncio.run(run())
+    assert num_played <= len(played) <= num_played + 2
+
+
+@needs_v1
+def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path, monkeypatch):
+    server = SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
+
+    async def play(number):
+        if number:
+            server.process.kill()
+            await asyncio.Event().wait()  # no answer comes any more
+        return [row_of(number)]
+
+    made = [made_of(play, 2)]
+    monkeypatch.setattr(
+        "verifiers_rl.envs.generate.make_generating_environments", lambda *args: made
+    )
+    options = argparse.Namespace(
+        output=tmp_path / "new.jsonl", split="train", examples=None, rollouts=1, min_reward=0.0
+    )
+    args = SimpleNamespace(max_concurrent=1)
+    with pytest.raises(InferenceServerError, match="the server ended with status 137"):
+        asyncio.run(asyncio.wait_for(module._write_all(options, args, None, None, server), 30))
+    assert [row["example"] for row in read_dataset([str(options.output)])] == [0]
+
+
+# --- The server -----------------------------------------------------------------------------------
+
+
+def test_all_gpus_are_the_servers_because_nothing_is_trained(rl_toml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    pairs = [("inference.gpus", "2"), ("inference.replicas", "2"), ("trainer.gpus", "4")]
+    config = load_run_config(rl_toml, pairs)
+    make_one_server(config)
+    assert assign_gpus(config) == ("0,1,2,3", "")
+    command = " ".join(server_command(config, "127.0.0.1", 8000))
+    assert "--data-parallel-size 2" in command and "--tensor-parallel-size 2" in command
+
+
+def test_the_first_of_several_servers_answers(rl_toml, monkeypatch, capsys):
+    clients = []
+    monkeypatch.setattr(module, "InferenceClient", lambda *args: clients.append(args))
+    monkeypatch.setattr(module, "_answering", lambda client: endpoint_of_nobody())
+    args = RLConfig(use_cpu=True, vllm_servers=["[::1]:8000", "10.0.0.1:8000"])
+    config, options = load_run_config(rl_toml), argparse.Namespace(base_url=None)
+    with module._endpoint(options, config, args) as (found, server):
+        assert found == "it" and server is None
+    assert clients == [("::1", 8000, 300.0)]
+    assert "of vllm_servers, only [::1]:8000 answers" in capsys.readouterr().out
+
+
+@contextmanager
+def endpoint_of_nobody():
+    yield "it"

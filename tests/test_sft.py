@@ -2,13 +2,14 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.helpers import (
     ROOT,
@@ -18,9 +19,10 @@ from tests.helpers import (
     make_tiny_llama,
     make_tiny_model,
 )
-from verifiers_rl import LossOutputs, RLConfig, SFTConfig, SFTTrainer
+from verifiers_rl import LossOutputs, RLConfig, SFTConfig, SFTTrainer, WeightedEnv
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LossInputs, cross_entropy
+from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
 from verifiers_rl.sft import DatasetSource, make_samples
 
@@ -191,6 +193,33 @@ def test_each_epoch_has_each_row_once_and_the_last_batch_what_is_left():
     assert batches(DatasetSource(rows_of(6), 3, seed=2), [0]) != [first]
 
 
+def test_a_resumed_run_with_more_epochs_leaves_no_row_out(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 100, "batch_size": 5}
+    make_trainer(**options).train()  # 12 rows in batches of 5, 5 and 2
+    resumed = make_trainer(num_train_epochs=2.0, **options)
+    resumed.train(resume_from_checkpoint=True)
+    rows = read_metrics(metrics_file(tmp_path / "run"))[:-1]
+    epochs = [row["num_epochs"] * 12 for row in rows]
+    assert epochs == pytest.approx([5, 10, 12, 17, 22, 24])  # five more rows, not ten, at step 4
+    assert [row["epoch"] for row in rows] == pytest.approx([row["num_epochs"] for row in rows])
+    assert resumed.state.global_step == 6
+
+
+def test_a_resumed_run_goes_on_behind_its_rows_and_says_what_has_changed(caplog):
+    before = DatasetSource(rows_of(5), 2, shuffle=False, num_positions=5)
+    state = before.state_dict(3)
+    source = DatasetSource(rows_of(5), 4, shuffle=False, num_positions=15)
+    source.start()
+    source.load_state_dict(state)
+    assert batches(source, [3, 4, 5]) == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]]
+    assert "batch_size is 4, and was 2 before the checkpoint" in caplog.text
+    assert source.state_dict(4)["position"] == 9
+    DatasetSource(rows_of(6), 2).load_state_dict(state)
+    assert "num_rows is 6, and was 5 before the checkpoint" in caplog.text
+    source.start()  # another run
+    assert batches(source, [0]) == [[0, 1, 2, 3]]
+
+
 def test_a_conversation_of_several_samples_is_one_rollout():
     import numpy as np
 
@@ -270,16 +299,73 @@ def test_the_best_model_by_its_held_out_loss_is_loaded(make_trainer, tmp_path):
     assert trainer.state.best_metric == pytest.approx(best[0])
 
 
+def test_a_server_of_the_saved_model_stops_where_replies_end(make_trainer, tmp_path, capsys):
+    model = make_tiny_model()
+    model.generation_config.eos_token_id = 0
+    trainer = make_trainer(model, max_steps=1)
+    end = trainer.processing_class.convert_tokens_to_ids("<|end|>")
+    trainer.train()
+    assert GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id == [0, end] and end
+    assert (
+        capsys.readouterr().out.count("replies end with '<|end|>', and the model's server does")
+        == 1
+    )
+    make_trainer(model, output_dir=str(tmp_path / "other"))
+    assert model.generation_config.eos_token_id == [0, end]
+    assert "replies end with" not in capsys.readouterr().out
+    options = {"use_lora": True, "save_final": "merged", "output_dir": str(tmp_path / "lora")}
+    make_trainer(max_steps=1, **options).train()
+    merged = GenerationConfig.from_pretrained(tmp_path / "lora" / "merged")
+    assert end in merged.eos_token_id
+
+
+def test_what_a_run_has_trained_is_saved_if_its_held_out_loss_fails_or_a_signal_comes(
+    make_trainer, tmp_path, monkeypatch
+):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+               "save_steps": 100, "num_train_epochs": 2.0}  # fmt: skip
+    trainer = make_trainer(held_out=conversations(5), **options)
+    monkeypatch.setattr(trainer, "held_out_loss", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    other = make_trainer(held_out=conversations(5), output_dir=str(tmp_path / "other"), **options)
+    logprobs = other.token_logprobs
+
+    def at_first(*args):
+        if not other.model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return logprobs(*args)
+
+    monkeypatch.setattr(other, "token_logprobs", at_first)
+    other.args.max_tokens_per_microbatch = 32  # several microbatches
+    with pytest.raises(Interrupted):
+        other.train()
+    assert (tmp_path / "other" / "checkpoint-2").is_dir() and other.state.global_step == 2
+
+
+class Evaluates(StubSource):
+    """Evaluates at once, or when it is asked for the results."""
+
+    def __init__(self, at_once=True):
+        super().__init__()
+        self.evaluated, self.at_once = deque(maxlen=4), at_once
+
+    def begin_evaluation(self, *args):
+        super().begin_evaluation(*args)
+        if self.at_once:
+            self.evaluated.append((args[-1], []))
+
+    def end_evaluation(self):
+        if not self.at_once:
+            self.evaluated.append((self.evaluates, []))
+        return super().end_evaluation()
+
+
 def test_evaluations_on_an_environment_push_the_weights_they_need(
     make_trainer, monkeypatch, tmp_path
 ):
-    class Evaluates(StubSource):
-        def begin_evaluation(self, *args):
-            super().begin_evaluation(*args)
-            self.evaluated.append((args[-1], []))  # at once
-
     source, sink = Evaluates(), StubSink()
-    source.evaluated = deque()
     monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *args: (source, sink, None))
     trainer = make_trainer(
         others={"env": "words"}, max_steps=6, eval_strategy="steps", eval_steps=2,
@@ -297,6 +383,91 @@ def test_evaluations_on_an_environment_push_the_weights_they_need(
     # The result is logged as soon as it is there, not with the next evaluation.
     named = [name for row in rows for name in ("eval_reward", "loss") if name in row]
     assert named[:5] == ["loss", "loss", "loss", "eval_reward", "loss"]
+
+
+@pytest.mark.parametrize("log_rollouts", [True, False])
+def test_no_batch_waits_for_an_evaluation_that_runs(make_trainer, monkeypatch, log_rollouts):
+    source = Evaluates(at_once=False)
+    monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *a: (source, StubSink(), None))
+    trainer = make_trainer(
+        others={"env": "words"}, max_steps=8, eval_strategy="steps", eval_steps=3,
+        log_rollouts=log_rollouts,
+    )  # fmt: skip
+    at = []
+
+    def end():
+        at.append(trainer.state.global_step)
+        return Evaluates.end_evaluation(source)
+
+    source.end_evaluation = end
+    trainer.train()
+    assert at == [6, 8, 8]  # that of step 3 ends before the next push; that of step 6 at the end
+
+
+def resumed_in_its_evaluation(make_trainer, monkeypatch, **options):
+    """A run that ends while the evaluation of step 2 runs, and one that goes on from there."""
+    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+               "save_steps": 2, **options}  # fmt: skip
+    for resumes in (False, True):
+        source = Evaluates(at_once=False)
+        connected = (source, StubSink(), None)
+        monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *a, c=connected: c)
+        trainer = make_trainer(others={"env": "words"}, held_out=conversations(5), **options)
+        if resumes:
+            trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+            return trainer
+
+        def lost():
+            raise RuntimeError("the environment fails")
+
+        source.end_evaluation = lost
+        with pytest.raises(RuntimeError, match="the environment fails"):
+            trainer.train()
+    return None
+
+
+def test_a_resumed_run_keeps_the_held_out_loss_beside_an_evaluation_that_it_repeats(
+    make_trainer, monkeypatch, tmp_path
+):
+    resumed_in_its_evaluation(make_trainer, monkeypatch)
+    rows = read_metrics(metrics_file(tmp_path / "run"))
+    for name in ("eval_reward", "eval_loss"):
+        assert [row["step"] for row in rows if name in row] == [2, 4], name
+
+
+def test_an_evaluation_that_is_repeated_needs_no_loss_for_the_best_model(
+    make_trainer, monkeypatch, tmp_path
+):
+    trainer = resumed_in_its_evaluation(make_trainer, monkeypatch, load_best_model_at_end=True)
+    assert trainer.args.metric_for_best_model == "loss" and trainer.state.best_global_step == 4
+
+
+def test_the_best_model_is_chosen_by_what_evaluations_have(make_trainer, monkeypatch):
+    source = Evaluates()
+    monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *a: (source, StubSink(), None))
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
+               "save_steps": 1, "load_best_model_at_end": True}  # fmt: skip
+    trainer = make_trainer(others={"env": "words"}, **options)
+    trainer.train()
+    assert trainer.args.metric_for_best_model == "reward" and trainer.args.greater_is_better
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 1)
+    with pytest.raises(ConfigError, match="metric_for_best_model='eval_loss': no evaluation has a"):
+        make_trainer(others={"env": "words"}, metric_for_best_model="eval_loss", **options)
+    with pytest.raises(ConfigError, match="metric_for_best_model='reward': evaluations on held-ou"):
+        make_trainer(held_out=conversations(5), metric_for_best_model="reward", **options)
+
+
+def test_environments_for_evaluations_alone_are_taken(make_trainer, monkeypatch):
+    mixes = []
+    monkeypatch.setattr(
+        "verifiers_rl.server_side.connect",
+        lambda *a: (mixes.append(a[1]), (Evaluates(), StubSink(), None))[1],
+    )
+    options = {"eval_strategy": "steps", "eval_steps": 1}
+    for only in (("eval", "eval"), ("eval", None)):
+        mix = [WeightedEnv("words", name, only=one) for name, one in zip("ab", only, strict=True)]
+        make_trainer(others={"env": mix}, **options)
+    assert [[one.only for one in mix] for mix in mixes] == [[None, None], ["eval", None]]
 
 
 SCRIPT = """
@@ -364,6 +535,8 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
         ({"temperature": 0.7}, "temperature=0.7 has no effect in SFTTrainer: logprobs are taken"),
         ({"rollouts_per_example": 4}, "rollouts_per_example=4 has no effect in SFTTrainer"),
         ({"gradient_masks": {"ratio": {}}}, "gradient_masks=.* there are no importance ratios"),
+        ({"sampling_mask": True}, "sampling_mask=True has no effect in SFTTrainer: the data has"),
+        ({"router_replay": True}, "router_replay=True has no effect in SFTTrainer"),
         ({"loss_on": ["bot"]}, r"loss_on=\['bot'\]: must be a list of roles"),
         ({"loss_on": []}, "loss_on"),
         ({"max_steps": 0}, "max_steps=0: must be an integer >= 1, or -1"),
@@ -394,6 +567,10 @@ def test_arguments_that_cannot_work_are_named(make_trainer, tokenizer):
         make_trainer(rows=[{"question": "?"}])
     with pytest.raises(ConfigError, match="takes no argument 'reward_funcs'"):
         make_trainer(others={"reward_funcs": []})
+    for name, value in (("max_tokens", 8), ("top_p", 0.9), ("generation_timeout", 5.0),
+                        ("eval_examples", 4), ("vllm_server_port", 8001)):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{name}={value}: without effect, because it is of"):
+            make_trainer(**{name: value})
 
 
 def test_options_of_the_data_change_what_is_trained(make_trainer):

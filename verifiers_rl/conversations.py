@@ -6,8 +6,8 @@
     text                   a string, all of it in the loss
 
 The loss tokens of a conversation are those that the assistant says, with the token that ends each
-of its turns. A chat template that marks them (`{% generation %}`) decides. Under any other one they
-are what the template adds to the messages before:
+of its turns. A chat template that marks them (`{% generation %}`) decides, if the assistant alone
+is in the loss. Otherwise they are what the template adds to the messages before:
 
     rendered up to the turn, with the beginning of a reply    <user>2+2?<end><assistant>
     rendered with the turn                                    <user>2+2?<end><assistant>4<end>
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,23 @@ class TokenizedRows:
 # --- Reading --------------------------------------------------------------------------------------
 
 
-def read_dataset(names: Sequence[str], split: str = "train", subset: str | None = None) -> Any:
+FILES = (".jsonl", ".json", ".parquet")
+
+
+def is_file(name: str) -> bool:
+    """Return whether data is a local file, not a name on the hub."""
+    return name.endswith(FILES) or name.startswith(("/", ".", "~"))
+
+
+def read_dataset(
+    names: Sequence[str], split: str | None = "train", subset: str | None = None
+) -> Any:
     """Read local files or datasets of the hub, one after the other.
 
     Args:
         names: paths of .jsonl, .json (a list of rows) or .parquet files, or names on the hub.
-        split: of the hub's datasets, such as "train" or "train[:90%]".
+        split: of each of them, such as "train" or "train[:90%]". The rows of a file are its split
+            train. None: all rows of a file, and the split test of a dataset of the hub.
         subset: of the hub's datasets that have several; None for the default one.
 
     Returns:
@@ -96,14 +108,42 @@ def read_dataset(names: Sequence[str], split: str = "train", subset: str | None 
     return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
 
 
-def _read_one(name: str, split: str, subset: str | None) -> Any:
+def _read_one(name: str, split: str | None, subset: str | None) -> Any:
+    if not is_file(name) and not Path(name).exists():
+        return _read_from_hub(name, split or "test", subset)
+    rows = _read_file(name)
+    return [
+        row for start, stop in parts_of_file(name, split, len(rows)) for row in rows[start:stop]
+    ]
+
+
+def parts_of_file(name: str, split: str | None, num_rows: int) -> list[tuple[int, int]]:
+    """Return the first row and the end of each part that a split such as "train[:90%]" takes of a
+    file with so many rows.
+
+    Raises:
+        DatasetError: it is no such split, or one that a file does not have.
+    """
+    if split in (None, "train"):
+        return [(0, num_rows)]
+    from datasets import ReadInstruction
+
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({"train": num_rows})
+    except ValueError as error:
+        raise DatasetError(
+            f"data {name!r}, split {split!r}: {error} A file has the split 'train' alone; write a "
+            "part of it, such as 'train[:90%]'"
+        ) from error
+    return [(part.from_, part.to) for part in parts]
+
+
+def _read_file(name: str) -> list[Any]:
     path = Path(name).expanduser()
-    if path.suffix not in (".jsonl", ".json", ".parquet"):
-        if path.exists() or name.startswith(("/", ".", "~")):
-            raise DatasetError(
-                f"data {name!r}: must be a .jsonl, .json or .parquet file, or a name on the hub"
-            )
-        return _read_from_hub(name, split, subset)
+    if path.suffix not in FILES:
+        raise DatasetError(
+            f"data {name!r}: must be a .jsonl, .json or .parquet file, or a name on the hub"
+        )
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet
@@ -166,6 +206,9 @@ class Tokenization:
         self._max_seq_len = max_seq_len
         self._template = dict(template or {})
         self._special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self._ends = {*tokenizer.all_special_ids} | {
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
 
     def of_rows(
         self, rows: Any, name: str, report: Callable[[str], None] = lambda line: None
@@ -212,6 +255,22 @@ class Tokenization:
         else:
             result.num_left_out += 1
 
+    def last_token(self, rows: Iterable[Sequence[Tokens]]) -> int | None:
+        """Return the token with which most of what is in the loss ends, if that is a special one.
+
+        Args:
+            rows: the samples of each row, cut at max_seq_len.
+        """
+        last: Counter[int] = Counter()
+        for row in rows:
+            for ids, mask in row:
+                is_last = mask & ~np.append(mask[1:], False)
+                is_last[self._max_seq_len - 1 :] = False  # there a sample may be cut
+                last.update(ids[is_last].tolist())
+        token, number = max(last.items(), key=lambda item: item[1], default=(-1, 0))
+        is_most = 2 * number > sum(last.values())
+        return token if is_most and token in self._ends else None
+
     def of_row(self, row: Any) -> list[Tokens]:
         """Return the samples of a row, whole.
 
@@ -248,9 +307,9 @@ class Tokenization:
         messages = before + _messages(rest, "completion" if before else "messages")
         if not messages:
             raise DatasetError("has no messages")
-        tools = row.get("tools")
+        tools = without_none(row.get("tools"))
         tools = _from_json(tools, "tools") if isinstance(tools, str) else tools
-        of_row = row.get("chat_template_kwargs") or {}
+        of_row = without_none(row.get("chat_template_kwargs")) or {}
         of_row = _from_json(of_row, "chat_template_kwargs") if isinstance(of_row, str) else of_row
         template = {**self._template, **of_row, "tools": tools or None}
         try:
@@ -260,15 +319,22 @@ class Tokenization:
                 "it is a conversation, and the tokenizer has no chat template: give the model "
                 "one, or use the columns prompt and completion, with strings"
             ) from error
-        if _MARKS.search(source) and self._loss_on == {"assistant"} and not before:
-            return [self._by_marks(messages, template)]
+        if _MARKS.search(source) and self._loss_on == {"assistant"}:
+            return self._by_marks(messages, len(before), template)
         return self._by_difference(messages, len(before), template)
 
-    def _by_marks(self, messages: list[dict[str, Any]], template: dict[str, Any]) -> Tokens:
+    def _by_marks(
+        self, messages: list[dict[str, Any]], first: int, template: dict[str, Any]
+    ) -> list[Tokens]:
+        """Return the sample of a conversation. What the template marks is in the loss, from the
+        message `first` on.
+        """
         try:
             found = self._tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **template
             )
+            before = self._render(messages[:first], False, template)
+            whole = self._render(messages, False, template) if before else ""
         except TemplateError as error:
             raise DatasetError(f"the chat template refuses its messages: {error}") from error
         mask = np.array(found["assistant_masks"], bool)
@@ -277,8 +343,11 @@ class Tokenization:
                 "the chat template has {% generation %} marks, and they mark nothing of it: "
                 "correct the template, or remove its marks"
             )
+        if not whole.startswith(before):  # it writes the prompt otherwise, once more follows
+            return self._by_difference(messages, first, template)
+        mask[: len(self._encode(before))] = False
         mask[0] = False  # nothing predicts it
-        return np.array(found["input_ids"], np.int32), mask
+        return [(np.array(found["input_ids"], np.int32), mask)]
 
     def _by_difference(
         self, messages: list[dict[str, Any]], first: int, template: dict[str, Any]
@@ -301,7 +370,7 @@ class Tokenization:
                     f"{where}: the chat template refuses the messages up to it: {error}"
                 ) from error
             if not whole.startswith(before):
-                raise DatasetError(f"{where}: {_difference(before, whole)}")
+                raise DatasetError(f"{where}: {_difference(before, whole, self._loss_on)}")
             if spans and not before.startswith(text):
                 samples.append(_tokens(ids, spans))
                 text, ids, spans = "", [], []
@@ -372,8 +441,7 @@ def _nothing() -> Tokens:
 
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
-    """Return messages as vLLM passes them to a chat template, without keys that are None: a table
-    of a dataset has all keys in all rows.
+    """Return messages as vLLM passes them to a chat template, without keys that are None.
 
     Raises:
         DatasetError: one of them is no message, or has other parts than text.
@@ -389,8 +457,7 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
             raise DatasetError(
                 f"{where} must be a message with a role of {', '.join(ROLES)}, not {message!r:.80}"
             )
-        given = {key: value for key, value in message.items() if value is not None}
-        given = {"content": "", **given}
+        given = {"content": "", **without_none(message)}
         calls = given.pop("tool_calls", None)
         if calls is not None and len(calls):
             if not all(isinstance(c, Mapping) and isinstance(c.get("function"), Mapping)
@@ -400,8 +467,7 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
                     '{"type": "function", "function": {"name": ..., "arguments": ...}}'
                 )
             given["tool_calls"] = [
-                {k: v for k, v in call.items() if v is not None}
-                | {"function": {**call["function"], "arguments": _arguments_of(call)}}
+                {**call, "function": {**call["function"], "arguments": _arguments_of(call)}}
                 for call in calls
             ]
         try:
@@ -409,6 +475,17 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DatasetError(f"{where}: {error}") from error
     return found
+
+
+def without_none(value: Any) -> Any:
+    """Return a value of a row without keys that are None, at any depth: in a table, each object of
+    a column has the keys of all. JSON that is a string stays as it is.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [without_none(inner) for inner in value]
+    return value
 
 
 def _arguments_of(call: Mapping[str, Any]) -> Any:
@@ -422,13 +499,16 @@ def _from_json(text: str, column: str) -> Any:
         raise DatasetError(f"{column}: no JSON: {error}") from error
 
 
-def _difference(before: str, whole: str) -> str:
+def _difference(before: str, whole: str, loss_on: Set[str]) -> str:
     """Describe where the text with a message leaves the text before it."""
     pairs = enumerate(zip(before, whole, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(before), len(whole)))
+    marks = "mark what the assistant says by {% generation %} in the template, or "
+    if loss_on != {"assistant"}:  # where marks do not decide
+        marks = "leave loss_on out, or "
     return (
         "the chat template does not continue the text before it: where that has "
         f"{before[at : at + 30]!r}, behind {before[max(at - 20, 0) : at]!r}, it has "
-        f"{whole[at : at + 30]!r} with this message; mark what the assistant says by "
-        "{% generation %} in the template, or set what differs by chat_template_kwargs"
+        f"{whole[at : at + 30]!r} with this message; {marks}set what differs by "
+        "chat_template_kwargs"
     )

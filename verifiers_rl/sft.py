@@ -10,13 +10,16 @@ gets the weights for them only; the loss on a held-out dataset needs no server.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel
 
 from verifiers_rl.config import ConfigError
@@ -26,10 +29,12 @@ from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, scatter
 from verifiers_rl.losses import LossFn
 from verifiers_rl.models import absolute_path
 from verifiers_rl.packing import collate, copy_to, plan_batch
-from verifiers_rl.sft_config import SFTConfig
+from verifiers_rl.report.run_folder import rl_state_of
+from verifiers_rl.sft_config import SFTConfig, is_loss
 from verifiers_rl.trainer import RLTrainer
 from verifiers_rl.types import Batch, BatchSource, Sample
 
+logger = logging.getLogger(__name__)
 # What a step logs of rollouts, and nothing is known of where there are none.
 _OF_ROLLOUTS = (
     *("importance_ratio", "importance_ratio_max", "mismatch_kl", "clamped_share", "advantage_abs"),
@@ -52,8 +57,8 @@ def make_samples(rows: Sequence[Sequence[Tokens]]) -> list[Sample]:
 
 
 class DatasetSource:
-    """A `BatchSource` that takes the batches from a dataset. A batch follows from its step alone,
-    so a resumed run needs no saved position.
+    """A `BatchSource` that takes the batches from a dataset, one behind the other. A resumed run
+    goes on behind the rows of its checkpoint, also with another batch_size or more epochs.
 
     Args:
         rows: the samples of each row; only rank 0 needs them.
@@ -81,7 +86,9 @@ class DatasetSource:
         self._seed = seed
         self._num_positions = num_positions
         self._steps: list[int] = []  # submitted
+        self._first = (0, 0)  # the step with which this run began, and its position
         self.evaluator: BatchSource | None = None  # runs the evaluations on environments
+        self._evaluates: int | None = None  # the policy version that the evaluator has
 
     @property
     def num_pending(self) -> int:
@@ -92,15 +99,31 @@ class DatasetSource:
         """The groups of the last evaluations, see `Orchestrator`; None without an environment."""
         return getattr(self.evaluator, "evaluated", None)
 
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether the evaluation that was begun last has all its rollouts, and nobody has taken
+        its results.
+        """
+        return bool(self.evaluated) and self.evaluated[-1][0] == self._evaluates
+
+    def position(self, step: int) -> int:
+        """Return how many rows a run has trained on when this step begins, each counted every
+        time.
+        """
+        first_step, first = self._first
+        position = first + (step - first_step) * self._batch_size
+        return position if self._num_positions is None else min(position, self._num_positions)
+
+    def num_epochs(self, step: int) -> float:
+        """Return how often each row was trained on when this step begins."""
+        return self.position(step) / len(self._rows)
+
     def submit(self, step: int, model: str, policy_version: int) -> None:
         self._steps.append(step)
 
     def get(self) -> Batch:
         step, num_rows = self._steps.pop(0), len(self._rows)
-        start = step * self._batch_size
-        stop = start + self._batch_size
-        if self._num_positions is not None:
-            stop = min(stop, self._num_positions)
+        start, stop = self.position(step), self.position(step + 1)
         rows = [
             self._rows[example_index(position, num_rows, self._shuffle, self._seed)]
             for position in range(start, stop)
@@ -108,6 +131,7 @@ class DatasetSource:
         return Batch(step, step, make_samples(rows), metrics={"num_epochs": stop / num_rows})
 
     def start(self) -> None:
+        self._first = (0, 0)
         if self.evaluator is not None:
             self.evaluator.start()
 
@@ -124,6 +148,7 @@ class DatasetSource:
 
     def discard(self) -> None:
         self._steps.clear()
+        self._evaluates = None
         if self.evaluator is not None:
             self.evaluator.discard()
 
@@ -132,15 +157,32 @@ class DatasetSource:
     ) -> None:
         assert self.evaluator is not None
         self.evaluator.begin_evaluation(num_examples, num_rollouts, model, policy_version)
+        self._evaluates = policy_version
 
     def end_evaluation(self) -> dict[str, float]:
         assert self.evaluator is not None
+        self._evaluates = None
         return self.evaluator.end_evaluation()
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        return {}
+        return {
+            "step": step,
+            "position": self.position(step),
+            "num_rows": len(self._rows),
+            "batch_size": self._batch_size,
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:  # of a run that saved no position
+            return
+        self._first = (state["step"], state["position"])
+        for name, now in (("num_rows", len(self._rows)), ("batch_size", self._batch_size)):
+            if now != state[name]:
+                logger.warning(
+                    "%s is %d, and was %d before the checkpoint: the run goes on behind its first "
+                    "%d rows%s", name, now, state[name], state["position"],
+                    ", and epochs of other rows have another order" if name == "num_rows" else "",
+                )  # fmt: skip
 
 
 class NoServer:
@@ -204,11 +246,13 @@ class SFTTrainer(RLTrainer):
                 "eval_strategy: there is nothing to evaluate on; give an eval_dataset (eval under "
                 "[data]) or an env, or set it to 'no'"
             )
+        args = args.for_evaluations(eval_dataset is not None, env is not None)
         model = absolute_path(model)
         if processing_class is None:
             named = model if isinstance(model, str) else model.name_or_path
             processing_class = AutoTokenizer.from_pretrained(named)
         train, held_out = list[list[Tokens]](), list[list[Tokens]]()
+        last_token: int | None = None
         if args.process_index == 0:
             tokens = Tokenization(
                 processing_class,
@@ -217,22 +261,57 @@ class SFTTrainer(RLTrainer):
                 cast(dict[str, Any], args.chat_template_kwargs),
             )
             train = tokens.of_rows(train_dataset, "for training", print).rows
+            last_token = tokens.last_token(train)
             if eval_dataset is not None:
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print).rows
-        num_rows = broadcast_metrics({"train": len(train)}, args.device)["train"]
-        num_positions = args.num_positions(num_rows)
-        args = args.counted(num_rows)
-        source = DatasetSource(train, args.batch_size, args.shuffle, args.seed, num_positions)
+        found = broadcast_metrics({"num_rows": len(train), "last_token": last_token}, args.device)
+        self._num_positions = args.num_positions(found["num_rows"])
+        args = args.counted(found["num_rows"])
+        source = DatasetSource(train, args.batch_size, args.shuffle, args.seed, self._num_positions)
         if env is None:
             others = {"orchestrator": source, "weight_sync": NoServer(), **others}
-        super().__init__(model, env, args, processing_class, loss_fn, peft_config, **others)
+        super().__init__(
+            model, _for_evaluations(env), args, processing_class, loss_fn, peft_config, **others
+        )
         if env is not None and self.orchestrator is not None:
             source.evaluator, self.orchestrator = self.orchestrator, source
             self.checkpoints.kept["orchestrator"] = source
+        self._source = source if args.process_index == 0 else None
         self._held_out = make_samples(held_out)
         self._has_held_out = eval_dataset is not None
+        self._let_servers_stop_at(found["last_token"])
+
+    def _let_servers_stop_at(self, token: int | None) -> None:
+        """Add the token that ends replies to those in the model's generation_config, which is saved
+        with it. A server goes on behind any other token, up to its length limit.
+        """
+        config = getattr(self._base_of(self.model), "generation_config", None)
+        if token is None or config is None:
+            return
+        known = config.eos_token_id
+        known = [known] if isinstance(known, int) else list(known or [])
+        if token in known:
+            return
+        config.eos_token_id = [*known, token]
+        if self.is_world_process_zero():
+            text = cast(Any, self.processing_class).decode([token])
+            then = "generation_config.json of the saved model names it now"
+            if hasattr(self.model, "peft_config") and self.args.save_final != "merged":
+                then = "an adapter alone cannot say so; set save_final = 'merged'"
+            print(f"replies end with {text!r}, and the model's server does not stop there: {then}")
 
     # --- The step ---------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Count the steps of the run: those before its checkpoint, if it has one, and those that
+        take the rows behind.
+        """
+        resumed = self.checkpoints._resumed
+        state = rl_state_of(resumed).get("orchestrator") if resumed is not None else None
+        if state and self._num_positions is not None:
+            num_left = max(self._num_positions - state["position"], 0)
+            self.args.max_steps = state["step"] + -(-num_left // self.args.batch_size)
+        return super().get_train_dataloader()
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -247,12 +326,24 @@ class SFTTrainer(RLTrainer):
         """Take the next batch. The weights are sent only where an evaluation is to begin."""
         if self.evaluations.due is not None:
             self._sync_weights()
-        elif getattr(orchestrator, "evaluated", None):  # one has ended, and is to be logged
+        elif getattr(orchestrator, "has_evaluated", False):  # and its results are to be logged
             self.evaluations.end(orchestrator)
         orchestrator.submit(self.state.global_step, "", self.state.global_step)
         return orchestrator.get()
 
-    # --- Evaluation -------------------------------------------------------------------------------
+    # --- Evaluation, logs -------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Do as `RLTrainer.log`, with the epochs of the data. Trainer takes all steps of a run for
+        one.
+        """
+        epoch = self.state.epoch
+        if epoch is not None and self._source is not None:
+            self.state.epoch = self._source.num_epochs(self.state.global_step)
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.state.epoch = epoch
 
     def evaluate(
         self,
@@ -297,10 +388,18 @@ class SFTTrainer(RLTrainer):
 
     def _log_held_out_loss(self, prefix: str) -> dict[str, float]:
         start = time.monotonic()
-        loss = self.held_out_loss()
+        loss = self.checkpoints.save_on_error(self.held_out_loss)
         metrics = {f"{prefix}_loss": loss, f"{prefix}_loss_s": time.monotonic() - start}
         self.log(metrics)
         return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Do as Trainer, except where a resumed run has begun the evaluation on the environment
+        again, and the best model is that of the smallest loss on the held-out rows.
+        """
+        if is_loss(self.args.metric_for_best_model) and "eval_loss" not in metrics:
+            return False
+        return super()._determine_best_metric(metrics, trial)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -325,6 +424,7 @@ class SFTTrainer(RLTrainer):
         model.eval()
         try:
             for rows in plans[args.process_index]:
+                self._interrupts.check_all(waits=False)
                 microbatch = copy_to(
                     collate(samples, rows, weights, pad or 0, num_shared), args.device
                 )
@@ -337,3 +437,12 @@ class SFTTrainer(RLTrainer):
         if args.world_size > 1:
             torch.distributed.all_reduce(total)
         return total.item() / int(sizes.num_loss_tokens.sum())
+
+
+def _for_evaluations(env: Any) -> Any:
+    """Return an environment, or a mix of several, in which those for evaluations alone may also
+    stand where others are trained on, because none is.
+    """
+    mixed = env if isinstance(env, list | tuple) else ()
+    is_apart = bool(mixed) and all(getattr(one, "only", None) == "eval" for one in mixed)
+    return [replace(one, only=None) for one in mixed] if is_apart else env

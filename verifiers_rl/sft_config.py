@@ -5,7 +5,7 @@ defaults, without those of rollouts, and with a few of their own.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
@@ -41,7 +41,16 @@ _UNUSED = {
     "mask_truncated_completions": _ROLLOUTS,
     "zero_truncated_completions": _ROLLOUTS,
     "gradient_masks": _RATIOS,
+    "sampling_mask": _ROLLOUTS,
+    "router_replay": _ROLLOUTS,
 }
+# Options of evaluations on an environment, beside those that arguments.py knows.
+_OF_ENV = (
+    *("max_tokens", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("generation_timeout", "eval_examples", "eval_rollouts_per_example"),
+    *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "lora_sync"),
+)
 _DATA = "data is an argument of SFTTrainer, or under [data] in the TOML of vf-sft"
 _HINTS = {
     **dict.fromkeys(("epochs", "num_epochs", "total_epochs"), "here it is num_train_epochs"),
@@ -60,6 +69,11 @@ _are_roles = must(
     lambda value: bool(value) and set(value) <= {*ROLES},
 )
 _RULES = {k: v for k, v in RLConfig.INHERITED_RULES.items() if k != "metric_for_best_model"}
+
+
+def is_loss(metric: str | None) -> bool:
+    """Return whether a name of `metric_for_best_model` is that of the loss on held-out rows."""
+    return metric in ("loss", "eval_loss")
 
 
 @refuse_unknown_options
@@ -102,6 +116,10 @@ class SFTConfig(RLConfig):
     max_off_policy_steps: int = 0
     log_tokens_of: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._best_is_open = self.metric_for_best_model is None
+        super().__post_init__()
+
     def _check_together(self) -> None:
         super()._check_together()
         is_counted = getattr(self, "_is_counted", False)
@@ -117,6 +135,41 @@ class SFTConfig(RLConfig):
     def make_advantage(self) -> AdvantageFn:
         """Return what an evaluation's orchestrator needs and never calls."""
         return of_rewards(ADVANTAGES["mean"])
+
+    def for_evaluations(self, has_held_out: bool, has_env: bool) -> SFTConfig:
+        """Return a copy for these evaluations. Where only an environment is evaluated and nobody
+        has chosen `metric_for_best_model`, it is the reward.
+
+        Raises:
+            ConfigError: an option is of evaluations on an environment, and there is none; or no
+                evaluation has the metric.
+        """
+        chosen = copy.copy(self)
+        for option in fields(self):
+            value, default = getattr(self, option.name), option.default
+            if has_env or option.name not in _OF_ENV or value == default or default is MISSING:
+                continue
+            raise ConfigError(
+                f"{option.name}={value!r}: without effect, because it is of evaluations on an "
+                "environment, and there is none; remove it, or give an env"
+            )
+        metric = self.metric_for_best_model
+        if metric is None or self.eval_strategy == "no":
+            return chosen
+        if is_loss(metric) and not has_held_out:
+            if not self._best_is_open:
+                raise ConfigError(
+                    f"metric_for_best_model={metric!r}: no evaluation has a loss, because there "
+                    "are no held-out rows; set it to 'reward', or give an eval_dataset (eval under "
+                    "[data])"
+                )
+            chosen.metric_for_best_model, chosen.greater_is_better = "reward", True
+        elif not is_loss(metric) and not has_env:
+            raise ConfigError(
+                f"metric_for_best_model={metric!r}: evaluations on held-out rows have a loss only; "
+                "set it to 'loss', or give an env"
+            )
+        return chosen
 
     def counted(self, num_rows: int) -> SFTConfig:
         """Return a copy for a run on this many rows, whose `max_steps` is set."""

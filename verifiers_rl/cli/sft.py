@@ -10,9 +10,10 @@ model = "Qwen/Qwen3-0.6B"
 train = "data.jsonl"             # .jsonl, .json or .parquet, or a name on the hub, or a list of
                                  # such; a path is relative to this file
 eval = "held_out.jsonl"          # rows whose loss is taken and that are not trained on
-split = "train"                  # of the hub's data, such as "train[:90%]"
-eval_split = "test"              # of the hub's data in `eval`; without `eval`, of that in `train`
-subset = "main"                  # of the hub's data that have several
+split = "train"                  # of the data in `train`, such as "train[:90%]"; a file has the
+                                 # split train alone
+eval_split = "train[90%:]"       # of the data in `eval`; without `eval`, of that in `train`
+subset = "main"                  # of data on the hub that have several
 
 [trainer]
 gpus = 1                         # 0: CPU; above 1 one process for each
@@ -39,23 +40,25 @@ from verifiers_rl.cli.config import (
 from verifiers_rl.cli.layers import Value
 from verifiers_rl.cli.train import Program
 from verifiers_rl.cli.train import main as main_of
+from verifiers_rl.conversations import DatasetError, is_file, parts_of_file
 
 USAGE = (
     "vf-sft @ sft.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]\n"
     "       vf-sft --dry-run @ sft.toml\n"
     "A KEY is one of the TOML's, such as trainer.args.learning_rate; it replaces the files' value."
 )
-FILES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass
 class DataTable:
-    """[data]: where the rows are. Paths are absolute."""
+    """[data]: where the rows are. Paths are absolute. `eval_split` is None where the TOML leaves it
+    out: all rows of a file, and "test" on the hub.
+    """
 
     train: list[str] = field(default_factory=list)
     eval: list[str] = field(default_factory=list)
     split: str = "train"
-    eval_split: str = "test"
+    eval_split: str | None = None
     subset: str | None = None
 
 
@@ -104,6 +107,21 @@ class SFTRunConfig(RunConfig):
             )
         if "eval_split" in given and not self.data.eval:
             self.data.eval = self.data.train
+        data, both = self.data, {*self.data.train} & {*self.data.eval}
+        if data.subset and all(map(is_file, [*data.train, *data.eval])):
+            raise TomlError(
+                f"{self.place('data', 'subset')} subset={data.subset!r}: without effect, because "
+                "files have no subsets; remove it"
+            )
+        for name in sorted(both):
+            held_out = data.eval_split or ("train" if is_file(name) else "test")
+            if data.split in (held_out, held_out.partition("[")[0]):
+                raise TomlError(
+                    f"{self.source('data')}: [data] the held-out rows are trained on: split="
+                    f"{data.split!r} of {name} has those of eval_split={held_out!r}; set parts "
+                    "without common rows, such as split = 'train[:90%]' and eval_split = "
+                    "'train[90%:]'"
+                )
         evaluates = self.trainer_args.get("eval_strategy", "no") != "no"
         if self.envs and not evaluates:
             raise TomlError(
@@ -129,19 +147,23 @@ class SFTRunConfig(RunConfig):
         found = []
         for one in names:
             path = Path(os.path.normpath(folder_of(value) / Path(one).expanduser()))
-            is_path = one.endswith(FILES) or one.startswith(("/", ".", "~"))
-            found.append(str(path) if is_path else one)
+            found.append(str(path) if is_file(one) else one)
         return found
 
     def check_files(self) -> None:
-        """Raise TomlError if a file of the data is not there."""
-        for name in ("train", "eval"):
-            for path in getattr(self.data, name):
-                if path.startswith("/") and not Path(path).is_file():
+        """Raise TomlError if a file of the data is not there, or does not have the split."""
+        splits = {"train": self.data.split, "eval": self.data.eval_split}
+        for name, split in splits.items():
+            for path in filter(is_file, getattr(self.data, name)):
+                if not Path(path).is_file():
                     raise TomlError(
                         f"{self.place('data', name)} {name}: there is no file {path}; correct the "
                         "path, which is relative to what names it"
                     )
+                try:
+                    parts_of_file(path, split, 100)
+                except DatasetError as error:
+                    raise TomlError(f"{self.source('data')}: [data] {error}") from error
 
     def resolved_tables(self) -> dict[str, Any]:
         table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}

@@ -7,9 +7,10 @@ Nothing is trained on the tokens here, so verifiers' own client sends the reques
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import verifiers.v1 as vf
@@ -21,6 +22,12 @@ from verifiers_rl.envs.v1 import V1Environment, failure_of
 from verifiers_rl.envs.v1_versions import ran_out_of_time
 from verifiers_rl.types import Slots, Split
 
+NUM_TRIED = 10  # rollouts that begin first; if all of them fail, the others are not tried
+
+
+class GenerationError(RuntimeError):
+    """No rollout succeeds; the message has the first error."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -31,12 +38,15 @@ class Endpoint:
         model: its name in requests.
         key_variable: environment variable that has the key.
         sampling: options of each request.
+        is_vllm: it is a `vf-vllm`. An option that a request to it leaves out has the value that
+            the model's generation_config.json says.
     """
 
     base_url: str
     model: str
     key_variable: str
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    is_vllm: bool = False
 
 
 @dataclass
@@ -83,6 +93,7 @@ class GeneratingEnvironment(V1Environment):
         client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=endpoint.key_variable)
         sampling = vf.SamplingConfig(**endpoint.sampling)
         self._context = vf.ModelContext(model=endpoint.model, client=client, sampling=sampling)
+        self._template = endpoint.sampling.get("chat_template_kwargs")
 
     async def write(
         self,
@@ -94,10 +105,11 @@ class GeneratingEnvironment(V1Environment):
         write: Callable[[dict[str, Any]], None],
     ) -> Counts:
         """Play the first `num_examples` (None: all) `num_rollouts` times each, and write each
-        rollout that has at least this reward. Rollouts are written in the order of the examples.
+        rollout that has at least this reward, as soon as it has ended.
 
         Raises:
             InvalidEnvironmentError: all examples of a stream are requested.
+            GenerationError: all rollouts failed, or the first `NUM_TRIED` and no other succeeded.
         """
         size = self.sizes(split)[0]
         if num_examples is None and size >= ENDLESS:
@@ -113,12 +125,20 @@ class GeneratingEnvironment(V1Environment):
             for _ in range(num_rollouts)
         ]
         try:
-            for task in tasks:
-                self._count(await task, min_reward, counts, write)
+            for ended in asyncio.as_completed(tasks):
+                self._count(await ended, min_reward, counts, write)
+                none_succeeded = counts.num_failed == counts.num_rollouts
+                if none_succeeded and all(map(_has_failed, tasks[:NUM_TRIED])):
+                    break
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if counts.num_failed and counts.num_failed == counts.num_rollouts:
+            raise GenerationError(
+                f"environment {self.name!r}: no rollout succeeded, and the first "
+                f"{counts.num_failed} failed. The first error: {counts.first_error}"
+            )
         return counts
 
     @staticmethod
@@ -172,9 +192,11 @@ class GeneratingEnvironment(V1Environment):
             raise ValueError("the agent took no turn")
         # What follows the last reply, such as an answer of the environment, teaches nothing.
         last = max(place for place, node in enumerate(nodes) if node.sampled)
-        row: dict[str, Any] = {"messages": [message_to_wire(n.message) for n in nodes[: last + 1]]}
+        row: dict[str, Any] = {"messages": [_as_row_has(n.message) for n in nodes[: last + 1]]}
         if tools := getattr(trace, "tools", []):
             row["tools"] = [_tool(tool) for tool in tools]
+        if self._template:
+            row["chat_template_kwargs"] = self._template
         is_cut = any(call.finish_reason == "length" for call in trace.calls)
         return row | {
             "reward": reward,
@@ -184,6 +206,19 @@ class GeneratingEnvironment(V1Environment):
             "model": self._context.model,
             "is_truncated": is_cut or trace.stop_condition == "context_length",
         }
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and isinstance(task.result(), Exception)
+
+
+def _as_row_has(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates take it, with its reasoning as one text."""
+    wire = message_to_wire(message)
+    if (reasoning := getattr(message, "reasoning_content", None)) is not None:
+        wire.pop("reasoning_details", None)  # verifiers prefers these
+        wire["reasoning_content"] = reasoning
+    return wire
 
 
 def _tool(tool: Any) -> dict[str, Any]:
@@ -217,22 +252,33 @@ def make_generating_environments(
             num_eval_tasks=args.eval_examples,
             tools_in_process=args.tools_in_process,
         )
-        sampling = {**endpoint.sampling, **sampling_of(sampled)}
-        target = Endpoint(endpoint.base_url, endpoint.model, endpoint.key_variable, sampling)
+        sampling = {**endpoint.sampling, **sampling_of(sampled, endpoint.is_vllm)}
+        target = replace(endpoint, sampling=sampling)
         made.append(GeneratingEnvironment(one.env, options, target))
     if not made:
         raise InvalidEnvironmentError(f"no environment is for the split {split!r}")
     return made
 
 
-def sampling_of(args: Any) -> dict[str, Any]:
-    """Return the sampling options of a request that any endpoint knows, and others only where they
-    are set.
+def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
+    """Return the sampling options of a request.
+
+    Args:
+        args: the `RLConfig`.
+        is_vllm: for vLLM: all of them, as a rollout of a run has them. Otherwise the temperature,
+            which any endpoint knows, and others only where they are set.
     """
+    if is_vllm:
+        plain = copy.copy(args)
+        plain.sampling_mask = plain.router_replay = False  # nothing is trained on these tokens
+        options = plain.sampling_args()
+        options |= options.pop("extra_body")
+        of_training = ("logprobs", "return_token_ids")
+        return {k: v for k, v in options.items() if k not in of_training and v is not None}
     neutral: dict[str, Any] = {
         **{"top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0},
         **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": None, "stop": None},
-        "chat_template_kwargs": {},
+        **{"include_stop_str_in_output": False, "chat_template_kwargs": {}},
     }
     chosen = {name: getattr(args, name) for name, value in neutral.items()
               if getattr(args, name) != value}  # fmt: skip

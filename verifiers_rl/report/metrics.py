@@ -365,8 +365,9 @@ class RunFilesCallback(TrainerCallback):
         self._rows_before, self._has_begun = [], True
 
     def _stays(self, row: dict[str, Any], step: int) -> bool:
-        is_again = row["step"] == self._evaluates_again() and any(
-            n.startswith("eval_") for n in row
+        # The loss on held-out rows (sft.py) is not taken again.
+        is_again = row["step"] == self._evaluates_again() and (
+            any(name.startswith("eval_") for name in row) and "eval_loss_s" not in row
         )
         return row["step"] <= step and not is_again and "train_runtime" not in row
 
