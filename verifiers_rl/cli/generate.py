@@ -76,7 +76,7 @@ def generate(argv: list[str]) -> int:
         _check(options)
         args = check_trainer_options(config)
         make_importable(config.folders)
-        env = config.load_envs()
+        env = config.load_envs(with_teachers=False)
         if not config.is_mix:
             env = [WeightedEnv(env, config.envs[0].name)]
         with _endpoint(options, config) as endpoint:
@@ -130,7 +130,7 @@ def _endpoint(options: argparse.Namespace, config: RunConfig) -> Iterator[Any]:
             yield endpoint
         return
     host, port = config.option("vllm_server_host"), config.option("vllm_server_port")
-    config.trainer_args["use_lora"] = False  # nothing will be trained
+    config.trainer_args["use_lora"], config.teachers = False, []  # nothing will be trained
     gpus = assign_gpus(config)
     config.inference_replicas = 1
     with reserve_port(host, port):
