@@ -19,7 +19,7 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from verifiers_rl import RLConfig, SFTConfig, config
+from verifiers_rl import RLConfig, SFTConfig, Teacher, WeightedEnv, config
 from verifiers_rl.cli import config as cli_config
 from verifiers_rl.cli import flat
 from verifiers_rl.cli import sft as cli_sft
@@ -75,8 +75,8 @@ FLAT = """
 
 The keys that prime-rl's and hosted training's users have, and what they set here.
 [configuration.md](configuration.md#two-layouts) shows both layouts beside each other. `model`,
-`[env]`, `[[env]]`, `env_file` and `import_from` are the same in both. A default that a file leaves
-out is ours.
+`[env]`, `[[env]]`, `[[teacher]]`, `env_file` and `import_from` are the same in both. A default that
+a file leaves out is ours.
 
 """
 NOT_FLAT = """
@@ -218,6 +218,8 @@ def toml_keys() -> str:
 def _toml_defaults() -> dict[tuple[str, str], str]:
     env = {option.name: option for option in fields(cli_config.EnvTable)}
     run = {option.name: option for option in fields(cli_config.RunConfig)}
+    mixed = {option.name: option for option in fields(WeightedEnv)}
+    teacher = {option.name: option for option in fields(Teacher)}
     return {
         ("", "model"): "required",
         ("", "env_file"): "none",
@@ -229,6 +231,15 @@ def _toml_defaults() -> dict[tuple[str, str], str]:
         ("[env]", "sampling"): default_of(env["sampling"]),
         ("[env]", "only"): "for both",
         ("[env]", "eval_examples"): "`eval_examples` of the run",
+        ("[env]", "algorithm"): default_of(mixed["algorithm"]),
+        ("[env]", "teacher"): "none",
+        ("[env]", "distill_coef"): default_of(mixed["distill_coef"]),
+        ("[teacher]", "name"): "required",
+        ("[teacher]", "model"): "required",
+        ("[teacher]", "key_variable"): "none",
+        ("[teacher]", "timeout_s"): f"{default_of(teacher['timeout_s'])}; with gpus, "
+        "`vllm_server_timeout`",
+        ("[teacher]", "max_concurrent"): default_of(teacher["max_concurrent"]),
         ("inference", "gpus"): default_of(run["inference_gpus"]),
         ("trainer", "gpus"): default_of(run["trainer_gpus"]),
         ("trainer", "class"): '`"verifiers_rl:RLTrainer"`',
@@ -242,7 +253,7 @@ def _described_keys(description: str) -> dict[tuple[str, str], str]:
     for line in description.splitlines():
         code, _, comment = (part.strip() for part in line.partition("#"))
         inside = re.match(r"(\w+) = .+?  +(.+)", comment)  # a key that is a comment itself
-        if header := re.match(r"\[+([\w.]+)\]+", code):
+        if header := re.match(r"\[(\[?[\w.]+\]?)\]", code):
             where = header.group(1)
             last = (where, "")
         elif key := re.match(r"(\w+) *=", code):

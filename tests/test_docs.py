@@ -305,7 +305,7 @@ def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
         if config.envs and all(
             importlib.util.find_spec(module_name(env.id)) for env in config.envs
         ):
-            config.load_envs()
+            config.load_envs(with_teachers=False)
 
 
 @pytest.mark.parametrize("page", pages_with("json"))

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.conftest import free_port, processes_of, running_server
 from tests.helpers import EXAMPLE, EXAMPLE_MODULE, ROOT, example_env, make_env, write_environment
-from verifiers_rl import RLConfig, RLTrainer
-from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.orchestrator import RolloutError
 
 pytestmark = pytest.mark.e2e
@@ -195,6 +196,13 @@ def test_a_server_with_other_weights_of_the_same_shapes_is_refused(
     ):
         trainer.train()
     assert time.monotonic() - start < 60
+
+
+def test_a_server_with_lora_on_a_cpu_refuses_to_be_its_own_teacher_and_lives(make_trainer, server):
+    env = WeightedEnv(example_env(), "words", algorithm="opsd", hint="Backwards.")
+    with pytest.raises(InferenceServerError, match=r"prompt_logprobs: .* --enable-lora; start"):
+        make_trainer([env]).train()
+    assert InferenceClient("127.0.0.1", server.port).status()["world_size"] == 1
 
 
 def test_an_error_in_one_rollout_costs_only_that_rollout(make_trainer):
@@ -676,7 +684,20 @@ def num_steps(folder):
     return metrics.read_text().count('"reward"') if metrics.is_file() else 0
 
 
-def test_vf_rl_starts_a_killed_server_again_and_training_goes_on(warm_start, tmp_path):
+def teach(toml, model):
+    """Mix the TOML's environment with rewards and the same one with a teacher, `model`."""
+    text = toml.read_text()
+    (env,) = re.findall(r"^\[env.*?(?=^\[inference\])", text, re.MULTILINE | re.DOTALL)
+    one = env.removeprefix("[env]\n")
+    taught = 'name = "taught"\nalgorithm = "opd"\nteacher = "same"\n'
+    text = text.replace(env, f'[[env]]\nname = "rewarded"\n{one}[[env]]\n{taught}{one}')
+    text += f'[[teacher]]\nname = "same"\nmodel = {json.dumps(str(model))}\n[teacher.args]\n'
+    toml.write_text(text + 'dtype = "float32"\nenforce_eager = true\nmax_num_seqs = 64\n')
+
+
+def test_vf_rl_starts_a_killed_teacher_and_a_killed_server_again_and_training_goes_on(
+    warm_start, tmp_path
+):
     options = {
         "max_steps": 12,
         "eval_on_start": "false",
@@ -684,6 +705,7 @@ def test_vf_rl_starts_a_killed_server_again_and_training_goes_on(warm_start, tmp
         "eval_steps": None,
     }
     toml = write_run(tmp_path, warm_start, **options)
+    teach(toml, warm_start)
     log = tmp_path / "inference.log"
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
     with (tmp_path / "output.log").open("wb") as output:
@@ -698,18 +720,34 @@ def test_vf_rl_starts_a_killed_server_again_and_training_goes_on(warm_start, tmp
     def shown():
         return (tmp_path / "output.log").read_text(errors="replace")
 
-    try:
-        deadline = time.monotonic() + 200
-        while num_steps(tmp_path) <= 2:
+    def wait_for_steps(number, deadline):
+        while num_steps(tmp_path) < number:
             assert process.poll() is None and time.monotonic() < deadline, shown()
             time.sleep(0.2)
-        (target,) = server_pids(tmp_path)
-        os.kill(target, signal.SIGKILL)
+
+    try:
+        wait_for_steps(2, time.monotonic() + 300)
+        lines = processes_of(tmp_path)
+        teachers = [pid for pid in server_pids(tmp_path) if "--max-model-len 65" in lines[pid]]
+        (server,) = set(server_pids(tmp_path)) - set(teachers)
+        (where,) = re.findall(r"starting teacher 'same' on (\S+),", shown())
+        assert httpx.get(f"http://{where}/v1/models", trust_env=False).status_code == 401
+        trainer = next(pid for pid, line in lines.items() if "verifiers_rl.cli.train" in line)
+        told = Path(f"/proc/{trainer}/environ").read_text()
+        (key,) = re.findall(r"VERIFIERS_RL_TEACHER_KEY=([\w-]+)", told)
+        assert not any(key in line for line in lines.values())
+        (teacher,) = teachers
+        before = num_steps(tmp_path)
+        os.kill(teacher, signal.SIGKILL)
+        # Two steps may have had their answers; the next one has them from the new teacher.
+        wait_for_steps(before + 3, time.monotonic() + 300)
+        os.kill(server, signal.SIGKILL)
         assert process.wait(300) == 0, shown()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    assert "teacher 'same' ended with status -9; starting it again in 1 s" in shown()
     assert "the server ended with status -9; starting it again in 1 s" in shown()
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, rows) if "reward" in row]
@@ -719,7 +757,13 @@ def test_vf_rl_starts_a_killed_server_again_and_training_goes_on(warm_start, tmp
     assert versions == sorted(versions) and max(row["staleness"] for row in rows) == 1
     # 0: the first, and after the restart unless its batch had come before the server died.
     assert [row["staleness"] for row in rows].count(0) in (1, 2)
-    assert log.read_text().count("Application startup complete") == 2
+    # At the start the teacher is the student itself, and then the student leaves it.
+    kls = [row["taught/teacher_kl"] for row in rows]
+    assert abs(kls[0]) < 1e-5 and max(map(abs, kls[2:])) > 1e-4, kls
+    assert not any("rewarded/teacher_kl" in row for row in rows)
+    assert all("rewarded/reward" in row and "taught/reward" in row for row in rows)
+    for one in (log, tmp_path / "teacher-same.log"):
+        assert one.read_text().count("Application startup complete") == 2
     assert processes_of(tmp_path) == {}
 
 

@@ -779,6 +779,46 @@ def control_server(routes=WeightSyncRoutes, engine=None, **args):
             assert not thread.is_alive(), "a trainer that holds the server keeps it from ending"
 
 
+DEADLY = [
+    ("/v1/completions", {"prompt": [1], "prompt_logprobs": 0}),
+    ("/v1/completions", {"prompt": [1], "echo": True, "logprobs": 0}),
+    ("/v1/chat/completions", {"messages": [], "prompt_logprobs": 2}),
+    ("/v1/chat/completions", {"messages": [], "echo": True}),  # vLLM's top_logprobs is 0
+    ("/v1/chat/completions/tokens", {"messages": [], "tokens": [1], "prompt_logprobs": 1}),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}),
+]
+HARMLESS = [
+    ("/v1/completions", {"prompt": [1], "logprobs": 1, "prompt_logprobs": None}),
+    ("/v1/completions", {"prompt": [1], "echo": True}),
+    ("/v1/chat/completions", {"messages": [], "logprobs": True, "echo": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "lora", "refused"), [("cpu", 16, True), ("cpu", None, False), ("cuda", 16, False)]
+)
+def test_a_request_that_ends_vllm_is_refused_where_it_would(device, lora, refused):
+    config = SimpleNamespace(
+        lora_config=lora and SimpleNamespace(max_lora_rank=lora),
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 9, max_model_len=9),
+    )
+    engine = SimpleNamespace(**vars(an_app().state.engine_client), vllm_config=config)
+    with control_server(engine=engine) as (client, _):
+        for path, body in [*DEADLY, *HARMLESS]:
+            if not refused and path.endswith("tokens"):
+                continue  # it needs vLLM's own chat
+            url, is_deadly = client.base_url + path, (path, body) in DEADLY
+            reply = httpx.post(url, json=body, trust_env=False)
+            if refused and is_deadly:
+                assert reply.status_code == 400
+                assert (
+                    "dies at a prompt's logprobs if it has --enable-lora" in reply.json()["error"]
+                )
+            else:
+                assert reply.status_code == 404  # no vLLM is behind it
+
+
 # --- Pushes in the body of a request --------------------------------------------------------------
 
 NUM_BYTES = 2**21  # more than one piece

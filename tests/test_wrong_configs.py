@@ -13,6 +13,8 @@ HEAD = 'model = "org/model"\n[env.taskset]\nid = "number_guess"\n'
 OURS = HEAD + "[trainer.args]\n"
 ENVS = 'model = "org/model"\n[[env]]\nid = "e"\n[[env]]\n'
 FLAT = 'model = "org/model"\n{}\n[[env]]\nid = "number_guess"\n'
+TEACHER = '[[teacher]]\nname = "big"\nmodel = "org/big"\n'
+LEARNS = ENVS + 'id = "f"\nalgorithm = "opd"\nteacher = "big"\n'
 
 # What is in mine.toml, the words behind it, and what the line must have.
 WRONG = {
@@ -183,6 +185,119 @@ WRONG = {
     "a table that cannot be honoured": (
         FLAT.format("[buffer]\neasy_threshold = 0.8"), "", "mine.toml: [buffer] cannot be "
         "honoured: groups are filtered by [difficulty_filter]; remove it",
+    ),
+    # Teachers.
+    "a teacher that is not there": (
+        LEARNS.replace('"big"', '"bigg"') + TEACHER + "gpus = 1\n", "", "mine.toml: [[env]] 2: "
+        "teacher='bigg' is the name of no [[teacher]]; did you mean 'big'?",
+    ),
+    "no teacher at all": (
+        LEARNS, "", "mine.toml: [[env]] 2: teacher='big' is the name of no [[teacher]]; there is "
+        "no [[teacher]]; add one",
+    ),
+    "a teacher of nobody": (
+        OURS + TEACHER + "gpus = 1\n", "", "mine.toml: [[teacher]] 1: no environment learns from "
+        "teacher 'big'; set teacher = \"big\" in an [[env]] (write [[env]] in place of [env]), or "
+        "remove it",
+    ),
+    "a teacher that runs and is started": (
+        LEARNS + TEACHER + 'base_url = "http://a:1"\ngpus = 1\n', "", "mine.toml: [[teacher]] 1: "
+        "gpus=1 is of a server that vf-rl starts, and base_url is of one that runs already; "
+        "remove one of the two",
+    ),
+    "flags of a teacher that runs": (
+        LEARNS + TEACHER + 'base_url = "http://a:1"\nargs = { dtype = "float32" }\n', "",
+        "mine.toml: [[teacher]] 1: args={'dtype': 'float32'} is of a server that vf-rl starts",
+    ),
+    "a teacher that is nowhere": (
+        LEARNS + TEACHER, "", "mine.toml: [[teacher]] 1: teacher 'big' has neither gpus nor "
+        "base_url; set gpus, for a server that vf-rl starts, or base_url, of one that runs",
+    ),
+    "a key of a teacher": (
+        LEARNS + TEACHER + 'baseurl = "http://a:1"\n', "", "mine.toml: [[teacher]] 1 has an "
+        "unknown key 'baseurl'; did you mean 'base_url'?",
+    ),
+    "a flag in the wrong table": (
+        LEARNS + TEACHER + "gpus = 1\nmax_num_seqs = 4\n", "", "mine.toml: [[teacher]] 1 has an "
+        "unknown key 'max_num_seqs'; known: args, base_url, ",
+    ),
+    "GPUs of a teacher": (
+        LEARNS + TEACHER + "gpus = -1\n", "", "mine.toml: [[teacher]] 1: gpus=-1 must be an "
+        "integer >= 0 (0: CPU)",
+    ),
+    "a teacher's URL": (
+        LEARNS + TEACHER + 'base_url = "a:1"\n', "", "mine.toml: [[teacher]] 1: base_url='a:1' "
+        "must be like http://host:8000",
+    ),
+    "a teacher's time": (
+        LEARNS + TEACHER + "gpus = 1\ntimeout_s = 0\n", "", "mine.toml: [[teacher]] 1: timeout_s=0 "
+        "must be a number > 0",
+    ),
+    "a teacher's key": (
+        LEARNS + TEACHER + 'gpus = 1\nkey_variable = "KEY"\n', "", "mine.toml: [[teacher]] 1: "
+        "key_variable='KEY' is for a teacher with base_url: vf-rl makes a key for one that it "
+        "starts; remove it",
+    ),
+    "a key on a command line": (
+        LEARNS + TEACHER + 'gpus = 1\n[teacher.args]\n"api-key" = "k"\n', "", "mine.toml: "
+        "[[teacher]] 1: [teacher.args] has 'api_key'; vf-rl makes one",
+    ),
+    "a teacher without a model": (
+        LEARNS + '[[teacher]]\nname = "big"\ngpus = 1\n', "", "mine.toml: [[teacher]] 1 model is "
+        "missing; set it to a string",
+    ),
+    "a teacher without a name": (
+        LEARNS + '[[teacher]]\nmodel = "m"\ngpus = 1\n', "", "mine.toml: [[teacher]] 1: name is "
+        "missing; set it to what [[env]] calls it",
+    ),
+    "a name that is no name of a file": (
+        LEARNS + TEACHER.replace("big", "org/big") + "gpus = 1\n", "", "mine.toml: [[teacher]] 1: "
+        "name='org/big' must be a short name of letters, digits",
+    ),
+    "two teachers of one name": (
+        LEARNS + 2 * (TEACHER + "gpus = 1\n"), "", "mine.toml: [[teacher]] 2: two [[teacher]] are "
+        "named 'big'; give one another name",
+    ),
+    "one [teacher]": (
+        LEARNS + TEACHER.replace("[[", "[").replace("]]", "]"), "", "mine.toml: teacher must be "
+        "one or several [[teacher]]",
+    ),
+    "a key of one of several teachers": (
+        LEARNS + TEACHER + "gpus = 1\n", "--teacher.timeout_s 3", "the command line: "
+        "teacher.timeout_s: there are 1 [[teacher]]; begin with the number of one, such as "
+        "--teacher.0.timeout_s",
+    ),
+    "learning of the only environment": (
+        HEAD.replace("[env.taskset]", '[env]\nalgorithm = "opd"\n[env.taskset]'), "", "mine.toml: "
+        "[env]: algorithm is of one of several environments; write [[env]] in place of [env]",
+    ),
+    "an algorithm": (
+        ENVS + 'id = "f"\nalgorithm = "grpo"\n', "", "mine.toml: [[env]] 2: algorithm='grpo' must "
+        "be one of 'rl', 'opd', ",
+    ),
+    "an algorithm without its teacher": (
+        ENVS + 'id = "f"\nalgorithm = "opd"\n', "", "mine.toml: [[env]] 2: algorithm='opd' needs a "
+        "teacher; set teacher",
+    ),
+    "a weight of a teacher": (
+        LEARNS + "distill_coef = 0\n" + TEACHER + "gpus = 1\n", "", "mine.toml: [[env]] 2: "
+        "distill_coef=0 must be a number > 0",
+    ),
+    "a hint": (
+        LEARNS + "hint = 3\n" + TEACHER + "gpus = 1\n", "", "mine.toml: [[env]] 2: hint=3 must be "
+        "a string",
+    ),
+    "a key about learning": (
+        LEARNS + "distil_coef = 1\n" + TEACHER + "gpus = 1\n", "", "mine.toml: [[env]] 2 has an "
+        "unknown key 'distil_coef'; did you mean 'distill_coef'?",
+    ),
+    "a teacher of a flat file": (
+        FLAT.format("max_steps = 3") + 'name = "f"\nteacher = "big"\n', "", "mine.toml: [[env]] 1: "
+        "teacher='big' is the name of no [[teacher]]",
+    ),
+    "a teacher of evaluations": (
+        FLAT.format('[[eval.env]]\nid = "e"\nteacher = "big"') + TEACHER + "gpus = 1\n", "",
+        "mine.toml: [[eval.env]] 1: teacher has no effect beside only='eval'; remove one",
     ),
 }  # fmt: skip
 

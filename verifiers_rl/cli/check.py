@@ -37,6 +37,7 @@ from verifiers_rl.cli.plan import (
     server_env,
     servers_to_start,
     split_gpus,
+    teachers_to_start,
 )
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
@@ -46,6 +47,8 @@ from verifiers_rl.inference.client import (
 )
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.trackers import tracker_error
+
+ANSWER_S = 10.0  # for a teacher that runs already
 
 
 class Fix(Exception):
@@ -111,7 +114,7 @@ def check_versions(requirements: Iterable[str], on_gpu: bool) -> str:
 class Preflight:
     """The checks of one run, in order. Each stores in `self` what later checks need."""
 
-    gpus: tuple[str, str]
+    gpus: tuple[str, ...]
     args: Any  # RLConfig; its module is heavy, so it is imported late
     client: InferenceClient
     model: Any
@@ -142,6 +145,8 @@ class Preflight:
         self.line("port", self.check_port, options)
         self.line(model, self.check_model_config, options)
         self.line("tokenizer", self.check_tokenizer)
+        if self.config.teachers:
+            self.line("teachers", self.check_teachers, options, "tokenizer")
         self.line("environment", self.check_environment, options)
         self.line("first prompt", self.check_first_prompt, "environment", "tokenizer")
         self.line("trainer's model", self.check_trainer_model, gpus, model)
@@ -197,8 +202,12 @@ class Preflight:
         self.gpus = assign_gpus(self.config)
         # Set before anything here starts CUDA. We use the trainer's first GPU, as a run does.
         os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus[1].split(",")[0]
-        server, trainer = (f"GPU {ids}" if ids else "CPU" for ids in self.gpus)
-        return f"server on {server}, trainer on {trainer}"
+        server, trainer, *teachers = (f"GPU {ids}" if ids else "CPU" for ids in self.gpus)
+        others = [
+            f", teacher {table.name!r} on {where}"
+            for table, where in zip(teachers_to_start(self.config), teachers, strict=True)
+        ]
+        return f"server on {server}, trainer on {trainer}{''.join(others)}"
 
     def check_versions(self) -> str:
         return check_versions(requires("verifiers-rl") or [], self.config.inference_gpus > 0)
@@ -273,13 +282,33 @@ class Preflight:
         pad = tokenizer.pad_token or tokenizer.decode([0])  # as the trainer pads
         return f"{len(tokenizer)} tokens, ends with {tokenizer.eos_token!r}, pads with {pad!r}"
 
+    def check_teachers(self) -> str:
+        """Compare vocabularies, and ask the teachers that run already. None is started."""
+        from verifiers_rl.inference.teacher import TeacherClient, check_vocabulary
+
+        async def ask(client: TeacherClient) -> None:
+            await client.open()
+            await client.close()
+
+        for table in self.config.teachers:
+            check_vocabulary(table.teacher(), self.tokenizer)
+            if not table.is_started:
+                limit_s = min(table.teacher().timeout_s, ANSWER_S)
+                teacher = table.teacher(timeout_s=limit_s)
+                asyncio.run(ask(TeacherClient(teacher, self.args.max_seq_len + 1)))
+        told = [
+            f"{table.name!r} {'would be started' if table.is_started else 'answers'}"
+            for table in self.config.teachers
+        ]
+        return f"{', '.join(told)}; the vocabulary is the student's"
+
     def check_environment(self) -> str:
         from verifiers_rl.data import describe_sizes
         from verifiers_rl.envs.make import make_runner
 
         args = self.args
         tokenizer = self.tokenizer if "tokenizer" in self.passed else None
-        envs, url = self.config.load_envs(), self.client.base_url
+        envs, url = self.config.load_envs(with_teachers=False), self.client.base_url
 
         def report(line: str) -> None:
             print(f"      {line}", flush=True)

@@ -132,28 +132,42 @@ def answers(client: InferenceClient) -> bool:
     return True
 
 
-def ended_early(server: Child, log: Path | None, config: RunConfig) -> InferenceServerError:
-    """Return the error to raise when the server's first start failed. Prints the end of its log,
+def ended_early(
+    server: Child,
+    log: Path | None,
+    config: RunConfig,
+    what: str = "the server",
+    at: tuple[str, ...] = ("inference",),
+) -> InferenceServerError:
+    """Return the error to raise when a server's first start failed. Prints the end of its log,
     unless a single flag is the reason.
+
+    Args:
+        what: what messages call the server.
+        at: the table of the TOML that has its `args`.
     """
     server.wait_for_output()
     lines = log.read_text(errors="replace").splitlines() if log else list(server.last_lines)
-    if problem := flag_problem(lines, config):
+    if problem := flag_problem(lines, config, at):
         return InferenceServerError(problem)
     if log is not None:
         print("\n".join(lines[-30:]), file=sys.stderr)
     return InferenceServerError(
-        f"the server ended with status {server.process.returncode} before it was ready; "
+        f"{what} ended with status {server.process.returncode} before it was ready; "
         "see its output above"
     )
 
 
-def flag_problem(lines: list[str], config: RunConfig) -> str | None:
+def flag_problem(
+    lines: list[str], config: RunConfig, at: tuple[str, ...] = ("inference",)
+) -> str | None:
     """Return what the server's parser says about a flag, with the flag's name in the TOML."""
+    of_teacher = at != ("inference",)
+    args = config.teachers[int(at[1])].args if of_teacher else config.inference_args
     said = [line.partition("error: ")[2] for line in lines if "error: " in line]
     for text in reversed(said):
         flags = (word.replace("-", "_") for word in re.findall(r"--(?:no-)?([\w-]+)", text))
         for flag in flags:
-            if flag in config.inference_args:
-                return f"{config.place('inference', 'args', flag)} {flag}: {text}"
+            if flag in args:
+                return f"{config.place(*at, 'args', flag)} {flag}: {text}"
     return None

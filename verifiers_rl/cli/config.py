@@ -21,6 +21,21 @@ id = "reverse_text"              # a taskset, or a classic environment (verifier
                                  # sampling = {max_tokens = 64}  in place of [trainer.args]'s
                                  # only = "eval"  for evaluations only, or "train"
                                  # eval_examples = 50  at most so many in an evaluation
+                                 # algorithm = "opd"  how it learns: docs/distillation.md
+                                 # teacher = "big"  name of the [[teacher]] that it learns from
+                                 # distill_coef = 0.5  weight of the teacher
+                                 # hint = "It is {answer}."  what the teacher of "opsd" knows
+
+[[teacher]]                      # a model whose logprobs environments learn from
+name = "big"                     # of letters, digits, "_", "-" and "."
+model = "Qwen/Qwen3-8B"          # with the tokenizer of the model above
+gpus = 1                         # vf-rl starts its server on GPUs of its own; 0: CPU. In place of
+                                 # gpus:
+                                 # base_url = "http://10.0.0.2:8000"  of a server that runs already
+                                 # key_variable = "BIG_KEY"  environment variable with its API key
+                                 # timeout_s = 300  the longest wait for an answer, in seconds
+                                 # max_concurrent = 64  requests of one environment at a time
+[teacher.args]                   # flags of the server that vf-rl starts, as in [inference.args]
 
 [inference]
 gpus = 1                         # of each replica; 0: CPU. Without `replicas`, vf-rl divides
@@ -52,7 +67,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,6 +92,14 @@ from verifiers_rl.cli.layers import (
     table_name,
     values_in,
 )
+from verifiers_rl.cli.teachers import (
+    TeacherTable,
+    check_learning,
+    check_use,
+    learning_options,
+    make_teachers,
+    read_teachers,
+)
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
@@ -86,7 +109,11 @@ __all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError
 
 @dataclass
 class EnvTable:
-    """One [env] or [[env]], by its `id` and `args`, or by the keys of verifiers.v1's, `v1`."""
+    """One [env] or [[env]], by its `id` and `args`, or by the keys of verifiers.v1's, `v1`.
+
+    Attributes:
+        learning: fields of `WeightedEnv` by their names; `teacher` is the name of a [[teacher]].
+    """
 
     id: str = ""
     args: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +123,7 @@ class EnvTable:
     v1: dict[str, Any] | None = None
     only: Any = None
     eval_examples: int | None = None
+    learning: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
@@ -109,6 +137,12 @@ class EnvTable:
         from verifiers_rl.envs.v1 import load_v1_environment
 
         return load_v1_environment(self.v1, *folders)
+
+    def learning_from(self, teachers: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return `learning` with the teacher in place of its name; {} if `teachers` is None."""
+        if teachers is None or "teacher" not in self.learning:
+            return {} if teachers is None else self.learning
+        return {**self.learning, "teacher": teachers[self.learning["teacher"]]}
 
 
 @dataclass
@@ -141,6 +175,7 @@ class RunConfig:
     model: str
     envs: list[EnvTable]
     is_mix: bool = False
+    teachers: list[TeacherTable] = field(default_factory=list)
     inference_gpus: int = 1
     inference_replicas: int = 1
     has_replicas: bool = False  # the TOML sets their number
@@ -178,6 +213,51 @@ class RunConfig:
             return found.place
         table = self.name_of(*path[:-1])
         return f"{self.source(*path)}: {table}" if table else f"{self.source(*path)}:"
+
+    def table(self, *at: str) -> dict[str, Any]:
+        """Return the data of a table; {} if there is none.
+
+        Raises:
+            TomlError: it is no table.
+        """
+        found = find(self.tree, at)
+        if found is None:
+            return {}
+        data = plain(found)
+        if not isinstance(data, dict):
+            raise TomlError(f"{self.source(*at)}: {table_name(at)} must be a table, not {data!r}")
+        return data
+
+    def check_keys(self, at: tuple[str, ...], known: Iterable[str], advice: str = "") -> None:
+        """Raise TomlError for a key of this table that is not known, with the nearest known one."""
+        for key in self.table(*at):
+            if key not in known:
+                raise TomlError(
+                    f"{self.source(*at, key)}: {self.name_of(*at)} has an unknown key {key!r}; "
+                    f"{nearest_hint(key, known, advice)}"
+                )
+
+    def find_model(self, at: tuple[str, ...], checks_model: bool) -> str:
+        """Return the model that this key names: its folder, or its name on the hub.
+
+        Raises:
+            TomlError: the key is missing, or there is no such model.
+        """
+        value, place = find(self.tree, at), self.place(*at)
+        if isinstance(value, Value) and value.text is not None:
+            value = Value(value.text, value.source, value.key, value.layer)
+        if not isinstance(value, Value) or not isinstance(value.value, str) or not value.value:
+            raise TomlError(f"{place} model is missing; set it to a string")
+        model, folder = value.value, folder_of(value)
+        if model.startswith(("./", "../")):
+            model = str((folder / model).resolve())
+        elif os.path.isdir(os.path.expanduser(model)):
+            model = os.path.abspath(os.path.expanduser(model))
+        if checks_model and (problem := model_error(model)):
+            if (folder / model).is_dir():
+                problem += f"; for the folder beside the TOML write './{model}'"
+            raise TomlError(f"{place} {problem}")
+        return model
 
     def name_of(self, *path: str) -> str:
         """The name of a table as it is written: an item of `env` may be an [[eval.env]]."""
@@ -303,17 +383,21 @@ class RunConfig:
             except ConfigError as error:
                 raise self.of_option(str(error)) from error
 
-    def load_envs(self) -> Any:
+    def load_envs(self, with_teachers: bool = True) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
         variables of `env_file` are in this process's environment from then on.
 
+        Args:
+            with_teachers: False: where environments only run, and nothing learns from them.
+
         Raises:
             InvalidEnvironmentError: one cannot be loaded; the message names its file.
-            TomlError: `env_file` cannot be read.
+            TomlError: `env_file` cannot be read, or a teacher was to be started and is not.
         """
         from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
         set_secrets(read_env_files(self.env_files))
+        teachers = make_teachers(self) if with_teachers else None
         loaded = []
         for number, env in enumerate(self.envs):
             try:
@@ -324,7 +408,7 @@ class RunConfig:
             return loaded[0]
         return [
             WeightedEnv(env, table.name, table.weight, table.sampling, table.only,
-                        table.eval_examples)
+                        table.eval_examples, **table.learning_from(teachers))
             for env, table in zip(loaded, self.envs, strict=True)
         ]  # fmt: skip
 
@@ -350,6 +434,7 @@ ELSEWHERE = {
     "inference": "it starts no server. For evaluations on an environment, start vf-vllm, and set "
     "vllm_server_port in [trainer.args]",
     "cluster": "it runs on one machine",
+    "teacher": "its teacher is the dataset; distillation on rollouts is of vf-rl",
 }
 
 
@@ -399,24 +484,28 @@ def load_run_config(
 
 
 def _one_spelling(layer: Tree, path: Path) -> Tree:
-    """Return a layer with the flags of the server in one spelling, so that a later layer replaces
+    """Return a layer with the flags of servers in one spelling, so that a later layer replaces
     them however they are written.
 
     Raises:
         TomlError: a flag is there in two spellings.
     """
-    args = find(layer, ("inference", "args"))
-    if isinstance(args, dict) and not isinstance(args, Tables):
+    teachers = layer.get("teacher")
+    numbers = teachers if isinstance(teachers, Tables) else ()
+    for at in (("inference", "args"), *(("teacher", number, "args") for number in numbers)):
+        args = find(layer, at)
+        if not isinstance(args, dict) or isinstance(args, Tables):
+            continue
         flags = Tree()
         for key, value in args.items():
             name = key.lstrip("-").replace("-", "_")
             if name in flags:
                 raise TomlError(
-                    f"{path}: [inference.args] has {name!r} in two spellings; remove one, such as "
+                    f"{path}: {table_name(at)} has {name!r} in two spellings; remove one, such as "
                     f"{key!r}"
                 )
             flags[name] = value
-        put(layer, ("inference", "args"), flags)
+        put(layer, at, flags)
     return layer
 
 
@@ -447,7 +536,7 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
     ):
         advice = f"{what} belong into [{name}.args]"
         known = ["gpus", "class" if name == "trainer" else "replicas", "args"]
-        _check_keys(config, (name,), known, advice)
+        config.check_keys((name,), known, advice)
     data = plain(tree)
     inference, trainer = (data.get(name, {}) for name in flat.OURS)
     class_name = trainer.get("class", "")
@@ -461,7 +550,7 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
         if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 0:
             raise TomlError(f"{place(name, 'gpus')} gpus={gpus!r} must be an integer >= 0 (0: CPU)")
         setattr(config, f"{name}_gpus", gpus)
-        setattr(config, f"{name}_args", _table(config, name, "args"))
+        setattr(config, f"{name}_args", config.table(name, "args"))
     replicas = inference.get("replicas", 1)
     if type(replicas) is not int or replicas < 1:
         where = place("inference", "replicas")
@@ -487,9 +576,11 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
         raise TomlError(f"{where} has {name!r}; set {elsewhere[name]} instead")
     config.env_files = _paths(config, "env_file", Path.is_file, "file")
     config.import_from = _paths(config, "import_from", Path.is_dir, "folder")
-    config.model = _model(config, checks_model)
-    config.envs = _env_tables(config) if config.NEEDS_ENV or "env" in tree else []
+    config.model = config.find_model(("model",), checks_model)
     config.is_mix = isinstance(tree.get("env"), Tables)
+    config.teachers = read_teachers(config, checks_model)
+    config.envs = _env_tables(config) if config.NEEDS_ENV or "env" in tree else []
+    check_use(config)
     config.cluster = _cluster(config)
     config.check_own()
     return config
@@ -497,8 +588,8 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
 
 def _cluster(config: RunConfig) -> ClusterTable:
     """[cluster], checked. Whether its counts fit the machines is for cli/nodes.py to see."""
-    _check_keys(config, ("cluster",), [f.name for f in fields(ClusterTable)])
-    given = {k: v for k, v in _table(config, "cluster").items() if v is not None}
+    config.check_keys(("cluster",), [f.name for f in fields(ClusterTable)])
+    given = {k: v for k, v in config.table("cluster").items() if v is not None}
     table, place = ClusterTable(**given), config.place
     if "engine" in given and table.engine != "ray":
         raise TomlError(
@@ -530,31 +621,6 @@ def _cluster(config: RunConfig) -> ClusterTable:
             "trainer's process, so [cluster] env_nodes has no effect; remove one of the two"
         )
     return table
-
-
-def _check_keys(config: RunConfig, at: tuple[str, ...], known: list[str], advice: str = "") -> None:
-    """Raise TomlError for a key of this table that is not known, with the nearest known one."""
-    for key in _table(config, *at):
-        if key not in known:
-            raise TomlError(
-                f"{config.source(*at, key)}: {config.name_of(*at)} has an unknown key {key!r}; "
-                f"{nearest_hint(key, known, advice)}"
-            )
-
-
-def _table(config: RunConfig, *at: str) -> dict[str, Any]:
-    """Return the data of a table; {} if there is none.
-
-    Raises:
-        TomlError: it is no table.
-    """
-    found = find(config.tree, at)
-    if found is None:
-        return {}
-    data = plain(found)
-    if not isinstance(data, dict):
-        raise TomlError(f"{config.source(*at)}: {table_name(at)} must be a table, not {data!r}")
-    return data
 
 
 def folder_of(value: Value) -> Path:
@@ -591,24 +657,6 @@ def _paths(config: RunConfig, key: str, exists: Any, kind: str) -> list[Path]:
     return paths
 
 
-def _model(config: RunConfig, checks_model: bool) -> str:
-    value = config.tree.get("model")
-    if isinstance(value, Value) and value.text is not None:
-        value = Value(value.text, value.source, value.key, value.layer)
-    if not isinstance(value, Value) or not isinstance(value.value, str) or not value.value:
-        raise TomlError(f"{config.place('model')} model is missing; set it to a string")
-    model, folder = value.value, folder_of(value)
-    if model.startswith(("./", "../")):
-        model = str((folder / model).resolve())
-    elif os.path.isdir(os.path.expanduser(model)):
-        model = os.path.abspath(os.path.expanduser(model))
-    if checks_model and (problem := model_error(model)):
-        if (folder / model).is_dir():
-            problem += f"; for the folder beside the TOML write './{model}'"
-        raise TomlError(f"{value.place} {problem}")
-    return model
-
-
 def _env_tables(config: RunConfig) -> list[EnvTable]:
     """[env] or the [[env]]s, checked."""
     found = config.tree.get("env", {})
@@ -618,16 +666,26 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             f"{found.source}: env must be one [env] or several [[env]], not {found.value!r}"
         )
     tables: list[EnvTable] = []
+    of_mix = ["name", "weight", "sampling", "only", "eval_examples"]
+    learning = learning_options(tuple(f.name for f in fields(EnvTable))) if is_mix else {}
+    texts = [name for name, default in learning.items() if isinstance(default, str)]
+    kinds: dict[str, type] = dict.fromkeys(["id", "name", "teacher", *texts], str)
+    kinds |= dict.fromkeys(["args", "sampling"], dict)
     for number in range(len(found) if is_mix else 1):
         at = ("env", str(number)) if is_mix else ("env",)
-        env = _table(config, *at)
+        env = config.table(*at)
         where = f"{config.source(*at)}: {config.name_of(*at)}"
 
         def place(key: str, at: tuple[str, ...] = at) -> str:
             return config.place(*at, key)
 
         # One environment alone has no share, and its sampling is the run's.
-        ours = ["name", "weight", "sampling", "only", "eval_examples"] if is_mix else []
+        ours = [*of_mix, *learning] if is_mix else []
+        if not is_mix and (alone := sorted({"algorithm", "teacher"} & env.keys())):
+            raise TomlError(
+                f"{place(alone[0])}: {alone[0]} is of one of several environments; write [[env]] "
+                "in place of [env], for one environment too"
+            )
         if "taskset" in env:  # its other keys are checked by verifiers
             v1 = {key: value for key, value in env.items() if key not in ours}
             taskset = env["taskset"]
@@ -635,8 +693,8 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
                 raise TomlError(f"{where}: taskset={taskset!r} must be a table with an id")
             env = {key: env[key] for key in ours if key in env} | {"id": taskset["id"], "v1": v1}
         else:
-            _check_keys(config, at, ["id", "args", *ours])
-        for key, kind in (("id", str), ("name", str), ("args", dict), ("sampling", dict)):
+            config.check_keys(at, ["id", "args", *ours])
+        for key, kind in kinds.items():
             if key in env and not isinstance(env[key], kind):
                 value = find(config.tree, (*at, key))
                 if kind is str and isinstance(value, Value) and value.text is not None:
@@ -660,11 +718,14 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             raise TomlError(
                 f"{place('eval_examples')}: eval_examples={limit!r} must be an integer >= 1"
             )
-        tables.append(EnvTable(**env))
+        learned = {key: env.pop(key) for key in learning if key in env}
+        tables.append(EnvTable(**env, learning=learned))
         if any(_share_a_name(tables[-1], other) for other in tables[:-1]):
             raise TomlError(
                 f"{place('name')}: two [[env]] are named {tables[-1].name!r}; give one another name"
             )
+        if learned:
+            check_learning(config, at, tables[-1])
     return tables
 
 

@@ -101,9 +101,8 @@ def prepare(words: list[str]) -> tuple[bytes, int]:
     client = InferenceClient(*args.servers()[0])
     pool = make_pool(args)
     tokenizer = AutoTokenizer.from_pretrained(config.model)
-    make_runner(
-        config.load_envs(), client.base_url, tokenizer, args, report=lambda text: None, pool=pool
-    )
+    envs = config.load_envs(with_teachers=False)  # the trainer asks the teachers
+    make_runner(envs, client.base_url, tokenizer, args, report=lambda text: None, pool=pool)
     client.close()
     return pool.setup(), args.env_workers
 

@@ -1,7 +1,7 @@
 """The flat layout of prime-rl's and hosted training's users, translated into ours.
 
-Everything behind this module knows our layout only (cli/config.py). `model`, `env`, `env_file` and
-`import_from` are the same in both.
+Everything behind this module knows our layout only (cli/config.py). `model`, `env`, `teacher`,
+`env_file`, `import_from` and `cluster` are the same in both.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ MEANINGS = {
 REFUSED = {
     "trajectory_strategy": "turns are one sequence wherever their tokens allow it; remove it",
     "checkpoint_id": "give the folder of a model or an adapter as `model`, or resume with --resume",
-    "teacher": "a teacher is set in a script, see docs/distillation.md; remove it",
     "val": "evaluations are set by [eval]; remove it",
     "buffer": "groups are filtered by [difficulty_filter]; remove it",
     "adapters": "each checkpoint and the end of a run have the adapter; remove it",
@@ -103,7 +102,7 @@ REFUSED = {
     "into --trainer.args.chat_template_kwargs",
 }
 OURS = ("inference", "trainer")
-COMMON = ("model", "env", "env_file", "import_from", "cluster")
+COMMON = ("model", "env", "teacher", "env_file", "import_from", "cluster")
 FLAT = tuple(dict.fromkeys(key.split(".")[0] for key in (*MOVED, *MEANINGS, *REFUSED)))
 EVAL_EXAMPLES = 256  # the default of the option
 EVAL_STEPS = 100

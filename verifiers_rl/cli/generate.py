@@ -89,7 +89,7 @@ def generate(argv: list[str]) -> int:
         _check(options)
         args = check_trainer_options(config)
         make_importable(config.folders)
-        env = config.load_envs()
+        env = config.load_envs(with_teachers=False)
         if not config.is_mix:
             env = [WeightedEnv(env, config.envs[0].name)]
         with _endpoint(options, config, args) as (endpoint, server):
@@ -176,7 +176,7 @@ def _endpoint(
             yield endpoint, None
         return
     make_one_server(config)
-    gpus, _ = assign_gpus(config)
+    gpus = assign_gpus(config)[0]
     with reserve_port(host, port):
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
         client = InferenceClient(host, port, timeout_s)
@@ -206,7 +206,7 @@ def _endpoint(
 def make_one_server(config: RunConfig) -> None:
     """Give all GPUs to one server, because nothing is trained. Its replicas are vLLM's own."""
     config.trainer_args["use_lora"] = False
-    config.trainer_gpus = 0
+    config.trainer_gpus, config.teachers = 0, []
     split_gpus(config)
     if config.inference_gpus and config.inference_replicas > 1:
         copies = config.inference_args.get("data_parallel_size", 1) * config.inference_replicas

@@ -233,11 +233,11 @@ def merge(below: Tree, above: Tree) -> Tree:
                     f"{len(earlier) - 1}",
                 )
             merged[key] = merge(earlier, later)
-        elif key == "env" and not {"id", "taskset"} & later.keys():
+        elif key in ("env", "teacher") and not {"id", "taskset"} & later.keys():
             raise _item_error(
                 later,
-                f"there are {len(earlier)} [[env]]; begin with the number of one, such as "
-                f"--env.0.{next(iter(later))}",
+                f"there are {len(earlier)} [[{key}]]; begin with the number of one, such as "
+                f"--{key}.0.{next(iter(later))}",
             )
         else:
             merged[key] = later

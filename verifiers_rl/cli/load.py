@@ -29,7 +29,7 @@ def main() -> None:
         what = "the code that [trainer] names"
         config.load_own_code()
         what = "the environment's own code"
-        config.load_envs()
+        config.load_envs(with_teachers=False)
     except (InvalidEnvironmentError, TomlError) as error:
         problem = str(error)
     except Exception as error:  # of the environment's own code

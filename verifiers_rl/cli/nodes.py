@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.teachers import refuse_several_machines
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -115,6 +116,8 @@ def node_of(config: RunConfig, variables: tuple[int, int, str, int] | None) -> N
         TomlError: they contradict each other, or the run's token is missing.
     """
     table = config.cluster
+    if table.engine or variables is not None:
+        refuse_several_machines(config)
     if variables is None:
         counts = {"trainer_nodes": table.trainer_nodes, "inference_nodes": table.inference_nodes}
         counts |= {"env_nodes": table.env_nodes}

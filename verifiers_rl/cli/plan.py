@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.nodes import Node, interface_of, own_address
 from verifiers_rl.cli.servers import SERVERS_VARIABLE, cores_of_replicas
+from verifiers_rl.cli.teachers import TeacherTable
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
@@ -120,24 +124,29 @@ def check_trainer_options(config: RunConfig) -> Any:
     return config.make_args(use_cpu=True, bf16=False)
 
 
-def assign_gpus(config: RunConfig) -> tuple[str, str]:
-    """Return CUDA_VISIBLE_DEVICES of server and trainer; "" means CPU.
+def assign_gpus(config: RunConfig) -> tuple[str, ...]:
+    """Return CUDA_VISIBLE_DEVICES of the servers together, of the trainer, and of each teacher that
+    `vf-rl` starts; "" means CPU.
 
     Raises:
-        TomlError: more GPUs are requested than are visible, the server's flags do not divide its
-            GPUs, or the server gets no GPU and vLLM is a GPU build.
+        TomlError: more GPUs are requested than are visible, a server's flags do not divide its
+            GPUs, or a server gets no GPU and vLLM is a GPU build.
     """
-    starts_on_cpu = not config.inference_gpus and servers_to_start(config)
-    if starts_on_cpu and (build := gpu_build_of_vllm()):
+    teachers = teachers_to_start(config)
+    on_cpu: list[tuple[str, ...]] = [(*one.at, "gpus") for one in teachers if not one.gpus]
+    if not config.inference_gpus and servers_to_start(config):
+        on_cpu.insert(0, ("inference", "gpus"))
+    if on_cpu and (build := gpu_build_of_vllm()):
         raise TomlError(
-            f"{config.source('inference', 'gpus')}: inference.gpus=0, and {build} needs a GPU; set "
+            f"{config.source(*on_cpu[0])}: {'.'.join(on_cpu[0])}=0, and {build} needs a GPU; set "
             "it to 1 or more, or install vLLM's CPU build: `make CPU=1 install` in a clone"
         )
     check_parallel_sizes(config)
     of_servers = config.inference_gpus * config.inference_replicas
-    wanted = of_servers + config.trainer_gpus
+    counts = [of_servers, config.trainer_gpus, *(table.gpus or 0 for table in teachers)]
+    wanted = sum(counts)
     if not wanted:
-        return "", ""
+        return ("",) * len(counts)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         import torch
@@ -148,37 +157,47 @@ def assign_gpus(config: RunConfig) -> tuple[str, str]:
     if wanted > len(ids):
         num_replicas = config.inference_replicas
         each = f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
+        names = [f"inference.gpus={config.inference_gpus}{each}"]
+        names += [f"trainer.gpus={config.trainer_gpus}"]
+        names += [f"gpus={table.gpus} of teacher {table.name!r}" for table in teachers]
         raise TomlError(
-            f"{config.source('inference')}: inference.gpus={config.inference_gpus}{each} and "
-            f"trainer.gpus={config.trainer_gpus} need {wanted} GPUs, {len(ids)} are visible; "
-            "lower them, or set both to 0 to run on the CPU"
+            f"{config.source('inference')}: {', '.join(names[:-1])} and {names[-1]} need {wanted} "
+            f"GPUs, {len(ids)} are visible; lower them, or set all to 0 to run on the CPU"
         )
-    return ",".join(ids[:of_servers]), ",".join(ids[of_servers:wanted])
+    ends = list(accumulate(counts))
+    return tuple(",".join(ids[end - count : end]) for count, end in zip(counts, ends, strict=True))
 
 
 def check_parallel_sizes(config: RunConfig) -> None:
-    """Raise TomlError unless the parallel sizes in the server's flags use all of its GPUs."""
-    sizes = {k: config.inference_args[k] for k in PARALLEL_SIZES if k in config.inference_args}
+    """Raise TomlError unless the parallel sizes in each server's flags use all of its GPUs."""
+    _check_sizes(config, ("inference",), config.inference_args, config.inference_gpus)
+    for table in teachers_to_start(config):
+        _check_sizes(config, table.at, table.args, table.gpus or 0)
+
+
+def _check_sizes(
+    config: RunConfig, at: tuple[str, ...], args: dict[str, Any], num_gpus: int
+) -> None:
+    sizes = {name: args[name] for name in PARALLEL_SIZES if name in args}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise TomlError(
-                f"{config.place('inference', 'args', name)} {name}={size!r} must be a whole number "
-                "from 1 on"
+                f"{config.place(*at, 'args', name)} {name}={size!r} must be a whole number from 1 "
+                "on"
             )
-    if not config.inference_gpus:
+    if not num_gpus:
         return  # on a CPU each rank is only a process
     product = math.prod(sizes.values())
-    if config.inference_gpus % product:
+    if num_gpus % product:
         must = "divide"
-    elif "tensor_parallel_size" in sizes and product != config.inference_gpus:
+    elif "tensor_parallel_size" in sizes and product != num_gpus:
         must = "be"
     else:
         return
     shown = " * ".join(f"{name}={size}" for name, size in sizes.items())
-    place = config.place("inference", "args", next(iter(sizes)))
     raise TomlError(
-        f"{place} {shown}: the product {product} must {must} "
-        f"inference.gpus={config.inference_gpus}; change one of them"
+        f"{config.place(*at, 'args', next(iter(sizes)))} {shown}: the product {product} must "
+        f"{must} {'.'.join(at)}.gpus={num_gpus}; change one of them"
     )
 
 
@@ -192,6 +211,11 @@ def servers_to_start(config: RunConfig) -> list[tuple[str, int]]:
     return [(host, port + number) for number in range(config.inference_replicas)]
 
 
+def teachers_to_start(config: RunConfig) -> list[TeacherTable]:
+    """Return the teachers whose servers `vf-rl` starts."""
+    return [table for table in config.teachers if table.is_started]
+
+
 def server_env(config: RunConfig, gpus: str, number: int) -> dict[str, str]:
     """Return the variables of one of the servers: its GPUs, or its cores.
 
@@ -201,11 +225,43 @@ def server_env(config: RunConfig, gpus: str, number: int) -> dict[str, str]:
     each = config.inference_gpus
     ids = gpus.split(",")[number * each : (number + 1) * each]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
-    if not each and config.inference_replicas > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        num_workers = math.prod(config.inference_args.get(name, 1) for name in PARALLEL_SIZES)
-        cores = cores_of_replicas(config.inference_replicas, num_workers)
-        env["VLLM_CPU_OMP_THREADS_BIND"] = cores[number]
-    return env
+    return env if each else env | _cores(config, number, config.inference_args)
+
+
+def teacher_env(config: RunConfig, table: TeacherTable, gpus: str, key: str) -> dict[str, str]:
+    """Return the variables of a teacher's server: its GPUs, or its cores, and its keys.
+
+    Args:
+        key: requests must show it. The token of control routes, which is not the run's, is told
+            to nobody.
+    """
+    env = {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_API_KEY": key}
+    env[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+    if gpus:
+        return env
+    on_cpu = [one.number for one in teachers_to_start(config) if not one.gpus]
+    number = _num_servers_on_cpu(config) + on_cpu.index(table.number)
+    return env | _cores(config, number, table.args)
+
+
+def _num_servers_on_cpu(config: RunConfig) -> int:
+    return 0 if config.inference_gpus else len(servers_to_start(config))
+
+
+def _cores(config: RunConfig, number: int, args: dict[str, Any]) -> dict[str, str]:
+    """Return the variable with the cores of one of several servers on a CPU; of one alone, {}:
+    `vf-vllm` chooses them.
+
+    Args:
+        number: its place among them; those of teachers are the last.
+        args: its flags.
+    """
+    total = sum(not table.gpus for table in teachers_to_start(config))
+    total += _num_servers_on_cpu(config)
+    if total < 2 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return {}
+    num_workers = math.prod(args.get(name, 1) for name in PARALLEL_SIZES)
+    return {"VLLM_CPU_OMP_THREADS_BIND": cores_of_replicas(total, num_workers)[number]}
 
 
 # Weights may take this share of a GPU's memory. The rest is for keys and values, whose number
@@ -304,18 +360,23 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
         args.setdefault("max_lora_rank", smallest_lora_rank(config.option("lora_rank")))
     if config.option("router_replay"):
         args.setdefault("enable_return_routed_experts", True)
+    return _vf_vllm(config.model, args, config.inference_gpus, host, port)
+
+
+def teacher_command(config: RunConfig, table: TeacherTable, host: str, port: int) -> list[str]:
+    """Return the command of a teacher's server. It takes the longest sample and one token more."""
+    args = {"max_model_len": config.option("max_seq_len") + 1, **table.args}
+    return _vf_vllm(table.model, args, table.gpus or 0, host, port)
+
+
+def _vf_vllm(model: str, args: dict[str, Any], num_gpus: int, host: str, port: int) -> list[str]:
+    """Return the command of a `vf-vllm` that uses all of its GPUs."""
     product = math.prod(args.get(name, 1) for name in PARALLEL_SIZES)
-    if "tensor_parallel_size" not in args and config.inference_gpus > product:
-        args["tensor_parallel_size"] = config.inference_gpus // product
+    if "tensor_parallel_size" not in args and num_gpus > product:
+        args["tensor_parallel_size"] = num_gpus // product
     args |= {"host": host, "port": port}
-    return [
-        sys.executable,
-        "-m",
-        "verifiers_rl.inference.server",
-        "--model",
-        config.model,
-        *server_flags(args),
-    ]
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", model]
+    return [*command, *server_flags(args)]
 
 
 def trainer_env(

@@ -46,6 +46,10 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     rest = {k: v for k, v in data.items() if k not in first and k not in ("trainer", "env_file")}
     rest |= config.resolved_tables()
     _make_absolute(rest.get("inference", {}).get("args", {}), PATHS_OF_SERVER)
+    for table in config.teachers:
+        written = rest["teacher"][table.number]
+        written["model"] = table.model
+        _make_absolute(written.get("args", {}), PATHS_OF_SERVER)
     secrets: list[str] = []
     told = _without_secrets({**first, **rest, "trainer": trainer}, "", secrets)
     sources = [str(path) for path in config.files]

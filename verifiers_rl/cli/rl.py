@@ -40,6 +40,7 @@ from verifiers_rl.cli.plan import (
     server_env,
     servers_to_start,
     split_gpus,
+    teachers_to_start,
     trainer_command,
     trainer_env,
     workers_command,
@@ -52,6 +53,7 @@ from verifiers_rl.cli.servers import (
     log_of,
 )
 from verifiers_rl.cli.session import run_in_tmux
+from verifiers_rl.cli.teacher_servers import TeacherServers, log_of_teacher
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import PortError, port_error, reserve_port
@@ -162,6 +164,8 @@ def run() -> int:
         if options.server_log is not None:
             for number in range(config.inference_replicas):
                 begin_log(log_of(options.server_log, number, config.inference_replicas))
+            for table in teachers_to_start(config):
+                begin_log(log_of_teacher(options.server_log, table.name))
     except (TomlError, RunFolderError) as error:
         fail(error)
     if node is None and sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
@@ -170,9 +174,9 @@ def run() -> int:
     if (
         status == 0
         and (node is None or not node.rank)
-        and Child.last_printed.startswith("inference")
+        and Child.last_printed.startswith(("inference", "teacher"))
     ):
-        # The server printed after the trainer's closing lines: print these again as the last.
+        # A server printed after the trainer's closing lines: print these again as the last.
         print("\n".join(closing_lines(args.output_dir)), flush=True)
     return status
 
@@ -192,7 +196,7 @@ def begin_log(path: Path) -> None:
 
 def supervise(
     config: RunConfig,
-    gpus: tuple[str, str],
+    gpus: tuple[str, ...],
     options: argparse.Namespace,
     node: Node | None = None,
 ) -> int:
@@ -200,12 +204,14 @@ def supervise(
     The trainer waits while the servers load. Returns the trainer's exit status.
 
     Args:
+        gpus: see `assign_gpus`.
         node: this machine's place in a run of several. Its part of the run ends with the run.
     """
     addresses = servers_to_start(config)
     timeout_s = config.option("vllm_server_timeout")
     try:
         reservations = [reserve_port(host, port) for host, port in addresses]
+        teachers = TeacherServers(config, gpus[2:], options.server_log)
     except PortError as error:
         fail(str(error).replace("--port", "vllm_server_port in [trainer.args]"))
     if addresses and node is None:  # for this run; all children inherit it
@@ -242,17 +248,19 @@ def supervise(
             where = f"{client.host}:{client.port}"
             print(f"vf-rl: starting the server on {where}, up to {timeout_s:g} s", flush=True)
             servers.append(start_server(len(servers)))
+        teachers.start(timeout_s)
         if node is not None and node.does_roll_out(node.rank):
             env = {"CUDA_VISIBLE_DEVICES": "", SERVERS_VARIABLE: " ".join(named)}
             workers = SupervisedWorkers(workers_command(config, node), env)
         if node is None or node.trains:
             command = trainer_command(config, options, *([node] if node else []))
             inherit = options.server_log is not None
-            env = trainer_env(config, gpus[1], node, named)
+            env = trainer_env(config, gpus[1], node, named) | teachers.trainer_env()
             trainer = Child("trainer", command, env, None, inherit)
         while trainer is None or not ended_within(trainer, POLL_S):
             for server in servers:
                 server.look(config)
+            teachers.look()
             if workers is not None:
                 workers.look()
             if meeting is not None and (end := meeting.look(0.0 if trainer else POLL_S)):
@@ -298,7 +306,7 @@ def supervise(
         status = 128 + signal.Signals[str(stopped)].value
         return status
     finally:
-        children = [server.child for server in servers]
+        children = [server.child for server in (*servers, *teachers.servers)]
         if workers is not None:
             children.append(workers.child)
         if trainer is not None:
@@ -314,7 +322,7 @@ def supervise(
             signal.signal(number, end_at_once)
         for client in clients:
             client.close()
-        for server in servers:
+        for server in (*servers, *teachers.servers):
             server.child.mute()  # its last output is of no interest; a log file still gets it
         if trainer is not None:
             trainer.stop(grace_s)
@@ -324,6 +332,7 @@ def supervise(
             meeting.end(status, grace_s)  # not before: the trainer may need the others' servers
         for server in servers:
             server.child.stop()
+        teachers.close()
         if isinstance(meeting, GuestMeeting) and trainer is not None:
             meeting.tell({"ended": status_of(trainer)})  # in good order, not by losing this node
         for reservation in reservations:

@@ -1,4 +1,6 @@
-"""What `vf-rl` starts again when it dies: servers, one or several, and a node's rollout workers."""
+"""What `vf-rl` starts again when it dies: servers, one or several, those of teachers, and a node's
+rollout workers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from verifiers_rl.cli.children import Child, answers, ended_early
 from verifiers_rl.cli.config import RunConfig
@@ -28,6 +31,7 @@ class SupervisedServer:
         command: see `plan.server_command`.
         env: what its environment has besides ours.
         log: a file for its output, or None.
+        at: the table of the TOML that has its flags as `args`.
 
     Attributes:
         is_given_up: it has died too often.
@@ -41,8 +45,9 @@ class SupervisedServer:
         env: dict[str, str],
         client: InferenceClient,
         log: Path | None,
+        at: tuple[str, ...] = ("inference",),
     ) -> None:
-        self.name, self.what, self.client, self.log = name, what, client, log
+        self.name, self.what, self.client, self.log, self.at = name, what, client, log, at
         self._command = command
         # We have reserved its port, also for restarts.
         self._env = {**env, RESERVED_VARIABLE: str(client.port)}
@@ -72,7 +77,7 @@ class SupervisedServer:
                 self._was_ready, self._num_deaths = True, 0
             return
         if not self._was_ready:
-            raise ended_early(self.child, self.log, config)
+            raise ended_early(self.child, self.log, config, self.what, self.at)
         self.child.stop()  # ends vLLM's own children too, if they outlive it
         self._num_deaths += 1
         ended = f"{self.what} ended with status {self.child.process.returncode}"
@@ -84,6 +89,14 @@ class SupervisedServer:
         # A new line: the trainer's progress bar may be in the middle of one.
         print(f"\nvf-rl: {ended}; starting it again in {delay_s:g} s", flush=True)
         self._start_at = time.monotonic() + delay_s
+
+
+class TeacherProbe(InferenceClient):
+    """Sees whether a teacher's server answers. Its control routes are for nobody."""
+
+    def status(self) -> dict[str, Any]:
+        self._request("GET", "/health")
+        return {}
 
 
 class SupervisedWorkers:

@@ -32,8 +32,6 @@ from typing import Any, NoReturn
 from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
-    _check_keys,
-    _table,
     folder_of,
     folder_words,
 )
@@ -88,8 +86,8 @@ class SFTRunConfig(RunConfig):
         Raises:
             TomlError: a key of [data] is unknown or has a wrong value, or `train` is missing.
         """
-        _check_keys(self, ("data",), [option.name for option in fields(DataTable)])
-        given = _table(self, "data")
+        self.check_keys(("data",), [option.name for option in fields(DataTable)])
+        given = self.table("data")
         for name in ("train", "eval"):
             if name in given:
                 setattr(self.data, name, self._names(name))

@@ -50,6 +50,17 @@ def reserve_port(host: str, port: int) -> socket.socket:
     return reservation
 
 
+def reserve_free_port(host: str) -> tuple[int, socket.socket]:
+    """Reserve a port that the system chooses, and return it too; see `reserve_port`.
+
+    Raises:
+        PortError: another process was faster.
+    """
+    with socket.create_server((host, 0)) as probe:
+        port = probe.getsockname()[1]
+    return port, reserve_port(host, port)
+
+
 def port_error(host: str, port: int) -> str | None:
     """Return why this address cannot be listened on, or None if it can."""
     try:

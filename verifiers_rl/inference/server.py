@@ -72,7 +72,7 @@ from verifiers_rl.inference.token_route import (
     current_request,
     take_over,
 )
-from verifiers_rl.inference.vllm_versions import call_engines
+from verifiers_rl.inference.vllm_versions import call_engines, deadly_request
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.sync.plan import (
     ADAPTER_NAME,
@@ -234,6 +234,8 @@ class WeightSyncRoutes:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
         body = await read_body(receive)
         fields = json_object(body)
+        if problem := deadly_request(fields, scope["app"].state.engine_client):
+            raise BadRequest(problem)
         tokens = None
         if scope["path"] == TOKENS_PATH:
             tokens = self.token_request(fields, scope["app"].state)

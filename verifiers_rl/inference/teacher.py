@@ -298,9 +298,10 @@ class OwnServerClient(TeacherClient):
     def _refused(self, problem: str) -> Exception:
         if "status 404" in problem:  # a server that started anew does not know the adapter
             return ServerLostError(f"{self._what}: {problem}")
-        return TeacherError(
-            f"{self._what} refuses: {problem}; its max_model_len must hold a rollout and the hint"
-        )
+        hint = "; its max_model_len must hold a rollout and the hint"
+        if "prompt_logprobs" in problem:  # vf-vllm says what to do
+            hint = ""
+        return TeacherError(f"{self._what} refuses: {problem}{hint}")
 
     def _lost(self, problem: str) -> None:
         if not problem.startswith("status 429"):

@@ -257,3 +257,32 @@ def sleep_instead_of_spinning() -> None:
 
         shm_broadcast.sched_yield = lambda: time.sleep(200e-6)
         return_routed_experts()
+
+
+def deadly_request(fields: dict[str, Any], engine: Any) -> str | None:
+    """Return why this generation request would end vLLM's engine, or None.
+
+    On a CPU with --enable-lora, vLLM computes the LM head's LoRA for one row of each request. The
+    logprobs of a prompt need one row of each token, and the engine dies in `add_lora_logits`.
+
+    Args:
+        fields: of the request's body, on any generation route.
+        engine: vLLM's client of it.
+    """
+    sampling = fields.get("sampling_params")
+    wanted = {**fields, **sampling} if isinstance(sampling, dict) else fields
+    has_logprobs = wanted.get("logprobs") is not None or "messages" in wanted
+    if wanted.get("prompt_logprobs") is not None:
+        what = "prompt_logprobs"
+    elif wanted.get("echo") and has_logprobs:
+        what = "logprobs with echo"
+    else:
+        return None
+    config = engine.vllm_config
+    if config.lora_config is None or config.device_config.device_type != "cpu":
+        return None
+    return (
+        f"{what}: vLLM on a CPU dies at a prompt's logprobs if it has --enable-lora; start vf-vllm "
+        "without that flag (the trainer's lora_sync = 'merged'), or ask a server of its own "
+        "(a [[teacher]])"
+    )
