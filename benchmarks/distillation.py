@@ -8,6 +8,7 @@ A student learns to reverse strings (examples/reverse_text), LoRA, lr 1e-3:
     rl        from rewards: `make demo`, batches of 128 rollouts, 16 of each prompt
     rl-32     the same with batches of 32 rollouts, 8 of each prompt
     opd       from the teacher's logprobs of its own rollouts, 32 a batch, 4 of each prompt
+    opd-topk  the same from the teacher's 20 likeliest tokens (distill_loss = "topk")
     sft       from the teacher's answers, which `vf-rl generate` writes: 32 a batch, each once
     sft-right the same, of the right answers only; those that were thrown away count too
 
@@ -42,16 +43,20 @@ WARM_STARTS = {  # arguments of examples/warm_start.py
     "noisy": [],
     "early": ["--clean-steps", "100", "--noisy-steps", "0"],
 }
-NUM_PROMPTS = 4096  # of the taskset, for training
+NUM_PROMPTS = 2048  # that the teacher answers for sft
 SMALL = {**DEMO, "batch_size": 32, "rollouts_per_example": 4, "warmup_steps": 2}
+BY_DEFAULT = ["rl", "opd", "opd-topk", "sft"]
 METHODS: dict[str, dict[str, Any]] = {
     "rl": {"args": DEMO, "eval_steps": 5},
     "rl-32": {"args": {**SMALL, "rollouts_per_example": 8, "max_steps": 300}, "eval_steps": 10},
     "opd": {"args": SMALL, "eval_steps": 5, "env": {"algorithm": "opd"}},
+    "opd-topk": {
+        "args": SMALL, "eval_steps": 5, "env": {"algorithm": "opd", "distill_loss": "topk"},
+    },
     "sft": {"args": SMALL, "eval_steps": 5, "min_reward": None},
     "sft-right": {"args": SMALL, "eval_steps": 5, "min_reward": 1.0},
-}
-COLORS = dict(zip(METHODS, ("C0", "C9", "C1", "C2", "C8"), strict=True))
+}  # fmt: skip
+COLORS = dict(zip(METHODS, ("C0", "C9", "C1", "C3", "C2", "C8"), strict=True))
 
 
 def is_sft(method: str) -> bool:
@@ -78,7 +83,7 @@ def options_of(method: str, seed: int, folder: Path, port: int) -> dict[str, Any
         "use_cpu": True, "micro_batch_size": 128, "overwrite_output_dir": True, "env_workers": 0,
         "output_dir": str(folder / "run"), "vllm_server_port": port, "seed": seed,
         "eval_strategy": "steps", "eval_on_start": True, "eval_examples": 256,
-        "eval_steps": METHODS[method]["eval_steps"], "max_tokens": 16, "log_rollouts": False,
+        "eval_steps": METHODS[method]["eval_steps"], "max_tokens": 16,
     }  # fmt: skip
     return {**common, **METHODS[method]["args"]}
 
@@ -214,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["rl", "opd", "sft"])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=BY_DEFAULT)
     parser.add_argument("--students", nargs="+", choices=["noisy", "early"], default=["noisy"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.8)

@@ -394,7 +394,7 @@ def test_a_lost_own_server_is_the_trainers_to_wait_for():
             client = OwnServerClient(url, 5.0)
             await client.open()
             try:
-                await client.logprobs_under("adapter", np.array([5, 3]))
+                await client.score_under("adapter", np.array([5, 3]))
             finally:
                 await client.close()
 

@@ -213,6 +213,11 @@ class WeightedEnv:
         distill_coef: weight of the teacher.
         hint: what the teacher of "opsd" knows beforehand: text with fields of the example in
             braces, such as "The answer is {answer}."
+        distill_loss: "sampled": the teacher's logprob of the sampled token changes the advantage.
+            "topk": a term of the loss compares the policy with the teacher's likeliest tokens.
+        distill_top_k: how many these are, and the bound of the metric `outside_top_k_share`.
+        distill_mask_tokens: tokens, as text, about which the teacher has no say when the policy
+            samples them, such as special tokens that the teacher never writes.
     """
 
     env: Any
@@ -225,9 +230,12 @@ class WeightedEnv:
     teacher: Teacher | None = None
     distill_coef: float = 1.0
     hint: str = ""
+    distill_loss: str = "sampled"
+    distill_top_k: int = 20
+    distill_mask_tokens: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if problem := distillation_error(self):
+        if problem := distillation_error(self) or distill_loss_error(self):
             raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")
         if self.only not in (None, "train", "eval"):
             raise InvalidEnvironmentError(
@@ -246,6 +254,27 @@ class WeightedEnv:
 
 
 ALGORITHMS = ("rl", "opd", "opsd")
+DISTILL_LOSSES = ("sampled", "topk")
+
+
+def distill_loss_error(one: WeightedEnv) -> str | None:
+    """Return why this environment's form of distillation cannot work, or None."""
+    if one.distill_loss not in DISTILL_LOSSES:
+        names = ", ".join(map(repr, DISTILL_LOSSES))
+        return f"distill_loss={one.distill_loss!r} must be one of {names}"
+    k, tokens = one.distill_top_k, one.distill_mask_tokens
+    if type(k) is not int or k < 1:
+        return f"distill_top_k={k!r} must be an integer >= 1"
+    if not isinstance(tokens, list | tuple) or not all(isinstance(t, str) for t in tokens):
+        return f"distill_mask_tokens={tokens!r} must be a list of tokens, such as ['<think>']"
+    if one.teacher or one.algorithm == "opsd":
+        return None
+    defaults = {"distill_loss": "sampled", "distill_top_k": 20, "distill_mask_tokens": []}
+    for name, default in defaults.items():
+        value = getattr(one, name)
+        if value != default and value != ():
+            return f"{name}={value!r} has no effect without a teacher; set teacher, or remove it"
+    return None
 
 
 def distillation_error(one: Any) -> str | None:

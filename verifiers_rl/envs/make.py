@@ -24,7 +24,7 @@ from verifiers_rl.envs.base import (
     how_to_install,
     module_name,
 )
-from verifiers_rl.envs.distilled import Algorithm, DistilledEnvironment, Hints
+from verifiers_rl.envs.distilled import Algorithm, DistilledEnvironment, DistillLoss, Hints
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
 from verifiers_rl.inference import OwnServerClient, TeacherClient, check_vocabulary
@@ -235,9 +235,27 @@ def _distilled(
     return cast(
         EnvRunner,
         DistilledEnvironment(
-            runner, cast(Algorithm, one.algorithm), client, one.distill_coef, hints
+            runner, cast(Algorithm, one.algorithm), client, one.distill_coef, hints,
+            distill_loss=cast(DistillLoss, one.distill_loss), top_k=one.distill_top_k,
+            masked_ids=_ids_of(one, options.tokenizer),
         ),
-    )
+    )  # fmt: skip
+
+
+def _ids_of(one: WeightedEnv, tokenizer: Any) -> list[int]:
+    """Return the ids of `distill_mask_tokens`.
+
+    Raises:
+        InvalidEnvironmentError: the tokenizer does not know one of them.
+    """
+    known = getattr(tokenizer, "tokenizer", tokenizer).get_vocab() if tokenizer is not None else {}
+    for token in one.distill_mask_tokens:
+        if token not in known:
+            raise InvalidEnvironmentError(
+                f"environment {one.name!r}: distill_mask_tokens: {token!r} is no token of the "
+                "model's tokenizer; correct it, or remove it"
+            )
+    return [known[token] for token in one.distill_mask_tokens]
 
 
 def make_runner(

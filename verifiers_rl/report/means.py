@@ -42,8 +42,11 @@ def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     num_tokens = sum(score.num_tokens for score in scores)
     if not num_tokens:
         return {}
+    outside = [s.num_outside_top_k for s in scores if s.num_outside_top_k is not None]
+    told = {"outside_top_k_share": sum(outside) / num_tokens} if len(outside) == len(scores) else {}
     return {
         "teacher_kl": sum(score.kl * score.num_tokens for score in scores) / num_tokens,
+        **told,
         "teacher_s": float(np.mean([score.teacher_s for score in scores])),
     }
 
