@@ -428,7 +428,8 @@ TEACHER = Teacher("big", "http://host")
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"algorithm": "sft"}, "algorithm='sft' must be one of 'rl', 'opd', 'opsd'"),
+        ({"algorithm": "dpo"}, "algorithm='dpo' must be one of 'rl', 'opd', 'opsd', 'sft'"),
+        ({"algorithm": "sft"}, "algorithm='sft' needs a teacher"),
         ({"algorithm": "opd"}, "algorithm='opd' needs a teacher"),
         ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
         ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),

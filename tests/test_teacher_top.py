@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers import StubRunner, make_samples, make_tiny_model
 from tests.reference import reference_divergence
+from tests.test_prefixes import Waits
 from tests.test_teacher import TEACHER, NamedRunner, logprob_of, teaching
 from tests.test_trainer import (  # noqa: F401
     batch_gradients,
@@ -27,6 +28,7 @@ from verifiers_rl.inference.teacher import TeacherError
 from verifiers_rl.logprobs import chunked_logprobs_and_entropy, token_logprobs_and_entropy
 from verifiers_rl.packing import collate
 from verifiers_rl.report.means import batch_metrics
+from verifiers_rl.report.metrics import TokenMeans
 from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
 from verifiers_rl.types import (
     Rollout,
@@ -397,6 +399,7 @@ def test_a_teacher_that_gives_too_few_logprobs_says_what_to_change():
         ({"distill_loss": "kl"}, "distill_loss='kl' must be one of 'sampled', 'topk'"),
         ({"distill_top_k": 0}, "distill_top_k=0 must be an integer >= 1"),
         ({"distill_mask_tokens": "<end>"}, "distill_mask_tokens='<end>' must be a list"),
+        ({"algorithm": "sft", "distill_loss": "topk"}, "has no effect with algorithm='sft'"),
         ({"teacher": None, "distill_loss": "topk"}, "distill_loss='topk' has no effect without"),
         ({"teacher": None, "distill_top_k": 5}, "distill_top_k=5 has no effect without"),
         ({"teacher": None, "distill_mask_tokens": ["a"]}, "distill_mask_tokens=['a'] has no"),
@@ -429,3 +432,15 @@ def test_a_truncated_rollout_that_is_left_out_of_the_loss_has_no_teacher_in_it()
     (sample,) = teach(make_samples(2))[1:]
     Rollout(0, "", samples=[sample]).leave_out_of_loss()
     assert not collate([sample], [[0]], [1.0], 0, teacher_k=3).has_loss
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_divergence_does_not_wait_for_the_device(make_trainer, use_lora):
+    samples = teach(make_samples(6))
+    trainer = make_trainer(use_lora=use_lora, temperature=1.0)
+    trainer._layout = trainer._choose_layout(trainer.model)
+    microbatch = collate(samples, [[0, 1, 2], [3, 4]], [1.0] * 6, 0, teacher_k=3)
+    means = TokenMeans()
+    with Waits() as waits:
+        trainer.microbatch_loss(trainer.model, microbatch, means).backward()
+    assert not waits.found, waits.found[0]

@@ -209,6 +209,7 @@ class WeightedEnv:
             the run.
         algorithm: "rl": it learns from rewards, and from the teacher if there is one. "opd": from
             the teacher alone (on-policy distillation). "opsd": from a teacher that reads the hint.
+            "sft": from the teacher's own answers, by cross entropy.
         teacher: an `inference.Teacher`. None with "opsd": the policy itself, at its own server.
         distill_coef: weight of the teacher.
         hint: what the teacher of "opsd" knows beforehand: text with fields of the example in
@@ -253,7 +254,7 @@ class WeightedEnv:
             )
 
 
-ALGORITHMS = ("rl", "opd", "opsd")
+ALGORITHMS = ("rl", "opd", "opsd", "sft")
 DISTILL_LOSSES = ("sampled", "topk")
 
 
@@ -267,13 +268,15 @@ def distill_loss_error(one: WeightedEnv) -> str | None:
         return f"distill_top_k={k!r} must be an integer >= 1"
     if not isinstance(tokens, list | tuple) or not all(isinstance(t, str) for t in tokens):
         return f"distill_mask_tokens={tokens!r} must be a list of tokens, such as ['<think>']"
-    if one.teacher or one.algorithm == "opsd":
+    if one.algorithm == "opsd" or (one.teacher and one.algorithm != "sft"):
         return None
+    of_logprobs = "with algorithm='sft'; remove it"
+    why = of_logprobs if one.algorithm == "sft" else "without a teacher; set teacher, or remove it"
     defaults = {"distill_loss": "sampled", "distill_top_k": 20, "distill_mask_tokens": []}
     for name, default in defaults.items():
         value = getattr(one, name)
         if value != default and value != ():
-            return f"{name}={value!r} has no effect without a teacher; set teacher, or remove it"
+            return f"{name}={value!r} has no effect {why}"
     return None
 
 
@@ -286,8 +289,8 @@ def distillation_error(one: Any) -> str | None:
     is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
     if not is_number or not 0 < coef < math.inf:
         return f"distill_coef={coef!r} must be a number > 0"
-    if one.algorithm == "opd" and not one.teacher:
-        return "algorithm='opd' needs a teacher; set teacher"
+    if one.algorithm in ("opd", "sft") and not one.teacher:
+        return f"algorithm={one.algorithm!r} needs a teacher; set teacher"
     if one.algorithm == "rl" and not one.teacher and coef != 1.0:
         return f"distill_coef={coef!r} has no effect without a teacher; set teacher, or remove it"
     if one.teacher and one.only == "eval":

@@ -212,6 +212,19 @@ class TeacherClient:
         if session is not None:
             await session.close()
 
+    @property
+    def served_model(self) -> str:
+        """What its server calls it; "" before the client is open."""
+        return self._model
+
+    async def wait(self) -> None:
+        """Wait until the teacher answers again.
+
+        Raises:
+            TeacherError: it has not by its deadline.
+        """
+        await self._request("GET", "/v1/models")
+
     async def logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         """Return `score(token_ids).logprobs`."""
         return (await self.score(token_ids)).logprobs

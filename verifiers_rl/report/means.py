@@ -38,7 +38,7 @@ def _lost_tokens(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the means of what teachers say of these rollouts, if they say something."""
-    scores = [rollout.teacher for rollout in rollouts if rollout.teacher is not None]
+    scores = [r.teacher for r in rollouts if r.teacher is not None and r.teacher.num_tokens]
     num_tokens = sum(score.num_tokens for score in scores)
     if not num_tokens:
         return {}
