@@ -394,7 +394,7 @@ def test_a_lost_own_server_is_the_trainers_to_wait_for():
             client = OwnServerClient(url, 5.0)
             await client.open()
             try:
-                await client.logprobs_under("adapter", np.array([5, 3]))
+                await client.score_under("adapter", np.array([5, 3]))
             finally:
                 await client.close()
 
@@ -428,7 +428,8 @@ TEACHER = Teacher("big", "http://host")
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"algorithm": "sft"}, "algorithm='sft' must be one of 'rl', 'opd', 'opsd'"),
+        ({"algorithm": "dpo"}, "algorithm='dpo' must be one of 'rl', 'opd', 'opsd', 'sft'"),
+        ({"algorithm": "sft"}, "algorithm='sft' needs a teacher"),
         ({"algorithm": "opd"}, "algorithm='opd' needs a teacher"),
         ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
         ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),

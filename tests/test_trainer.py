@@ -377,7 +377,7 @@ def test_the_step_equals_the_reference_under_every_option(
     loss,
     make_base,
 ):
-    from verifiers_rl import trainer as module
+    from verifiers_rl import forward as module
 
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
     samples = with_logprobs_near(make_base(), make_samples(5, seed=3, longest=14), 1.0)
@@ -427,7 +427,7 @@ def test_the_step_equals_the_reference_under_every_option(
 def test_a_head_that_peft_has_wrapped_equals_the_reference(
     make_trainer, monkeypatch, chunk_size, head
 ):
-    from verifiers_rl import trainer as module
+    from verifiers_rl import forward as module
 
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
     samples = with_logprobs_near(make_tiny_model(), make_samples(5, seed=3, longest=14), 0.7)
@@ -697,7 +697,7 @@ def test_unused_parameters_are_not_looked_for_where_the_head_is_trained(make_tra
 
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lora):
-    from verifiers_rl import trainer as module
+    from verifiers_rl import forward as module
 
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: 7)
     rows = []
@@ -719,7 +719,7 @@ def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lo
 
 
 def test_in_bfloat16_chunks_do_not_round_the_gradient_of_the_head(make_trainer, monkeypatch):
-    from verifiers_rl import trainer as module
+    from verifiers_rl import forward as module
 
     samples = make_samples(8, longest=25)
 
@@ -1879,7 +1879,7 @@ def test_several_updates_a_batch_are_steps_on_its_parts(make_trainer):
 
 
 def test_the_options_of_attention_and_chunks_reach_the_step(make_trainer, tmp_path, monkeypatch):
-    from verifiers_rl import trainer as module
+    from verifiers_rl import forward as module
 
     sizes = []
     real = module.chunked_logprobs_and_entropy

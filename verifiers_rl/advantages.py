@@ -136,11 +136,20 @@ def set_advantages(
             raise ValueError(f"an advantage is {wrong[0]}")
 
 
+def taught_tokens(sample: Sample, masked_ids: Sequence[int] = ()) -> np.ndarray:
+    """Return (T,) bool, the tokens of a sample about which a teacher has a say: those in the loss
+    that were sampled, without these ids.
+    """
+    is_sampled = sample.loss_mask & (sample.policy_versions >= 0)
+    return is_sampled & ~np.isin(sample.token_ids, masked_ids)
+
+
 def score_by_teacher(
     samples: Sequence[Sample],
     teacher_logprobs: Sequence[np.ndarray],
     distill_coef: float,
     teacher_s: float = 0.0,
+    masked_ids: Sequence[int] = (),
 ) -> TeacherScore:
     """Compute what a teacher adds to the advantages of one rollout's tokens.
 
@@ -155,6 +164,7 @@ def score_by_teacher(
             token was not sampled.
         distill_coef: weight of the teacher.
         teacher_s: seconds that the teacher took.
+        masked_ids: tokens about which the teacher has no say.
 
     Raises:
         ValueError: a teacher's logprob of a sampled token is missing or not finite.
@@ -165,7 +175,7 @@ def score_by_teacher(
             raise ValueError(
                 f"{len(theirs)} teacher logprobs for a sample of {len(sample.token_ids)} tokens"
             )
-        has_say = sample.loss_mask & (sample.policy_versions >= 0)
+        has_say = taught_tokens(sample, masked_ids)
         gap = np.where(has_say, sample.inference_logprobs.astype(np.float64) - theirs, 0.0)
         if not np.isfinite(gap).all():
             raise ValueError(f"a teacher's logprob is {theirs[~np.isfinite(gap)][0]}")

@@ -34,6 +34,7 @@ from jinja2 import TemplateError
 from verifiers_rl.envs.chat_template import as_vllm_renders
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process.waiting import WaitingLine
+from verifiers_rl.types import Sample
 
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = "messages, or prompt and completion, or text"
@@ -425,6 +426,20 @@ class Tokenization:
         while stop > start and self._tokenizer.decode(ids[stop - 1 : stop]).isspace():
             stop -= 1
         return stop if stop > start and ids[stop - 1] in self._special else len(ids)
+
+
+def make_samples(rows: Sequence[Sequence[Tokens]]) -> list[Sample]:
+    """Return the samples of some rows. Those of one row are of one rollout and group."""
+    samples = []
+    for number, row in enumerate(rows):
+        for token_ids, loss_mask in row:
+            # NaN: no policy sampled these tokens.
+            logprobs = np.where(loss_mask, np.float32(np.nan), np.float32(0))
+            versions = np.full(len(token_ids), -1, np.int32)
+            sample = Sample(token_ids, loss_mask, logprobs, versions)
+            sample.rollout_id = sample.group_id = number
+            samples.append(sample)
+    return samples
 
 
 def _tokens(ids: Sequence[int], spans: Iterable[tuple[int, int]]) -> Tokens:

@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel
 
 from verifiers_rl.config import ConfigError
-from verifiers_rl.conversations import Tokenization, Tokens
+from verifiers_rl.conversations import Tokenization, Tokens, make_samples
 from verifiers_rl.data import example_index
 from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, scatter_samples
 from verifiers_rl.losses import LossFn
@@ -32,7 +31,7 @@ from verifiers_rl.packing import collate, copy_to, plan_batch
 from verifiers_rl.report.run_folder import rl_state_of
 from verifiers_rl.sft_config import SFTConfig, is_loss
 from verifiers_rl.trainer import RLTrainer
-from verifiers_rl.types import Batch, BatchSource, Sample
+from verifiers_rl.types import Batch, BatchSource
 
 logger = logging.getLogger(__name__)
 # What a step logs of rollouts, and nothing is known of where there are none.
@@ -40,20 +39,6 @@ _OF_ROLLOUTS = (
     *("importance_ratio", "importance_ratio_max", "mismatch_kl", "clamped_share", "advantage_abs"),
     *("idle_sample_share", "num_masked_samples", "policy_version", "wait_s", "sync_s"),
 )
-
-
-def make_samples(rows: Sequence[Sequence[Tokens]]) -> list[Sample]:
-    """Return the samples of some rows. Those of one row are of one rollout and group."""
-    samples = []
-    for number, row in enumerate(rows):
-        for token_ids, loss_mask in row:
-            # NaN: no policy sampled these tokens.
-            logprobs = np.where(loss_mask, np.float32(np.nan), np.float32(0))
-            versions = np.full(len(token_ids), -1, np.int32)
-            sample = Sample(token_ids, loss_mask, logprobs, versions)
-            sample.rollout_id = sample.group_id = number
-            samples.append(sample)
-    return samples
 
 
 class DatasetSource:

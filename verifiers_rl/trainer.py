@@ -36,7 +36,6 @@ from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.arguments import Replaced, check_arguments
-from verifiers_rl.attention import attention_inputs
 from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
@@ -45,7 +44,6 @@ from verifiers_rl.distributed import (
     broadcast_metrics,
     host_group,
     let_gloo_threads_finish,
-    max_over_ranks,
     prepare_sharding,
     raise_if_gradient_not_finite,
     raise_if_not_finite,
@@ -54,18 +52,14 @@ from verifiers_rl.distributed import (
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
 from verifiers_rl.expert_balance import add_balance_loss
+from verifiers_rl.forward import predict_targets
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.kl_control import KLControl
-from verifiers_rl.logprobs import (
-    Entropy,
-    chunk_size_for,
-    chunked_logprobs_and_entropy,
-    hidden_states_in_place_of_logits,
-    token_logprobs_and_entropy,
-)
+from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import (
     LossFn,
     LossInputs,
+    add_distillation,
     is_of_advantages,
     needs_of,
     weigh_samples,
@@ -87,7 +81,6 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.recording import RolloutFiles
 from verifiers_rl.report.run_folder import enter_run_folder
-from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.sync.gather import gathering, is_split
 from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
 
@@ -352,7 +345,14 @@ class RLTrainer(SavingTrainer):
                 # for this rank's gradients, so there _next_batch raises the error on all.
                 self.checkpoints.save_on_error(self.orchestrator.raise_if_failed)
             microbatch = copy_to(
-                collate(samples, rows, weights, tokenizer.pad_token_id or 0, num_shared),
+                collate(
+                    samples,
+                    rows,
+                    weights,
+                    tokenizer.pad_token_id or 0,
+                    num_shared,
+                    int(sizes.teacher_k.max(initial=0)),
+                ),
                 args.device,
             )
             self._counts.add_microbatch(microbatch)
@@ -389,7 +389,7 @@ class RLTrainer(SavingTrainer):
     ) -> Tensor:
         """Compute logprobs of a microbatch's loss tokens only, and their loss: a scalar, a sum."""
         targets = microbatch.targets
-        logprobs, entropy = self.token_logprobs(
+        logprobs, entropy, *divergence = self.token_logprobs(
             model, microbatch, "gradient" if "entropy_gradient" in self._needs else "value"
         )
         has_reference = "reference_logprobs" in self._needs
@@ -407,41 +407,22 @@ class RLTrainer(SavingTrainer):
             reference_logprobs=reference_logprobs,
         )
         outputs = add_balance_loss(self.loss_fn(inputs), self._base_of(model), microbatch)
+        if targets.teacher is not None:
+            outputs = add_distillation(outputs, inputs, targets.teacher.coefs, *divergence)
         means.add(inputs, outputs.metrics, microbatch)
         return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 
     def token_logprobs(
         self, model: nn.Module, microbatch: Microbatch, entropy: Entropy = "value"
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the logprob of each target, and the entropy of its prediction. (N,) each."""
-        temperature, targets = self.args.temperature, microbatch.targets
-        base = self._base_of(model)
-        replay_experts(base, microbatch.routed_experts)
-        layout = cast(Layout, self._layout)
-        attention = attention_inputs(microbatch, base.config, layout, self._shares_prefixes)
-        model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
-        vocab_size = base.config.get_text_config().vocab_size
-        chunk_size = self.args.logits_chunk_tokens or chunk_size_for(vocab_size)
+    ) -> tuple[Tensor, ...]:
+        """Compute the logprob of each target, and the entropy of its prediction, (N,) each; where a
+        teacher says more than logprobs, also the divergence from it, (N,). See forward.py.
+        """
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
-            if self._why_full_logits:
-                logits = model(**model_inputs).logits  # (B, T, vocabulary)
-                return token_logprobs_and_entropy(
-                    logits[targets.rows, targets.columns], targets.token_ids, temperature,
-                    entropy, overwrite=True, allowed=targets.allowed,
-                )  # fmt: skip
-            head_dtype = getattr(torch, self.args.head_dtype, None)  # "model" is none
-            with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
-                hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
-            head = list(base.get_output_embeddings().parameters())
-            min_chunks = 1
-            if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: each chunk needs all ranks
-                num_chunks = -(-len(targets.token_ids) // chunk_size)
-                min_chunks = max_over_ranks(num_chunks, self.args.device)
-            return chunked_logprobs_and_entropy(
-                hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
-                head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
-                allowed=targets.allowed,
+            return predict_targets(
+                model, self._base_of(model), microbatch, self.args, cast(Layout, self._layout),
+                self._shares_prefixes, bool(self._why_full_logits), entropy,
             )  # fmt: skip
 
     @torch.no_grad()

@@ -209,10 +209,16 @@ class WeightedEnv:
             the run.
         algorithm: "rl": it learns from rewards, and from the teacher if there is one. "opd": from
             the teacher alone (on-policy distillation). "opsd": from a teacher that reads the hint.
+            "sft": from the teacher's own answers, by cross entropy.
         teacher: an `inference.Teacher`. None with "opsd": the policy itself, at its own server.
         distill_coef: weight of the teacher.
         hint: what the teacher of "opsd" knows beforehand: text with fields of the example in
             braces, such as "The answer is {answer}."
+        distill_loss: "sampled": the teacher's logprob of the sampled token changes the advantage.
+            "topk": a term of the loss compares the policy with the teacher's likeliest tokens.
+        distill_top_k: how many these are, and the bound of the metric `outside_top_k_share`.
+        distill_mask_tokens: tokens, as text, about which the teacher has no say when the policy
+            samples them, such as special tokens that the teacher never writes.
     """
 
     env: Any
@@ -225,9 +231,12 @@ class WeightedEnv:
     teacher: Teacher | None = None
     distill_coef: float = 1.0
     hint: str = ""
+    distill_loss: str = "sampled"
+    distill_top_k: int = 20
+    distill_mask_tokens: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if problem := distillation_error(self):
+        if problem := distillation_error(self) or distill_loss_error(self):
             raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")
         if self.only not in (None, "train", "eval"):
             raise InvalidEnvironmentError(
@@ -245,7 +254,30 @@ class WeightedEnv:
             )
 
 
-ALGORITHMS = ("rl", "opd", "opsd")
+ALGORITHMS = ("rl", "opd", "opsd", "sft")
+DISTILL_LOSSES = ("sampled", "topk")
+
+
+def distill_loss_error(one: WeightedEnv) -> str | None:
+    """Return why this environment's form of distillation cannot work, or None."""
+    if one.distill_loss not in DISTILL_LOSSES:
+        names = ", ".join(map(repr, DISTILL_LOSSES))
+        return f"distill_loss={one.distill_loss!r} must be one of {names}"
+    k, tokens = one.distill_top_k, one.distill_mask_tokens
+    if type(k) is not int or k < 1:
+        return f"distill_top_k={k!r} must be an integer >= 1"
+    if not isinstance(tokens, list | tuple) or not all(isinstance(t, str) for t in tokens):
+        return f"distill_mask_tokens={tokens!r} must be a list of tokens, such as ['<think>']"
+    if one.algorithm == "opsd" or (one.teacher and one.algorithm != "sft"):
+        return None
+    of_logprobs = "with algorithm='sft'; remove it"
+    why = of_logprobs if one.algorithm == "sft" else "without a teacher; set teacher, or remove it"
+    defaults = {"distill_loss": "sampled", "distill_top_k": 20, "distill_mask_tokens": []}
+    for name, default in defaults.items():
+        value = getattr(one, name)
+        if value != default and value != ():
+            return f"{name}={value!r} has no effect {why}"
+    return None
 
 
 def distillation_error(one: Any) -> str | None:
@@ -257,8 +289,8 @@ def distillation_error(one: Any) -> str | None:
     is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
     if not is_number or not 0 < coef < math.inf:
         return f"distill_coef={coef!r} must be a number > 0"
-    if one.algorithm == "opd" and not one.teacher:
-        return "algorithm='opd' needs a teacher; set teacher"
+    if one.algorithm in ("opd", "sft") and not one.teacher:
+        return f"algorithm={one.algorithm!r} needs a teacher; set teacher"
     if one.algorithm == "rl" and not one.teacher and coef != 1.0:
         return f"distill_coef={coef!r} has no effect without a teacher; set teacher, or remove it"
     if one.teacher and one.only == "eval":

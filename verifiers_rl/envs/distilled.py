@@ -2,6 +2,8 @@
 
     run_group of the environment ──► rollouts ──► the teacher's logprobs of their tokens
                                                   ──► Rollout.teacher, which adds to the advantages
+                                              or, with distill_loss = "topk",
+                                                  ──► Sample.teacher_top, which adds to the loss
 
 The teacher is asked on the orchestrator's event loop, when a group's rollouts have given their
 places at the student's server back. So the student goes on generating meanwhile.
@@ -10,18 +12,19 @@ places at the student's server back. So the student goes on generating meanwhile
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
-from verifiers_rl.advantages import score_by_teacher
+from verifiers_rl.advantages import score_by_teacher, taught_tokens
 from verifiers_rl.envs.base import InvalidEnvironmentError
-from verifiers_rl.inference import OwnServerClient, TeacherClient
-from verifiers_rl.types import EnvRunner, Progress, Rollout, Slots, Split
+from verifiers_rl.inference import OwnServerClient, TeacherClient, TokenScores
+from verifiers_rl.types import EnvRunner, Progress, Rollout, Slots, Split, TeacherTop
 
 Algorithm = Literal["rl", "opd", "opsd"]
+DistillLoss = Literal["sampled", "topk"]
 
 
 class DistilledEnvironment:
@@ -34,6 +37,10 @@ class DistilledEnvironment:
         client: asks the teacher.
         distill_coef: weight of the teacher.
         hint: makes the tokens of the hint for an example of the training split, for "opsd".
+        distill_loss: "sampled": the teacher changes advantages. "topk": it adds a term to the loss.
+        top_k: how many of its likeliest tokens the teacher gives for "topk", and the bound of the
+            metric `outside_top_k_share`.
+        masked_ids: tokens about which the teacher has no say.
     """
 
     def __init__(
@@ -43,9 +50,15 @@ class DistilledEnvironment:
         client: TeacherClient,
         distill_coef: float,
         hint: Callable[[int], Awaitable[list[int]]] | None = None,
+        *,
+        distill_loss: DistillLoss = "sampled",
+        top_k: int = 20,
+        masked_ids: Sequence[int] = (),
     ) -> None:
         self._env, self._algorithm, self._client = env, algorithm, client
         self._distill_coef, self._hint = distill_coef, hint
+        self._is_topk, self._top_k = distill_loss == "topk", top_k
+        self._masked_ids = list(masked_ids)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of a copy that has no fields yet
@@ -87,28 +100,38 @@ class DistilledEnvironment:
         loop = asyncio.get_running_loop()
         start = loop.time()
         theirs = await gather([self._ask(s.token_ids, model, hint) for s in rollout.samples])
-        rollout.teacher = score_by_teacher(
-            rollout.samples, theirs, self._distill_coef, loop.time() - start
-        )
+        score = score_by_teacher(
+            rollout.samples, [scores.logprobs for scores in theirs], self._distill_coef,
+            loop.time() - start, self._masked_ids,
+        )  # fmt: skip
+        has_say = [taught_tokens(sample, self._masked_ids) for sample in rollout.samples]
+        ranks = np.concatenate([t.ranks[at] for t, at in zip(theirs, has_say, strict=True)])
+        if not np.isnan(ranks).any():
+            score = replace(score, num_outside_top_k=int((ranks > self._top_k).sum()))
+        if self._is_topk:
+            score = replace(score, advantages=np.zeros_like(score.advantages))
+            for sample, scores, at in zip(rollout.samples, theirs, has_say, strict=True):
+                assert scores.top is not None
+                logprobs = np.where(at[:, None], scores.top.logprobs, -np.inf)
+                sample.teacher_top = TeacherTop(scores.top.token_ids, logprobs, self._distill_coef)
+        rollout.teacher = score
         if self._algorithm != "rl":
             rollout.set_advantage(0.0)  # the teacher's are added to these
             rollout.has_own_advantages = True
 
-    async def _ask(self, token_ids: np.ndarray, model: str, hint: list[int]) -> np.ndarray:
-        """Return the teacher's logprobs of these tokens, (T,), which it reads behind the hint."""
+    async def _ask(self, token_ids: np.ndarray, model: str, hint: list[int]) -> TokenScores:
+        """Return what the teacher says of these tokens, which it reads behind the hint."""
         if hint and hint[0] == token_ids[0] == getattr(self._hint, "bos_token_id", None):
             token_ids = token_ids[1:]  # the beginning of a text is in front of the hint
             prompt, kept_from = np.concatenate([hint, token_ids]), len(hint) - 1
         else:
             prompt, kept_from = np.concatenate([hint, token_ids]), len(hint)
-        client = self._client
+        client, top_k = self._client, self._top_k if self._is_topk else 0
         if isinstance(client, OwnServerClient):
-            logprobs = await client.logprobs_under(model, prompt)
+            scores = await client.score_under(model, prompt, top_k)
         else:
-            logprobs = await client.logprobs(prompt)
-        kept = logprobs[kept_from:]
-        kept[0] = math.nan  # the first token is never in the loss
-        return kept
+            scores = await client.score(prompt, top_k)
+        return scores.after(kept_from)  # the first token is never in the loss
 
 
 async def gather(work: list[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
 from verifiers_rl.envs.v1 import V1Environment, failure_of
 from verifiers_rl.envs.v1_versions import ran_out_of_time
-from verifiers_rl.types import Slots, Split
+from verifiers_rl.types import Progress, Slots, Split
 
 NUM_TRIED = 10  # rollouts that begin first; if all of them fail, the others are not tried
 
@@ -90,6 +90,10 @@ class GeneratingEnvironment(V1Environment):
                 f"verifiers.v1 only, and this is {type(env).__name__}"
             )
         super().__init__(env, options)
+        self.ask(endpoint)
+
+    def ask(self, endpoint: Endpoint) -> None:
+        """Let this endpoint answer from now on."""
         client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=endpoint.key_variable)
         sampling = vf.SamplingConfig(**endpoint.sampling)
         self._context = vf.ModelContext(model=endpoint.model, client=client, sampling=sampling)
@@ -120,7 +124,7 @@ class GeneratingEnvironment(V1Environment):
         counts = Counts()
         numbers = range(min(num_examples or size, size))
         tasks = [
-            asyncio.create_task(self._conversations(split, number, slots))
+            asyncio.create_task(self.play(split, number, slots))
             for number in numbers
             for _ in range(num_rollouts)
         ]
@@ -162,8 +166,8 @@ class GeneratingEnvironment(V1Environment):
                 counts.num_kept += 1
                 write(row)
 
-    async def _conversations(
-        self, split: Split, number: int, slots: Slots
+    async def play(
+        self, split: Split, number: int, slots: Slots | Progress
     ) -> list[dict[str, Any]] | Exception:
         """Play a task once. Return a row for each trained agent, or why it failed."""
         async with slots:

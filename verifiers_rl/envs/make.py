@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import os
@@ -24,7 +25,7 @@ from verifiers_rl.envs.base import (
     how_to_install,
     module_name,
 )
-from verifiers_rl.envs.distilled import Algorithm, DistilledEnvironment, Hints
+from verifiers_rl.envs.distilled import Algorithm, DistilledEnvironment, DistillLoss, Hints
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
 from verifiers_rl.inference import OwnServerClient, TeacherClient, check_vocabulary
@@ -32,6 +33,7 @@ from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.types import EnvRunner, missing_members
 
 logger = logging.getLogger(__name__)
+NO_KEY = "VERIFIERS_RL_NO_TEACHER_KEY"  # verifiers wants the name of a variable in any case
 
 
 def load_by_id(env_id: str, args: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
@@ -201,6 +203,8 @@ def _distilled(
     """
     if one.teacher is None and one.algorithm != "opsd":
         return runner
+    if one.algorithm == "sft":
+        return _answered(runner, one, options, args)
     what = f"environment {one.name!r}: algorithm={one.algorithm!r}"
     changed = args.sampling_changes_probabilities()
     if args.temperature != 1.0:
@@ -234,9 +238,63 @@ def _distilled(
     return cast(
         EnvRunner,
         DistilledEnvironment(
-            runner, cast(Algorithm, one.algorithm), client, one.distill_coef, hints
+            runner, cast(Algorithm, one.algorithm), client, one.distill_coef, hints,
+            distill_loss=cast(DistillLoss, one.distill_loss), top_k=one.distill_top_k,
+            masked_ids=_ids_of(one, options.tokenizer),
         ),
+    )  # fmt: skip
+
+
+def _answered(runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args: Any) -> EnvRunner:
+    """Return the runner of an environment whose training examples the teacher answers.
+
+    Raises:
+        InvalidEnvironmentError: it is none of `verifiers.v1`, or the temperature is not 1.
+    """
+    from verifiers_rl.conversations import Tokenization
+    from verifiers_rl.envs.answered import AnsweredEnvironment
+    from verifiers_rl.envs.generate import Endpoint, GeneratingEnvironment, sampling_of
+    from verifiers_rl.envs.v1_loading import load_v1_environment
+
+    assert one.teacher is not None
+    if args.temperature != 1.0:
+        raise InvalidEnvironmentError(
+            f"environment {one.name!r}: algorithm='sft': cross entropy is taken at temperature 1, "
+            f"and temperature={args.temperature:g}; remove it"
+        )
+    env = load_v1_environment({"taskset": {"id": one.env}}) if isinstance(one.env, str) else one.env
+    if hasattr(env, "taskset"):  # the same object, evaluated, opens and closes what episodes share
+        env = copy.copy(env)
+    if not one.teacher.key_variable:
+        os.environ.setdefault(NO_KEY, "none")
+    key = one.teacher.key_variable or NO_KEY
+    url = f"{one.teacher.base_url}/v1"
+    endpoint = Endpoint(url, one.teacher.model, key, sampling_of(args))
+    tokens = Tokenization(
+        options.tokenizer, max_seq_len=args.max_seq_len, template=args.chat_template_kwargs
     )
+    answers = GeneratingEnvironment(env, options, endpoint)
+    client = TeacherClient(one.teacher)
+    answered = AnsweredEnvironment(
+        runner, answers, client, tokens, args.max_seq_len, one.distill_coef, endpoint
+    )
+    return cast(EnvRunner, answered)
+
+
+def _ids_of(one: WeightedEnv, tokenizer: Any) -> list[int]:
+    """Return the ids of `distill_mask_tokens`.
+
+    Raises:
+        InvalidEnvironmentError: the tokenizer does not know one of them.
+    """
+    known = getattr(tokenizer, "tokenizer", tokenizer).get_vocab() if tokenizer is not None else {}
+    for token in one.distill_mask_tokens:
+        if token not in known:
+            raise InvalidEnvironmentError(
+                f"environment {one.name!r}: distill_mask_tokens: {token!r} is no token of the "
+                "model's tokenizer; correct it, or remove it"
+            )
+    return [known[token] for token in one.distill_mask_tokens]
 
 
 def make_runner(

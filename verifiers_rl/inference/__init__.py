@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.teacher import Teacher as Teacher
     from verifiers_rl.inference.teacher import TeacherClient as TeacherClient
     from verifiers_rl.inference.teacher import TeacherError as TeacherError
+    from verifiers_rl.inference.teacher import TokenScores as TokenScores
     from verifiers_rl.inference.teacher import check_vocabulary as check_vocabulary
 
 HOME = {
@@ -47,6 +48,7 @@ HOME = {
     "Teacher": "teacher",
     "TeacherClient": "teacher",
     "TeacherError": "teacher",
+    "TokenScores": "teacher",
     "check_vocabulary": "teacher",
     "find_token": "client",
     "generation_key": "client",

@@ -1,7 +1,8 @@
 """A teacher: a model behind vLLM's OpenAI-compatible server. It says how probable tokens are.
 
-    logprobs(token_ids)  ──►  POST /v1/completions, prompt_logprobs = 0, max_tokens = 1
-                         ◄──  for each token of the prompt, its logprob
+    score(token_ids, top_k)  ──►  POST /v1/completions, prompt_logprobs = top_k, max_tokens = 1
+                             ◄──  for each token of the prompt, its logprob and its rank, and those
+                                  of the top_k likeliest tokens in its place
 
 The teacher may be away for some time, because it starts, or starts again. Requests wait for it up
 to `Teacher.timeout_s`, and then raise one error. A reply that does not fit the request raises too.
@@ -15,7 +16,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -27,12 +28,16 @@ from verifiers_rl.inference.client import (
     ServerLostError,
     generation_key,
 )
+from verifiers_rl.types import TeacherTop
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.25  # after a failed attempt; doubled after each further one
 LONGEST_PAUSE_S = 5.0
 LOWEST_LOGPROB = -9999.0  # what vLLM writes into JSON in place of -inf
+
+
+MAX_LOGPROBS_HINT = "start it with --max-logprobs of at least distill_top_k"
 
 
 class TeacherError(InferenceServerError):
@@ -130,6 +135,31 @@ def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
             )
 
 
+class TokenScores(NamedTuple):
+    """What a teacher says of T tokens, each after those before it.
+
+    Attributes:
+        logprobs: (T,) float64, log pi_T of each token; NaN for the first one, which nothing
+            predicts.
+        ranks: (T,) float64, 1 for a token that the teacher finds likeliest; NaN where it is not
+            told.
+        top: the likeliest tokens in the place of each; None if they were not asked for.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top: TeacherTop | None = None
+
+    def after(self, start: int) -> TokenScores:
+        """Return those of the tokens from `start` on. The first one has no logprob."""
+        logprobs, ranks, top = self.logprobs[start:], self.ranks[start:], self.top
+        logprobs[0] = ranks[0] = math.nan
+        if top is not None:
+            top = TeacherTop(top.token_ids[start:], top.logprobs[start:], top.coef)
+            top.logprobs[0] = -math.inf
+        return TokenScores(logprobs, ranks, top)
+
+
 class TeacherClient:
     """Asks a teacher for logprobs. All methods run on one event loop.
 
@@ -182,22 +212,44 @@ class TeacherClient:
         if session is not None:
             await session.close()
 
+    @property
+    def served_model(self) -> str:
+        """What its server calls it; "" before the client is open."""
+        return self._model
+
+    async def wait(self) -> None:
+        """Wait until the teacher answers again.
+
+        Raises:
+            TeacherError: it has not by its deadline.
+        """
+        await self._request("GET", "/v1/models")
+
     async def logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return log pi_T of each token after those before it, (T,) float64; NaN for the first one,
-        which nothing predicts.
+        """Return `score(token_ids).logprobs`."""
+        return (await self.score(token_ids)).logprobs
+
+    async def score(self, token_ids: np.ndarray, top_k: int = 0) -> TokenScores:
+        """Return what the teacher says of these tokens.
+
+        Args:
+            token_ids: (T,).
+            top_k: return also so many of the likeliest tokens in the place of each.
 
         Raises:
             TeacherError: no answer by the deadline, or one that does not fit the request.
         """
-        return await self._logprobs(self._model, token_ids)
+        return await self._score(self._model, token_ids, top_k)
 
-    async def _logprobs(self, model: str, token_ids: np.ndarray) -> np.ndarray:
+    async def _score(self, model: str, token_ids: np.ndarray, top_k: int) -> TokenScores:
         ids = [int(token) for token in token_ids]
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0}
+        body["prompt_logprobs"] = top_k
         async with self._places:
-            reply = await self._request("POST", "/v1/completions", {**body, "prompt_logprobs": 0})
+            reply = await self._request("POST", "/v1/completions", body)
         try:
-            return logprobs_of(reply, ids)
+            # Of thousands of tokens, top_k each, this takes a while.
+            return await asyncio.to_thread(scores_of, reply, ids, top_k)
         except ValueError as error:
             raise TeacherError(
                 f"{self._what} does not answer as vLLM does: {error}; is it a vLLM server of "
@@ -260,6 +312,8 @@ class TeacherClient:
 
     def _refused(self, problem: str) -> Exception:
         hint = "is the model right, and its --max-model-len above max_seq_len?"
+        if "max allowed" in problem:
+            hint = MAX_LOGPROBS_HINT
         if "status 401" in problem or "status 403" in problem:
             hint = "set key_variable to the environment variable with its API key"
         return TeacherError(f"{self._what} refuses: {problem}; {hint}")
@@ -291,15 +345,17 @@ class OwnServerClient(TeacherClient):
     async def open(self) -> None:
         self._open(generation_key(self.teacher.base_url))
 
-    async def logprobs_under(self, model: str, token_ids: np.ndarray) -> np.ndarray:
-        """Do as `logprobs`, for the policy that requests reach by this name."""
-        return await self._logprobs(model, token_ids)
+    async def score_under(self, model: str, token_ids: np.ndarray, top_k: int = 0) -> TokenScores:
+        """Do as `score`, for the policy that requests reach by this name."""
+        return await self._score(model, token_ids, top_k)
 
     def _refused(self, problem: str) -> Exception:
         if "status 404" in problem:  # a server that started anew does not know the adapter
             return ServerLostError(f"{self._what}: {problem}")
         hint = "; its max_model_len must hold a rollout and the hint"
-        if "prompt_logprobs" in problem:  # vf-vllm says what to do
+        if "max allowed" in problem:
+            hint = f"; {MAX_LOGPROBS_HINT}"
+        elif "prompt_logprobs" in problem:  # vf-vllm says what to do
             hint = ""
         return TeacherError(f"{self._what} refuses: {problem}{hint}")
 
@@ -330,3 +386,32 @@ def logprobs_of(reply: dict[str, Any], token_ids: list[int]) -> np.ndarray:
             raise ValueError(f"the logprob of token {token_ids[place]} at position {place} {said}")
         values[place] = logprob
     return values
+
+
+def scores_of(reply: dict[str, Any], token_ids: list[int], top_k: int) -> TokenScores:
+    """Return what a reply of vLLM says of a prompt's tokens.
+
+    Raises:
+        ValueError: see `logprobs_of`; or the reply has fewer than `top_k` tokens in a place.
+    """
+    logprobs = logprobs_of(reply, token_ids)
+    found = reply["choices"][0]["prompt_logprobs"]
+    ranks = np.full(len(token_ids), math.nan)
+    top_ids = np.zeros((len(token_ids), top_k), np.int32)
+    of_top = np.full((len(token_ids), top_k), -math.inf, np.float32)
+    for place in range(1, len(token_ids)):
+        rank = found[place][str(token_ids[place])].get("rank")
+        ranks[place] = rank if isinstance(rank, int) and rank > 0 else math.nan
+        if not top_k:
+            continue
+        if len(found[place]) < top_k:
+            raise ValueError(f"{len(found[place])} of {top_k} tokens at position {place}")
+        of_place = [(entry.get("logprob"), int(token)) for token, entry in found[place].items()]
+        if not all(isinstance(logprob, int | float) and logprob <= 1e-3 for logprob, _ in of_place):
+            raise ValueError(f"a logprob at position {place} is missing or no logprob")
+        likeliest = sorted(of_place, key=lambda pair: (-pair[0], pair[1]))[:top_k]
+        top_ids[place] = likeliest[0][1]  # also where an entry is impossible
+        for k, (logprob, token) in enumerate(likeliest):
+            if logprob > LOWEST_LOGPROB:
+                top_ids[place, k], of_top[place, k] = token, min(logprob, 0.0)
+    return TokenScores(logprobs, ranks, TeacherTop(top_ids, of_top) if top_k else None)

@@ -38,12 +38,15 @@ def _lost_tokens(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the means of what teachers say of these rollouts, if they say something."""
-    scores = [rollout.teacher for rollout in rollouts if rollout.teacher is not None]
+    scores = [r.teacher for r in rollouts if r.teacher is not None and r.teacher.num_tokens]
     num_tokens = sum(score.num_tokens for score in scores)
     if not num_tokens:
         return {}
+    outside = [s.num_outside_top_k for s in scores if s.num_outside_top_k is not None]
+    told = {"outside_top_k_share": sum(outside) / num_tokens} if len(outside) == len(scores) else {}
     return {
         "teacher_kl": sum(score.kl * score.num_tokens for score in scores) / num_tokens,
+        **told,
         "teacher_s": float(np.mean([score.teacher_s for score in scores])),
     }
 

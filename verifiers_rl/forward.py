@@ -1,0 +1,72 @@
+"""The forward pass of a microbatch: what the model says of the tokens that carry loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verifiers_rl.attention import attention_inputs
+from verifiers_rl.config import RLConfig
+from verifiers_rl.distributed import max_over_ranks
+from verifiers_rl.logprobs import (
+    Entropy,
+    chunk_size_for,
+    chunked_logprobs_and_entropy,
+    hidden_states_in_place_of_logits,
+    token_logprobs_and_entropy,
+)
+from verifiers_rl.packing import Layout
+from verifiers_rl.router_replay import replay_experts
+from verifiers_rl.types import Microbatch
+
+
+def predict_targets(
+    model: nn.Module,
+    base: Any,
+    microbatch: Microbatch,
+    args: RLConfig,
+    layout: Layout,
+    shares_prefixes: bool,
+    needs_full_logits: bool,
+    entropy: Entropy = "value",
+) -> tuple[Tensor, ...]:
+    """Compute the logprob of each target, and the entropy of its prediction, (N,) each. If the
+    batch has a teacher's likeliest tokens, compute also the divergence from the teacher, (N,), see
+    `logprobs.py`.
+
+    Args:
+        model: as it was prepared for training.
+        base: the Hugging Face model inside it.
+        microbatch: on the device of the model.
+        args: temperature, `logits_chunk_tokens` and `head_dtype`.
+        layout, shares_prefixes: of the microbatch, from `model_trials.choose_layout`.
+        needs_full_logits: the model changes its logits, so they are not made in chunks.
+        entropy: see `Entropy`.
+    """
+    temperature, targets = args.temperature, microbatch.targets
+    replay_experts(base, microbatch.routed_experts)
+    attention = attention_inputs(microbatch, base.config, layout, shares_prefixes)
+    model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
+    vocab_size = base.config.get_text_config().vocab_size
+    chunk_size = args.logits_chunk_tokens or chunk_size_for(vocab_size)
+    if needs_full_logits:
+        logits = model(**model_inputs).logits  # (B, T, vocabulary)
+        return token_logprobs_and_entropy(
+            logits[targets.rows, targets.columns], targets.token_ids, temperature, entropy,
+            overwrite=True, allowed=targets.allowed, teacher=targets.teacher,
+        )  # fmt: skip
+    head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
+    with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
+        hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
+    head = list(base.get_output_embeddings().parameters())
+    min_chunks = 1
+    if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: each chunk needs all ranks
+        num_chunks = -(-len(targets.token_ids) // chunk_size)
+        min_chunks = max_over_ranks(num_chunks, args.device)
+    return chunked_logprobs_and_entropy(
+        hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
+        head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
+        allowed=targets.allowed, teacher=targets.teacher,
+    )  # fmt: skip
