@@ -201,6 +201,8 @@ def server_env(config: RunConfig, gpus: str, number: int) -> dict[str, str]:
     each = config.inference_gpus
     ids = gpus.split(",")[number * each : (number + 1) * each]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
+    if each and config.option("deterministic") and "VLLM_BATCH_INVARIANT" not in os.environ:
+        env["VLLM_BATCH_INVARIANT"] = "1"
     if not each and config.inference_replicas > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         num_workers = math.prod(config.inference_args.get(name, 1) for name in PARALLEL_SIZES)
         cores = cores_of_replicas(config.inference_replicas, num_workers)
@@ -304,6 +306,8 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
         args.setdefault("max_lora_rank", smallest_lora_rank(config.option("lora_rank")))
     if config.option("router_replay"):
         args.setdefault("enable_return_routed_experts", True)
+    if config.option("deterministic") and not config.inference_gpus:
+        args.setdefault("enable_chunked_prefill", False)  # see server.takes_seeds
     product = math.prod(args.get(name, 1) for name in PARALLEL_SIZES)
     if "tensor_parallel_size" not in args and config.inference_gpus > product:
         args["tensor_parallel_size"] = config.inference_gpus // product

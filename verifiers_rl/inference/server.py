@@ -414,6 +414,8 @@ class WeightSyncRoutes:
         try:
             plan = TransferPlan.from_json(body["plan"])
         except ValueError as error:
+            "batch_invariant": is_batch_invariant(),
+            "takes_seeds": takes_seeds(config),
             raise BadRequest(error) from error
         config, lora = engine.vllm_config, engine.vllm_config.lora_config
         world_size = 1 + config.parallel_config.world_size_across_dp
@@ -697,6 +699,19 @@ def steps_together(engine: Any) -> bool:
     """
     config = engine.vllm_config
     return config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+def is_batch_invariant() -> bool:
+    """Return whether a request's logits do not depend on the requests that run beside it."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+def takes_seeds(config: Any) -> bool:
+    """Return whether requests may have seeds. On a CPU, vLLM's engine dies when it sets back the
+    generator of a request whose prompt is prefilled in parts.
+    """
+    is_cpu = config.device_config.device_type == "cpu"
+    return not (is_cpu and config.scheduler_config.enable_chunked_prefill)
+
+
 
 
 @asynccontextmanager
@@ -951,6 +966,8 @@ def main() -> None:
         print(
             "vf-vllm: a trainer on this machine finds the server's token in "
             f"{save_token(args.port, token)}; on another one, set {TOKEN_VARIABLE} to what is in "
+    if not torch.cuda.is_available() and is_batch_invariant():
+        parser.error("VLLM_BATCH_INVARIANT: vLLM has no such mode on a CPU; unset it")
             "that file",
             file=sys.stderr,
         )
