@@ -28,6 +28,7 @@ from tests.helpers import (
     write_tiny_qwen3_5,
 )
 from verifiers_rl.config import RLConfig
+from verifiers_rl.inference.api_processes import socket_folder
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -240,8 +241,11 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path, kind):
-    """Both servers end in the test: one by a worker that is killed in a push, one as a whole."""
-    flags = (*SMALL_BLOCKS, "--data-parallel-size", "2", *(LORA if kind == "adapter" else ()))
+    """Both servers end in the test: one by a worker that is killed in a push, one as a whole. The
+    latter has two API processes.
+    """
+    flags = (*SMALL_BLOCKS, "--data-parallel-size", "2")
+    flags += (*LORA, "--api-server-count", "2") if kind == "adapter" else ()
     with running_server(models[False], tmp_path / "server.log", *flags) as server:
         sync = connect(server)
         assert sync.client.status()["world_size"] == 2
@@ -252,10 +256,13 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
             for engine in range(2):
                 assert largest_difference(model, server, sync.model_name, engine) < 1e-4, engine
         if kind == "adapter":
-            check_tokens_on_both_sides(kind, models[False], server, connect, "keep", num_requests=2)
+            processes = [str(socket_folder(server.port) / f"{index}.sock") for index in range(2)]
+            check_tokens_on_both_sides(
+                kind, models[False], server, connect, "keep", num_requests=2, processes=processes
+            )
             check_a_killed_trainer(kind, models[False], server, connect)
             # Killed, it leaves nothing: engines, workers, and what coordinates them.
-            assert len(group_of(server)) >= 6
+            assert len(group_of(server)) >= 8
             server.process.kill()
             server.process.wait()
             deadline = time.monotonic() + 30
@@ -426,10 +433,13 @@ def check_a_hundred_updates(kind, folder, server, connect):
 
 
 class LongRequest(threading.Thread):
-    """A completion of 80 tokens, which takes long enough for a push in its middle."""
+    """A completion of 80 tokens, which takes long enough for a push in its middle. It is asked of
+    the API process with this socket, if one is named.
+    """
 
-    def __init__(self, server, model_name, engine=0, **options):
+    def __init__(self, server, model_name, engine=0, process=None, **options):
         super().__init__()
+        self.process = process
         self.headers = {"X-data-parallel-rank": str(engine)} if engine else {}
         self.body = {
             "model": model_name,
@@ -444,9 +454,9 @@ class LongRequest(threading.Thread):
         self.start()
 
     def run(self):
-        self.reply = httpx.post(
-            self.url, json=self.body, headers=self.headers, timeout=60, trust_env=False
-        )
+        transport = httpx.HTTPTransport(uds=self.process)
+        with httpx.Client(transport=transport, timeout=60, trust_env=False) as client:
+            self.reply = client.post(self.url, json=self.body, headers=self.headers)
 
     def result(self):
         self.join(60)
@@ -482,7 +492,7 @@ def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(
 
 
 def check_tokens_on_both_sides(
-    kind, folder, server, connect, in_flight, num_requests=1, backend="tcp"
+    kind, folder, server, connect, in_flight, num_requests=1, backend="tcp", processes=(None,)
 ):
     models = [policy(folder, kind) for _ in range(2)]
     for seed, model in enumerate(models):
@@ -490,7 +500,11 @@ def check_tokens_on_both_sides(
     sync = connect(server, backend=backend)
     for attempt in range(20):  # until the push falls into the middle of the requests
         sync.push(models[0], 0)
-        running = [LongRequest(server, sync.model_name, engine=i) for i in range(num_requests)]
+        running = [
+            LongRequest(server, sync.model_name, engine, process)
+            for engine in range(num_requests)
+            for process in processes
+        ]
         time.sleep(0.02 + 0.02 * attempt)
         sync.push(models[1], 1, in_flight=in_flight)
         results = [request.result() for request in running]

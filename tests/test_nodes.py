@@ -19,7 +19,14 @@ from tests.helpers import ROOT
 from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli import node_meeting, nodes, plan, rl
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
-from verifiers_rl.cli.node_meeting import GuestMeeting, Hello, HostMeeting, NodeError
+from verifiers_rl.cli.env_workers import LOST
+from verifiers_rl.cli.node_meeting import (
+    GuestMeeting,
+    Hello,
+    HostMeeting,
+    NodeError,
+    hello_of,
+)
 from verifiers_rl.cli.nodes import Node
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
@@ -284,6 +291,20 @@ def test_a_node_with_another_token_is_refused(meeting):
         meeting.host.begin(0.0)
 
 
+def test_an_environment_that_differs_between_nodes_is_found(tmp_path):
+    def same(text):
+        path = tmp_path / "rl.toml"
+        path.write_text(f'model = "m"\n[[env]]\nid = "e"\n{text}')
+        return hello_of(
+            load_run_config(path, checks_model=False), Node(0, 2, "h", 1, 1, 1), []
+        ).same
+
+    plain, weighted = same(""), same("weight = 2.0")
+    assert [name for name in plain if plain[name] != weighted[name]] == ["[[env]] 0 (e)"]
+    two = same('[[env]]\nid = "f"')
+    assert [name for name in plain if plain[name] != two[name]] == ["number of [[env]]"]
+
+
 def test_a_node_with_another_configuration_or_rank_is_refused(meeting):
     meeting.come(1, model="other")
     with pytest.raises(NodeError, match="node 1 has model='other', node 0 has model='m'; start"):
@@ -392,6 +413,15 @@ def test_a_server_that_does_not_start_ends_a_new_run_but_not_one_that_has_begun(
     capfd.readouterr()
     supervise(is_late=True, join="http://10.0.0.5:8000")
     assert "[inference] words --join http://10.0.0.5:8000" in capfd.readouterr().out
+
+
+def test_rollout_workers_that_have_run_and_only_die_now_end_their_node_alone(
+    supervise, monkeypatch, capfd
+):
+    command = [sys.executable, "-c", f"raise SystemExit({LOST})"]
+    monkeypatch.setattr(rl, "workers_command", lambda *_: command)
+    assert supervise(num_envs=1, num_servers=0, servers=["a:1"]) == (1, [])
+    assert f"rollout workers of this node ended with status {LOST}" in capfd.readouterr().err
 
 
 def test_rollout_workers_that_a_signal_ends_start_again_and_others_end_the_node(

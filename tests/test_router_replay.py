@@ -162,6 +162,11 @@ def test_experts_travel_with_their_samples_into_rows_with_shared_prefixes():
     assert of_row == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15],
                       [108, 109, 110, 111]]  # fmt: skip
     assert (microbatch.routed_experts[1] == -1).all()
+    # The last token of a reply has none, but a longer sample goes on behind it.
+    short, long = make_sample([1, 2], 0), make_sample([1, 2, 3], 100)
+    short.routed_experts[-1] = -1
+    microbatch = collate([short, long], [[0, 1]], [1.0] * 2, 0, num_shared=[0, 2])
+    assert microbatch.routed_experts[0, :, 0, 0].tolist() == [0, 104, 108]
     assert collate([plain], [[0]], [1.0], 0).routed_experts is None
     with pytest.raises(ValueError, match=r"routed_experts of shape \(1, 2, 2\) for 2 tokens"):
         Sample([8, 9], [0, 1], [0, -1], [-1, 0], routed_experts=np.zeros((1, 2, 2)))

@@ -446,7 +446,7 @@ def routes_after_an_update(in_flight, **answers):
         engine_core=core, output_processor=idle, errored=False, vllm_config=config_of()
     )
     body = {"connection": "c", "policy_version": 3, "in_flight": in_flight, "timeout_s": 1.0}
-    assert asyncio.run(routes.receive(engine, body)) == (200, {"policy_version": 3})
+    assert asyncio.run(routes.receive(engine, None, body)) == (200, {"policy_version": 3})
     return routes
 
 
@@ -509,7 +509,7 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
         routes.connection = "c"
         body = {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 1.0}
         with pytest.raises(WorkerError) if fails else nullcontext():
-            await routes.receive(engine, body)
+            await routes.receive(engine, None, body)
 
     monkeypatch.setattr("verifiers_rl.inference.server.check_plan", lambda *_: None)
     monkeypatch.setattr("verifiers_rl.inference.server.as_served", lambda plan, _: plan)
@@ -1191,18 +1191,18 @@ sys.stdin.read()
     [
         ({}, None),
         ({"api_server_count": 1, "data_parallel_size": 4, "data_parallel_size_local": 4}, None),
-        ({"api_server_count": 4}, "--api-server-count 4: vf-vllm has one API process"),
-        ({"api_server_count": 0}, "--api-server-count 0: vf-vllm has one API process"),
-        ({"headless": True}, "--headless: vf-vllm has one API process"),
-        ({"data_parallel_rank": 0}, "--data-parallel-rank: vf-vllm has one API process"),
-        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb: vf-vllm has one"),
+        ({"api_server_count": 4}, None),
+        ({"api_server_count": 0}, "--api-server-count 0: must be at least 1"),
+        ({"headless": True}, "--headless: all API processes and engines of a vf-vllm run on its"),
+        ({"data_parallel_rank": 0}, "--data-parallel-rank: all API processes and engines"),
+        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb: all API processes"),
         (
             {"data_parallel_size": 4, "data_parallel_size_local": 2},
             "--data-parallel-size-local 2: must be --data-parallel-size 4",
         ),
     ],
 )
-def test_flags_for_more_api_processes_are_refused(flags, message):
+def test_flags_for_processes_on_other_machines_are_refused(flags, message):
     found = error_of_processes(SimpleNamespace(**{"data_parallel_size": 1} | flags))
     assert found is None if message is None else found.startswith(message)
 

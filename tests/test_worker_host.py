@@ -1,10 +1,13 @@
 """Rollout workers of another machine, which here is loopback and a `WorkerHost` of this process."""
 
 import asyncio
+import errno
 import json
 import os
 import pickle
+import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,8 +29,14 @@ from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.messages import EnvWorkerError
 from verifiers_rl.envs.worker_host import WorkerHost
-from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, secret_of_workers
+from verifiers_rl.envs.workers import (
+    WorkerEnvironment,
+    WorkerLostError,
+    WorkerPool,
+    secret_of_workers,
+)
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.process import connections
 from verifiers_rl.types import Slots
 
 
@@ -39,15 +48,15 @@ def token(monkeypatch):
 
 @contextmanager
 def hosting(port, setup, token="of this run"):
-    """One worker of another machine."""
+    """One worker of another machine. `host.errors` has what ended it."""
     host = WorkerHost(("127.0.0.1", port), secret_of_workers(token), setup)
-    host.problems = []
+    host.errors = []
 
     def run():
         try:
             host.run(1)
         except EnvWorkerError as error:
-            host.problems.append(str(error))
+            host.errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -168,14 +177,113 @@ def test_a_host_with_another_token_is_refused(tmp_path):
         await env.open()
         try:
             with hosting(port, pool.setup(), token="of another run") as host:
-                await until(lambda: host.problems)
+                await until(lambda: host.errors)
                 assert len(pool.workers) == 1 and not host._running
-                return host.problems
+                return host.errors
         finally:
             await env.close()
 
-    (problem,) = asyncio.run(main())
-    assert "has another token, or another program listens there" in problem
+    (error,) = asyncio.run(main())
+    assert not isinstance(error, WorkerLostError)
+    assert "has another token, or another program listens there" in str(error)
+
+
+async def errors_of_host(tmp_path, setup):
+    """What ends a host with this setup, whose worker the pool here does not use."""
+    port = free_port()
+    pool = WorkerPool(1, 64, 60.0, ("127.0.0.1", port))
+    env = WorkerEnvironment(TroubledEnv(tmp_path), pool)
+    await env.open()
+    try:
+        with hosting(port, setup) as host:
+            await until(lambda: host.errors)
+            assert len(pool.workers) == 1
+            return host.errors
+    finally:
+        await env.close()
+
+
+def test_a_host_whose_workers_cannot_make_the_environment_gives_up_at_once(tmp_path, caplog):
+    elsewhere = WorkerPool(1, 64, 60.0)
+    WorkerEnvironment(TroubledEnv(tmp_path, makers=os.getpid()), elsewhere)
+    (error,) = asyncio.run(errors_of_host(tmp_path, elsewhere.setup()))
+    assert not isinstance(error, WorkerLostError)  # so the run ends at its start
+    assert "worker 0 could not make the environments" in str(error)
+    assert "is not used: ValueError: a file of the worker is missing" in caplog.text
+
+
+def test_a_worker_that_has_made_other_environments_is_not_used(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(worker_host, "MAX_DEATHS", 1)
+    elsewhere = WorkerPool(1, 64, 60.0)
+    env = TroubledEnv(tmp_path)
+    env.name = "another"
+    WorkerEnvironment(env, elsewhere)
+    asyncio.run(errors_of_host(tmp_path, elsewhere.setup()))
+    assert "is not used: it has made another, not env; start the same configuration" in caplog.text
+
+
+def test_a_trainer_that_is_not_reached_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(worker_host, "PATIENCE_S", 0.2)
+    pool = WorkerPool(1, 64, 60.0)
+    WorkerEnvironment(TroubledEnv(tmp_path), pool)
+    port, said = free_port(), []
+
+    async def main():
+        def hears():
+            said.append(capsys.readouterr().out)
+            return "does not reach the trainer" in said[-1]
+
+        with hosting(port, pool.setup()):
+            await until(hears)
+            await asyncio.sleep(0.5)
+
+    asyncio.run(main())
+    text = "".join([*said, capsys.readouterr().out])
+    assert text.count(f"does not reach the trainer at 127.0.0.1:{port} (") == 1
+    assert "Does a firewall stop it? The port is MASTER_PORT + 2" in text
+
+
+def test_a_group_whose_machine_is_lost_begins_again_on_another_one():
+    asked = []
+
+    class Fake:
+        answers = True
+
+        def __init__(self, machine, num_groups):
+            self.machine, self.num_groups = machine, num_groups
+
+        async def run_group(self, request, on_rollout_end):
+            asked.append((self.machine, self.num_groups))
+            if self.machine == "b":
+                raise WorkerLostError("lost")
+            return []
+
+    pool = WorkerPool(1, 64, 60.0)
+    pool.workers = [Fake("b", 0), Fake("b", 1), Fake("", 2)]
+    assert asyncio.run(pool.run_group({}, lambda: None)) == ([], 1)
+    assert asked == [("b", 0), ("", 2)]
+
+
+def test_a_door_stays_open_when_a_connection_cannot_be_accepted(monkeypatch):
+    monkeypatch.setattr(connections, "AGAIN_S", 0.01)
+    accept, failed = socket.socket.accept, threading.Event()
+
+    def fail_once(listener):
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    port, guests = free_port(), queue.SimpleQueue()
+    door = connections.Door("127.0.0.1", port, "s", lambda number, guest: guests.put(guest))
+    try:
+        with socket.create_connection(("127.0.0.1", port), 10) as connection:
+            connections.check_trainer(connection, 3, "s")
+            guests.get(timeout=10).close()
+        assert failed.is_set()
+    finally:
+        door.close()
 
 
 def test_a_host_whose_workers_only_die_gives_up(tmp_path, monkeypatch):
@@ -186,13 +294,13 @@ def test_a_host_whose_workers_only_die_gives_up(tmp_path, monkeypatch):
             await until(lambda: 0 in host._running and len(pool.workers) == 2)
             os.kill(pid_elsewhere(host), signal.SIGKILL)
             await until(lambda: len(pool.workers) == 1)
-        await until(lambda: host.problems)
-        return host.problems
+        await until(lambda: host.errors)
+        return host.errors
 
-    (problem,) = roll_out(tmp_path, use)
-    assert "rollout worker 0 ended 2 times within 60 s of its start, at last with status -9" in (
-        problem
-    )
+    (error,) = roll_out(tmp_path, use)
+    assert isinstance(error, WorkerLostError)  # so the run goes on without them
+    said = "rollout worker 0 ended 2 times within 60 s of its start, at last with status -9"
+    assert said in str(error)
 
 
 def test_workers_elsewhere_need_the_runs_token_and_a_free_port(tmp_path, monkeypatch):

@@ -264,7 +264,9 @@ def collate(
             input_ids[r, start:stop] = sample.token_ids[common:]
             position_ids[r, start:stop] = np.arange(common, len(path))
             if experts is not None and sample.routed_experts is not None:
-                experts[r, start:stop] = sample.routed_experts[common:]
+                # The end of an earlier sample has none, where a later one goes on.
+                known = experts[r, path]
+                experts[r, path] = np.where(known < 0, sample.routed_experts, known)
             visible_until[r, path] = stop
             if stop > start:
                 segments.append(Segment(r, start, stop, path))

@@ -58,7 +58,8 @@ def routers_of(model: nn.Module) -> list[tuple[int, Any]]:
         num_experts, weight = getattr(module, "num_experts", None), getattr(module, "weight", None)
         layer = re.search(r"\blayers\.(\d+)\.", name)
         is_router = isinstance(getattr(module, "top_k", None), int) and num_experts is not None
-        if is_router and layer and weight is not None and weight.shape[0] == num_experts:
+        shape = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))  # ds_shape: of ZeRO-3
+        if is_router and layer and shape[0] == num_experts:
             found.append((int(layer[1]), module))
     return found
 

@@ -101,11 +101,8 @@ def connect(
         weight_sync = pool
     else:
         client.check_model(policy.config)
-    if args.router_replay and not status.get("returns_experts"):
-        raise InferenceServerError(
-            f"router_replay=True: the server at {client.base_url} returns no experts; start "
-            "vf-vllm with --enable-return-routed-experts (vLLM 0.31)"
-        )
+    if args.router_replay:
+        (pool or client).check_experts()
     if args.deterministic:
         check_determinism(status, client.base_url)
     if weight_sync is None:

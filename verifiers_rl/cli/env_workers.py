@@ -13,12 +13,14 @@ from typing import Any, NoReturn
 
 from verifiers_rl.cli.errors import fail
 
+LOST = 4  # exit status where workers ran, and at last only died
+
 
 def main() -> None:
     """Run until the process that started us ends us.
 
     The words of the command: host and port where the trainer lets workers in, then those of the
-    configuration. A status of 1 means that the workers cannot run here.
+    configuration. A status of 1 means that the workers cannot run here; LOST, that they ran.
     """
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         from verifiers_rl.process.parent import die_with_parent
@@ -29,13 +31,16 @@ def main() -> None:
     from verifiers_rl.envs.base import InvalidEnvironmentError
     from verifiers_rl.envs.messages import EnvWorkerError
     from verifiers_rl.envs.worker_host import WorkerHost
-    from verifiers_rl.envs.workers import secret_of_workers
-    from verifiers_rl.inference.client import TOKEN_VARIABLE
+    from verifiers_rl.envs.workers import WorkerLostError, secret_of_workers
+    from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceServerError
 
     host, _, port = sys.argv[1].rpartition(":")
     try:
         setup, num_workers = prepare(sys.argv[2:])
-    except (ConfigError, InvalidEnvironmentError, TomlError) as error:
+    except (
+        *(ConfigError, InferenceServerError, InvalidEnvironmentError),
+        *(OSError, TomlError),
+    ) as error:
         fail(error)
     secret = secret_of_workers(os.environ[TOKEN_VARIABLE])
     workers = WorkerHost((host, int(port)), secret, setup)
@@ -50,6 +55,9 @@ def main() -> None:
     print(f"{num_workers} rollout worker(s) for the trainer at {host}:{port}", flush=True)
     try:
         workers.run(num_workers)
+    except WorkerLostError as error:
+        print(f"vf-rl: {error}", file=sys.stderr)
+        sys.exit(LOST)
     except EnvWorkerError as error:
         fail(error)
     finally:
@@ -65,6 +73,8 @@ def prepare(words: list[str]) -> tuple[bytes, int]:
     Raises:
         ConfigError, InvalidEnvironmentError, TomlError: they cannot be loaded, or a worker could
             not make them again.
+        InferenceServerError: a teacher has another vocabulary.
+        OSError: there is no tokenizer.
     """
     from transformers import AutoTokenizer
 

@@ -16,7 +16,9 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any
 
 from verifiers_rl.cli.config import RunConfig
@@ -64,7 +66,11 @@ class Hello:
 def hello_of(config: RunConfig, node: Node, servers: list[str]) -> Hello:
     same: dict[str, Any] = {"WORLD_SIZE": node.num_nodes, "trainer_nodes": node.num_trainers}
     same |= {"inference_nodes": node.num_servers, "env_nodes": node.num_envs}
-    same |= {"model": config.model}
+    same |= {"model": config.model, "verifiers_rl": version("verifiers_rl")}
+    same["number of [[env]]"] = len(config.envs)
+    for number, env in enumerate(config.envs):
+        text = json.dumps(asdict(env), sort_keys=True, default=str)
+        same[f"[[env]] {number} ({env.name})"] = sha256(text.encode()).hexdigest()[:12]
     return Hello(servers, same)
 
 

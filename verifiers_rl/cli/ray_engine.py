@@ -292,11 +292,12 @@ class RayRun:
             print(f"vf-rl: node {rank} is lost again, and is not placed again", file=sys.stderr)
             return False
         print(f"vf-rl: node {rank} is lost; Ray places it again", flush=True)
-        old = self._actors.pop(rank)
+        old = self._actors.pop(rank, None)
 
         def start() -> None:
             try:
-                self._ray.kill(old)
+                if old is not None:
+                    self._ray.kill(old)
                 self.start_node(rank)
             except (self._ray.exceptions.RayError, TomlError) as error:
                 print(f"vf-rl: node {rank}: {error}", file=sys.stderr)

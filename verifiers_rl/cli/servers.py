@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from verifiers_rl.cli import env_workers
 from verifiers_rl.cli.children import Child, answers, ended_early
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.node_meeting import NodeError
@@ -105,7 +106,8 @@ class SupervisedWorkers:
         """Start it again if a signal has ended it.
 
         Raises:
-            NodeError: it has ended by itself, or too often.
+            NodeError: it has ended by itself, or too often. Only workers that cannot start here
+                end the run; others cost their own work.
         """
         if self.child.process.poll() is None:
             return
@@ -115,7 +117,7 @@ class SupervisedWorkers:
         if status >= 0 or self._num_deaths > MAX_RESTARTS:
             raise NodeError(
                 f"the rollout workers of this node ended with status {status}; see their output",
-                does_not_start=True,
+                does_not_start=status >= 0 and status != env_workers.LOST,
             )
         print(f"\nvf-rl: a signal ({-status}) ended the rollout workers; starting them again")
         self.child = self._start()

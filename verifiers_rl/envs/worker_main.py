@@ -29,6 +29,8 @@ from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Slots
 
+NOT_MADE = 3  # exit status of a worker that could not make its environments
+
 
 def main(descriptor: int, stack: int, parent: int) -> None:
     """Run until the orchestrator's process closes the connection. What to run is read from stdin.
@@ -61,17 +63,18 @@ def main(descriptor: int, stack: int, parent: int) -> None:
     logging.disable(logging.NOTSET)
     if problem is not None:
         connection.sendall(b"".join(frame({"problem": problem})))
-        return
+        sys.exit(NOT_MADE)
     # Ctrl-C may reach us too, but the trainer decides when we end. Set after the environments are
     # made, because environments set a handler of their own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
-    asyncio.run(_serve(connection, stack, runners, setup))
+    has_opened = asyncio.run(_serve(connection, stack, runners, setup))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without what compiled modules print when they are unloaded
+    # Without what compiled modules print when they are unloaded.
+    os._exit(0 if has_opened else NOT_MADE)
 
 
 def _read(stream: Any) -> bytes:
@@ -150,15 +153,16 @@ class _Places:
 
 async def _serve(
     connection: socket.socket, stack: int, runners: list[ExampleRunner], setup: dict[str, Any]
-) -> None:
+) -> bool:
+    """Run groups until the connection ends. Return False if the environments did not open."""
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
         await asyncio.gather(*(runner.open() for runner in runners))
     except Exception as error:  # whatever the environment's own code raises
         writer.writelines(frame({"problem": describe_error(error)}))
         await writer.drain()
-        return
-    writer.writelines(frame({"problem": None}))
+        return False
+    writer.writelines(frame({"problem": None, "environments": setup["environments"]}))
     files = max(runner.files_per_rollout for runner in runners)
     slots = Slots(rollouts_at_once(setup["max_concurrent"], files))
     running: dict[int, asyncio.Task[None]] = {}
@@ -210,6 +214,7 @@ async def _serve(
         task.cancel()
     await asyncio.gather(*tasks, is_alive, return_exceptions=True)
     await asyncio.gather(*(runner.close() for runner in runners))
+    return True
 
 
 async def _say_alive(

@@ -208,11 +208,13 @@ class WorkerPool:
         """Use a worker of another machine, once it has made the environments."""
         try:
             keep(connection)
-            name = f"worker {number} on {connection.getpeername()[0]}"
+            machine = connection.getpeername()[0]
+            name = f"worker {number} on {machine}"
         except OSError:
             connection.close()  # it has left already
             return
         worker = _RemoteWorker(name, self.names, self._silent_s, self.workers.remove)
+        worker.machine = machine
         try:
             if problem := await worker.open(connection, self._load_s):
                 logger.warning("environment %r: %s is not used: %s", self.names, name, problem)
@@ -234,6 +236,7 @@ class WorkerPool:
             "max_concurrent": self._max_concurrent,
             "alive_s": ALIVE_S,
             "blocked_s": BLOCKED_S,
+            "environments": self.names,
         }
 
     async def close(self) -> None:
@@ -265,13 +268,19 @@ class WorkerPool:
             EnvWorkerError: the worker could not run the group, or workers died with it
                 `MAX_ATTEMPTS` times.
         """
+        lost: set[str] = set()  # machines, whose other workers may be lost with this one
         for num_restarts in itertools.count():
-            worker = min(self.workers, key=lambda one: (not one.answers, one.num_groups))
+            worker = min(
+                self.workers,
+                key=lambda one: (not one.answers, one.machine in lost, one.num_groups),
+            )
             try:
                 return await worker.run_group(request, on_rollout_end), num_restarts
             except WorkerLostError:
                 if num_restarts + 1 == MAX_ATTEMPTS:
                     raise
+                if worker.machine:
+                    lost.add(worker.machine)
         raise AssertionError("unreachable")
 
 
@@ -391,6 +400,7 @@ class _Worker:
     Attributes:
         num_groups: groups that it was given and has not returned.
         num_deaths: since it returned a group.
+        machine: the address of the machine where it runs; "" for this one.
         is_silent: it was reported as blocked, and has said nothing since.
     """
 
@@ -399,6 +409,7 @@ class _Worker:
         self.names = names
         self.num_groups = 0
         self.num_deaths = 0
+        self.machine = ""
         self.is_silent = False
         self._silent_s = silent_s
         self._reader = asyncio.StreamReader()
@@ -421,7 +432,13 @@ class _Worker:
             OSError: the connection broke.
             TimeoutError: it did not say so within `load_s`.
         """
-        return (await asyncio.wait_for(receive(self._reader), load_s))[0]["problem"]
+        said, _ = await asyncio.wait_for(receive(self._reader), load_s)
+        if said["problem"] is None and said["environments"] != self.names:
+            return (
+                f"it has made {said['environments']}, not {self.names}; start the same "
+                "configuration on all machines"
+            )
+        return said["problem"]
 
     def _begin(self) -> None:
         self.is_silent = False
@@ -520,7 +537,7 @@ class _Worker:
                     self.names,
                     self.name,
                     BLOCKED_S,
-                    self._where_it_is() or "It says nothing of where it is: is it stopped?",
+                    self._where_it_is(),
                 )
         logger.warning("environment %r: %s is ended", self.names, self.name)
         self._kill()
@@ -532,8 +549,8 @@ class _Worker:
                 task.cancel()
 
     def _where_it_is(self) -> str:
-        """Return where the environment's code blocked the event loop, if that is known."""
-        return ""
+        """Return where the environment's code has blocked the event loop, as far as is known."""
+        raise NotImplementedError
 
     def _kill(self) -> None:
         """End the worker, which says nothing. Its connection ends then."""
@@ -638,7 +655,9 @@ class _LocalWorker(_Worker):
         size = os.fstat(self._stack.fileno()).st_size
         text = os.pread(self._stack.fileno(), size, 0).decode(errors="replace")
         last = text.rpartition("Timeout")[2].partition("\n")[2]
-        return f"Its event loop is blocked here:\n{last}" if last else ""
+        if not last:
+            return "It says nothing of where it is: is it stopped?"
+        return f"Its event loop is blocked here:\n{last}"
 
     async def _how_it_ended(self, error: Exception) -> str:
         assert self._process is not None
@@ -692,6 +711,9 @@ class _RemoteWorker(_Worker):
         if problem is None:
             self._begin()
         return problem
+
+    def _where_it_is(self) -> str:
+        return "Where its event loop is blocked stands in the output of that machine."
 
     async def until_lost(self) -> None:
         await self._is_lost.wait()

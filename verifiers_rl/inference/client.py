@@ -185,6 +185,14 @@ class InferenceClient:
                 f"{'; '.join(different)}. Start it with the trainer's model"
             )
 
+    def check_experts(self) -> None:
+        """Raise InferenceServerError unless the server returns the experts of its tokens."""
+        if not self.status().get("returns_experts"):
+            raise InferenceServerError(
+                f"router_replay=True: the server at {self.base_url} returns no experts; start "
+                "vf-vllm with --enable-return-routed-experts (vLLM 0.31)"
+            )
+
     def join(self, host: str, port: int) -> None:
         """POST /weight_sync/join: tell this server's trainer of another server."""
         self._call("POST", "/weight_sync/join", {"host": host, "port": port})

@@ -290,6 +290,12 @@ class ReplicaPool:
             if replica.state != State.DEAD:
                 replica.client.check_model(config)
 
+    def check_experts(self) -> None:
+        """Raise InferenceServerError if a server that answers returns no experts."""
+        for replica in self.replicas:
+            if replica.state != State.DEAD:
+                replica.client.check_experts()
+
     def _wait_for(self, number: int) -> None:
         deadline = time.monotonic() + self.timeout_s
         num_known = 0

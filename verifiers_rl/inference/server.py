@@ -38,6 +38,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
 import time
@@ -47,6 +48,13 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from verifiers_rl.inference import routed_experts
+from verifiers_rl.inference.api_processes import (
+    STEP_PATH,
+    ApiProcesses,
+    Step,
+    prepare_sockets,
+    socket_folder,
+)
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, PUSH_HEADER, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import (
@@ -57,6 +65,7 @@ from verifiers_rl.inference.expected import (
 )
 from verifiers_rl.inference.in_flight import InFlight, Request
 from verifiers_rl.inference.joining import announce, join_error
+from verifiers_rl.inference.packed_tokens import EXPERTS_FIELD
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.inference.token_route import (
     NUM_TIES,
@@ -98,6 +107,7 @@ OTHER_PROCESSES = (
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
 COUNT_DEADLINE_S = 10.0
+STEP_DEADLINE_S = 2 * COUNT_DEADLINE_S + 5.0  # of another API process
 RESUME_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 30.0
 CACHE_DEADLINE_S = 60.0
@@ -155,6 +165,7 @@ class WeightSyncRoutes:
         self.lock = asyncio.Lock()  # one update at a time
         self.open = asyncio.Event()  # cleared while an update counts the tokens in flight
         self.open.set()
+        self.processes = ApiProcesses()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request as HTTPRequest
@@ -162,12 +173,19 @@ class WeightSyncRoutes:
 
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
+        elif scope["type"] == "lifespan":
+            self.processes = ApiProcesses.of(scope["app"].state)
+            async with self.processes.serving(scope["app"]):
+                await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await self.app(scope, receive, send)
         elif refusal := self.refusal(scope):
             await JSONResponse({"error": refusal[1]}, refusal[0])(scope, receive, send)
         elif scope["method"] == "OPTIONS" or scope["path"].rstrip("/") in OTHER_PATHS:
             await self.app(scope, receive, send)
+        elif scope["path"].startswith("/weight_sync/") and self.is_for_first(scope):
+            keep_alive(getattr(scope["app"].state, "server", None), scope.get("client"))
+            await self.processes.forward(scope, receive, send)
         elif scope["path"].startswith("/weight_sync/"):
             status, reply = await self.answer(HTTPRequest(scope, receive))
             if isinstance(reply, Holder):
@@ -187,6 +205,10 @@ class WeightSyncRoutes:
             served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
             reply = {"error": f"vf-vllm does not serve {scope['path']}, only {served}"}
             await JSONResponse(reply, 404)(scope, receive, send)
+
+    def is_for_first(self, scope: Any) -> bool:
+        """Return whether a control request has reached another process than the first one."""
+        return not self.processes.is_first and scope["path"] != STEP_PATH
 
     def refusal(self, scope: Any) -> tuple[int, str] | None:
         """Return status and reason if this request may not be served, else None. Refused are
@@ -283,6 +305,11 @@ class WeightSyncRoutes:
             tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
         except ValueError as error:
             raise BadRequest(error) from error
+        if tokens.has_experts and not returns_experts(engine.vllm_config):
+            raise BadRequest(
+                f"{EXPERTS_FIELD}: this server returns none; start it with "
+                "--enable-return-routed-experts"
+            )
         if not self.takes_tokens:
             take_over(state.openai_serving_chat, engine)
             self.takes_tokens = True
@@ -320,10 +347,12 @@ class WeightSyncRoutes:
                 body = await json_of(request)
                 async with self.lock:
                     return await self.connect(engine, request.app.state, body)
+            if route == ("POST", STEP_PATH) and request.client is None:  # through a UNIX socket
+                return await self.step_of_first(engine, request.app.state, await json_of(request))
             if route == ("POST", "/weight_sync/receive"):
                 body = await json_of(request)
                 async with self.lock:
-                    return await self.receive(engine, body)
+                    return await self.receive(engine, request.app.state, body)
             if route == ("POST", "/weight_sync/adapter"):
                 return await self.receive_adapter(engine, request)
         except BadRequest as error:
@@ -389,6 +418,8 @@ class WeightSyncRoutes:
     async def status(self, engine: Any, state: Any) -> tuple[int, dict[str, Any]]:
         if engine.errored:
             return 503, {"error": "vLLM's engine is dead; see the server's log"}
+        if missing := self.processes.missing():
+            return 503, {"error": f"API processes {missing} have not started yet"}
         config = engine.vllm_config
         text = config.model_config.hf_config.get_text_config()
         lora = config.lora_config
@@ -421,10 +452,6 @@ class WeightSyncRoutes:
     async def connect(
         self, engine: Any, state: Any, body: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        from vllm.lora.request import LoRARequest
-
-        from verifiers_rl.inference.worker import ADAPTER_ID
-
         require(body, backend=str, timeout_s=float, plan=dict, trainer=str)
         is_http = body["backend"] == "http"
         if not is_http:
@@ -467,17 +494,14 @@ class WeightSyncRoutes:
             )
         plan = await asyncio.to_thread(as_served, plan, hf_config)
         body = {**body, "plan": asdict(plan)}
-        self.connection = self.policy_version = None  # of a previous trainer
+        self.connection = None  # of a previous trainer
+        await self.all_step(engine, state, "connect", has_adapter=False)
         async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():
             await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
         self.connection = secrets.token_hex(8)
         self.body_bytes = num_bytes if is_http else None
         if plan.kind == "adapter":
-            # The name by which requests reach the adapter.
-            # The path is never read: the tensors come from memory.
-            state.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
-                lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
-            )
+            await self.all_step(engine, state, "connect", has_adapter=True)
         return 200, {"connection": self.connection}
 
     async def receive_adapter(self, engine: Any, request: Any) -> tuple[int, dict[str, Any]]:
@@ -490,7 +514,7 @@ class WeightSyncRoutes:
             raise BadRequest(f"a body of {length} bytes: this connection's plan has {wanted}")
         data = await read_exactly(request, wanted, body["timeout_s"])
         async with self.lock:
-            return await self.receive(engine, body, data)
+            return await self.receive(engine, request.app.state, body, data)
 
     def refusal_of_push(self, body: Any, carries: bool) -> tuple[int, dict[str, Any]] | None:
         """Return the reply to a push that this connection does not take, else None.
@@ -514,28 +538,77 @@ class WeightSyncRoutes:
         return None
 
     async def receive(
-        self, engine: Any, body: dict[str, Any], data: bytes | None = None
+        self, engine: Any, state: Any, body: dict[str, Any], data: bytes | None = None
     ) -> tuple[int, dict[str, Any]]:
         """Let the workers take one push, or this one if `data` has it."""
         if refusal := self.refusal_of_push(body, carries=data is not None):
             return refusal
         # Requests may be running. They are frozen during the swap and continue on the new weights.
         running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
+        running = running or self.processes.num > 1  # the others may have requests
         freezes = running or steps_together(engine)
         timeout_s = body["timeout_s"]
-        self.open.clear()
         try:
+            await self.all_step(engine, state, "close")
             async with paused(engine, timeout_s) if freezes else nullcontext():
-                await self.in_flight.all_counted(COUNT_DEADLINE_S)
-                self.policy_version = None  # two versions are mixed until the load is done
+                await self.all_step(engine, state, "count")
                 carried = () if data is None else (data,)
                 await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s, *carried)
                 await self.drop_caches(engine, running, body["in_flight"] == "recompute")
-                self.policy_version = body["policy_version"]
-                self.in_flight.swap(self.policy_version)
+                swapped = {"policy_version": body["policy_version"], "is_salted": self.is_salted}
+                await self.all_step(engine, state, "swap", **swapped)
         finally:
-            self.open.set()
+            await self.all_step(engine, state, "open")
         return 200, {"policy_version": self.policy_version}
+
+    async def all_step(self, engine: Any, state: Any, step: Step, **fields: Any) -> None:
+        """Do a step of a push in all API processes."""
+        await asyncio.gather(
+            self.step(engine, state, step, **fields),
+            self.processes.tell_others(step, STEP_DEADLINE_S, **fields),
+        )
+
+    async def step_of_first(self, engine: Any, state: Any, body: Any) -> tuple[int, dict[str, Any]]:
+        """Do a step that the first API process asks for."""
+        require(body, step=str)
+        if body["step"] == "count":
+            # The engines' answer reaches this process behind the tokens of its requests.
+            await call_engines(engine, COUNT_DEADLINE_S, "is_scheduler_paused")
+        await self.step(engine, state, **body)
+        return 200, {}
+
+    async def step(
+        self,
+        engine: Any,
+        state: Any,
+        step: Step,
+        has_adapter: bool = False,
+        policy_version: int = 0,
+        is_salted: bool = False,
+    ) -> None:
+        """Do a step of a push in this API process: see `receive`."""
+        if step == "connect":
+            self.policy_version = None
+            if has_adapter:
+                from vllm.lora.request import LoRARequest
+
+                from verifiers_rl.inference.worker import ADAPTER_ID
+
+                # The name by which requests reach the adapter.
+                # The path is never read: the tensors come from memory.
+                state.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
+                    lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
+                )
+        elif step == "close":
+            self.open.clear()
+        elif step == "count":
+            await self.in_flight.all_counted(COUNT_DEADLINE_S)
+            self.policy_version = None  # two versions are mixed until the load is done
+        elif step == "swap":
+            self.policy_version, self.is_salted = policy_version, is_salted
+            self.in_flight.swap(policy_version)
+        else:
+            self.open.set()
 
     async def drop_caches(self, engine: Any, running: bool, recompute: bool) -> None:
         """Drop cached keys and values, because they are those of the old weights. `recompute` drops
@@ -864,27 +937,24 @@ def generation_keys(args: Any, token: str) -> list[str]:
 
 
 def error_of_processes(args: Any) -> str | None:
-    """Return an error if these flags ask for another API process, here or on another machine.
+    """Return an error if these flags ask for no API process, or for processes on other machines.
 
-    One process must see every request, because it cuts the requests' tokens into policy versions
-    when weights change. vLLM's own command starts the others; this one would ignore the flags.
+    The API processes agree about each push, because each cuts its requests' tokens into policy
+    versions when weights change. They do so on one machine.
     """
-    alone = "vf-vllm has one API process, which knows the policy version of every token"
-    if (count := getattr(args, "api_server_count", None)) not in (None, 1):
-        return (
-            f"--api-server-count {count}: {alone}. Leave the flag out; for more tokens/s than one "
-            "process passes on, start several servers (docs/scaling.md)"
-        )
+    alone = "all API processes and engines of a vf-vllm run on its machine"
+    if (count := getattr(args, "api_server_count", None)) is not None and count < 1:
+        return f"--api-server-count {count}: must be at least 1"
     for name in OTHER_PROCESSES:
         value = getattr(args, name, None)
         if value is not None and value is not False:  # rank 0 counts
             flag = f"--{name.replace('_', '-')}"
-            return f"{flag}: {alone}, and --data-parallel-size alone starts its engines here"
+            return f"{flag}: {alone}, and --data-parallel-size alone starts the engines"
     size, here = args.data_parallel_size, getattr(args, "data_parallel_size_local", None)
     if here is not None and here != size:
         return (
-            f"--data-parallel-size-local {here}: must be --data-parallel-size {size}, because all "
-            "engines of a vf-vllm run on its machine; leave the flag out"
+            f"--data-parallel-size-local {here}: must be --data-parallel-size {size}, because "
+            f"{alone}; leave the flag out"
         )
     return None
 
@@ -898,6 +968,18 @@ def end_without_noise() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def run_processes(parts: Any, args: Any) -> None:
+    """Run several API processes until they end."""
+    if problem := prepare_sockets(args.port):
+        sys.exit(f"vf-vllm: {problem}")
+    try:
+        parts.run_api_processes(args)
+    except SystemExit:
+        pass  # how vLLM ends them at a signal
+    finally:
+        shutil.rmtree(socket_folder(args.port), ignore_errors=True)
 
 
 def main() -> None:
@@ -996,7 +1078,10 @@ def main() -> None:
     if args.join:
         announce(args.join, args.host, args.port)
     with reservation:
-        uvloop.run(parts.run_server(args))
+        if args.api_server_count in (None, 1):
+            uvloop.run(parts.run_server(args))
+        else:
+            run_processes(parts, args)
     end_without_noise()
 
 

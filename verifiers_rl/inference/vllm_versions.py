@@ -24,16 +24,21 @@ class ServerParts(NamedTuple):
     make_arg_parser: Any
     validate_parsed_serve_args: Any
     run_server: Any
+    run_api_processes: Any
 
 
 def server_parts() -> ServerParts:
+    from vllm.entrypoints.cli.serve import run_multi_api_server
+
     try:
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     except ModuleNotFoundError:  # 0.26, 0.27
         from vllm.entrypoints.openai.api_server import run_server
         from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-    return ServerParts(make_arg_parser, validate_parsed_serve_args, run_server)
+    return ServerParts(
+        make_arg_parser, validate_parsed_serve_args, run_server, run_multi_api_server
+    )
 
 
 def online_quantizations() -> tuple[str, ...]:
@@ -159,6 +164,8 @@ class GptOssReload:
 
         parameters = dict(self._model.named_parameters())
         for name, tensor in self._sinks.items():
+            if name not in parameters:
+                continue  # of another stage of the pipeline
             num_heads = parameters[name].numel()
             start = get_tensor_model_parallel_rank() * num_heads
             parameters[name].data.copy_(tensor[start : start + num_heads])

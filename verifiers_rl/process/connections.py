@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 HELLO_S = 10.0  # for a handshake; a stranger may send nothing
+AGAIN_S = 1.0  # until the next attempt to accept a connection
 MAX_STRANGERS = 64  # connections whose proof is awaited at a time
 # A machine that is lost closes no connection. TCP probes a silent one after so many seconds, again
 # after so many, so many times.
@@ -45,19 +46,22 @@ class Door:
     ) -> None:
         self._secret, self._on_guest = secret, on_guest
         self._asked = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._is_closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def close(self) -> None:
+        self._is_closed.set()
         close_all([self._listener])  # which wakes the thread
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # closed, or this process has no file left, which may pass
+                self._is_closed.wait(AGAIN_S)
+                continue
             if self._asked.acquire(blocking=False):
                 threading.Thread(target=self._ask, args=(connection,), daemon=True).start()
             else:
