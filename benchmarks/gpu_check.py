@@ -101,6 +101,8 @@ def all_checks(folder: Path) -> list[Check]:
               [*step, "--shape", "qwen3-4b", "--lora", "--samples", "53"], 400, 1, mfu),
         Check("train_step.py, small, all weights, compiled: MFU",
               [*step, "--compiled"], 240, 1, mfu),
+        Check("mismatch.py: a server that quantises to fp8, trainer in bfloat16",
+              [PYTHON, "benchmarks/mismatch.py", "--fp8"], 240),
         Check("flex attention keeps samples of a row apart",
               [*flex, "tests/test_logprobs.py"], 150, 1, None, is_test=True),
     ]  # fmt: skip

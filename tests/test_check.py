@@ -5,9 +5,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.conftest import free_port
 from tests.helpers import EXAMPLE, HAS_CLASSIC, example_table, load_example, make_tiny_model
@@ -15,6 +17,7 @@ from tests.test_e2e_train import processes_of, write_run
 from verifiers_rl.cli.check import Preflight, check_versions
 from verifiers_rl.cli.config import EnvTable, RunConfig, toml_arguments
 from verifiers_rl.logprobs import token_logprobs_and_entropy
+from verifiers_rl.types import Sample
 
 
 @pytest.fixture
@@ -245,6 +248,33 @@ def test_logprobs_tell_which_weights_the_server_has(
         assert logprobs.startswith("FIX   logprobs: ") and message in logprobs
 
 
+def test_rollouts_sampled_by_top_p_alone_name_the_sampling_mask(make_preflight, capsys):
+    preflight = make_preflight({"top_p": 0.9, "temperature": 0.7})
+    for name in ("gpus", "options", "trainer_model"):
+        preflight.line(name, getattr(preflight, f"check_{name}"))
+    preflight.client.close()
+    status = {"dtype": "float32", "head_dtype": "float32", "policy_version": None}
+    preflight.client = SimpleNamespace(status=lambda: status, close=lambda: None)
+    ids = torch.arange(40) * 7 % 250
+    logits = make_tiny_model()(input_ids=ids[None]).logits[0, :-1].detach()
+    logprobs = token_logprobs_and_entropy(logits, ids[1:], 0.7)[0].numpy()
+    mask = [0, *[1] * 39]
+    preflight.samples = [Sample(ids, mask, [0.0, *(logprobs + 0.1)], [-1, *[0] * 39])]
+    capsys.readouterr()
+    preflight.line("mismatch", preflight.check_mismatch)
+    *table, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("ok    mismatch: mismatch_kl 4.8e-03 over 39 tokens, 1.0e-01 nats apart")
+    assert table[1].split()[:2] == ["all", "39"]
+    assert "to mend it: sampling_mask = true: top_p took tokens away" in table[-1]
+    preflight.samples[0].inference_logprobs[1:] = logprobs + 0.5
+    preflight.line("mismatch", preflight.check_mismatch)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("FIX   mismatch: ") and "above 0.02; sampling_mask = true" in line
+    status["policy_version"] = 3
+    preflight.line("mismatch", preflight.check_mismatch)
+    assert "weights of an earlier trainer" in capsys.readouterr().out
+
+
 def test_another_tokenizer_on_the_server(make_preflight, lines, monkeypatch):
     preflight = make_preflight()
     lines(preflight, "options", "tokenizer", "environment", "first_prompt")
@@ -256,6 +286,7 @@ def test_another_tokenizer_on_the_server(make_preflight, lines, monkeypatch):
 
 
 def test_the_file_may_follow_check_without_an_at_sign():
+    assert toml_arguments(["--check-layers", "a.toml"]) == ([Path("a.toml")], ["--check-layers"])
     for words in (["--check", "a.toml"], ["--check", "@", "a.toml"], ["@a.toml", "--check"]):
         assert toml_arguments(words) == ([Path("a.toml")], ["--check"])
 
@@ -263,9 +294,9 @@ def test_the_file_may_follow_check_without_an_at_sign():
 # --- Through the command ----------------------------------------------------------------------
 
 
-def run_check(toml, **environment):
+def run_check(toml, what="--check", **environment):
     return subprocess.run(
-        [sys.executable, "-m", "verifiers_rl.cli.rl", "--check", "@", str(toml)],
+        [sys.executable, "-m", "verifiers_rl.cli.rl", what, "@", str(toml)],
         capture_output=True,
         text=True,
         timeout=400,
@@ -299,7 +330,8 @@ def test_what_is_wrong_has_a_line_each_and_no_server_starts(model_folder, tmp_pa
         "trainer's model": "ok",
         "server": "skip",
         "server's tokenizer": "skip",
-        "one rollout": "skip",
+        "rollouts": "skip",
+        "mismatch": "skip",
         "one weight sync": "skip",
         "logprobs": "skip",
     }
@@ -312,12 +344,18 @@ def test_a_run_that_works_is_ok_and_leaves_nothing_behind(warm_start, tmp_path):
     toml = write_run(tmp_path, warm_start)
     # A short name: vLLM's sockets lie there, and their paths have 107 characters at most.
     with tempfile.TemporaryDirectory() as temporary:
-        done = run_check(toml, VF_RL_TEST=str(tmp_path), TMPDIR=temporary)
+        done = run_check(toml, "--check-layers", VF_RL_TEST=str(tmp_path), TMPDIR=temporary)
         left = list(Path(temporary).glob("vf-rl-check-*"))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     first, *checks, last = done.stdout.splitlines()
     assert first == f"vf-rl: checking {toml}" and last.startswith("vf-rl: all is ok, after ")
-    assert [line[:6] for line in checks if not line.startswith("      ")] == ["ok    "] * 16
+    assert [line[:6] for line in checks if not line.startswith("      ")] == ["ok    "] * 18
+    assert any(line.startswith("ok    layers: no layer stands out; ") for line in checks)
+    num_layers = AutoConfig.from_pretrained(warm_start).num_hidden_layers
+    assert sum(line.startswith("      behind layer ") for line in checks) == num_layers
+    (found,) = [line for line in checks if line.startswith("ok    mismatch: ")]
+    assert re.match(r"ok    mismatch: mismatch_kl \S+ over \d+ tokens, ", found)
+    assert not any("to mend it" in line for line in checks)  # float32 on both sides
     assert processes_of(tmp_path) == {}
     assert not left
     assert not (tmp_path / "run").exists()

@@ -500,6 +500,21 @@ def test_a_flag_with_dashes_is_the_flag_with_underscores(write_toml):
         load_run_config(write_toml(f'{toml}"--port" = 3\n'))
 
 
+def test_a_deterministic_run_has_a_server_that_can_take_its_seeds(monkeypatch):
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    given = {"deterministic": True}
+    on_cpu, on_gpu = (make_config(trainer_args=given, inference_gpus=gpus) for gpus in (0, 1))
+    assert "--no-enable-chunked-prefill" in plan.server_command(on_cpu, "h", 7)
+    assert "VLLM_BATCH_INVARIANT" not in plan.server_env(on_cpu, "", 0)
+    assert "--no-enable-chunked-prefill" not in plan.server_command(on_gpu, "h", 7)
+    assert plan.server_env(on_gpu, "0", 0)["VLLM_BATCH_INVARIANT"] == "1"
+    plain = make_config(inference_gpus=0)
+    assert "--no-enable-chunked-prefill" not in plan.server_command(plain, "h", 7)
+    assert "VLLM_BATCH_INVARIANT" not in plan.server_env(make_config(inference_gpus=1), "0", 0)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # the user's own choice is inherited
+    assert "VLLM_BATCH_INVARIANT" not in plan.server_env(on_gpu, "0", 0)
+
+
 def test_the_server_is_told_what_follows_from_the_trainer():
     command = plan.server_command(
         make_config(trainer_args={"max_seq_len": 99, "lora_rank": 9}, inference_gpus=2),

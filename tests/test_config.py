@@ -84,6 +84,14 @@ def test_every_option_of_ours_has_a_help():
             {"batch_order": "ready"},
             r"batch_order='ready': without effect if max_off_policy_steps=1",
         ),
+        (
+            {"deterministic": True, "max_off_policy_steps": 2},
+            r"deterministic=True: with max_off_policy_steps=2 weights change during generation",
+        ),
+        (
+            {"deterministic": True, "max_off_policy_steps": 2, "batch_order": "ready"},
+            r"deterministic=True: with batch_order='ready' a batch has the groups that are ready",
+        ),
         ({"batch_order": "first"}, r"batch_order='first': must be one of planned, ready"),
         ({"eval_temperature": -0.1}, r"eval_temperature=-0.1: must be a number >= 0"),
         ({"eval_temperature": 2.5}, r"eval_temperature=2.5: must be at most 2"),

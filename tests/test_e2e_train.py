@@ -28,7 +28,9 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def server(warm_start, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(warm_start, log, "--enable-lora", "--max-lora-rank", "16") as server:
+    # On a CPU, requests with seeds need prompts that are prefilled in one piece.
+    flags = ("--enable-lora", "--max-lora-rank", "16", "--no-enable-chunked-prefill")
+    with running_server(warm_start, log, *flags) as server:
         yield server
 
 
@@ -128,6 +130,26 @@ def test_logprobs_of_both_sides_are_equal_over_the_tokens_that_top_p_and_the_lik
     assert "sampling_mask = true makes up for top_p, top_k and min_p" in caplog.text
     assert history(trainer, "mismatch_kl")[0] > 1e-4
     assert all(sample.sampling_mask is None for sample in trainer.batch.samples)
+
+
+def test_a_deterministic_run_samples_the_same_tokens_again_in_other_processes(make_trainer, caplog):
+    def sample(**options):
+        options |= {"max_steps": 2, "overwrite_output_dir": True}
+        trainer = make_trainer(example_env(), **options)
+        trainer.train()
+        return [sample.token_ids.tolist() for sample in trainer.batch.samples]
+
+    def equal_share(one, other):
+        return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+    first = sample(deterministic=True, env_workers=0)
+    assert "the last bits of the server's logits depend on the requests" in caplog.text
+    groups = [first[i : i + 16] for i in range(0, 64, 16)]
+    assert all(len({tuple(ids) for ids in group}) > 8 for group in groups)
+    # Not all: which requests run together changes the last bits of logits.
+    assert equal_share(first, sample(deterministic=True, env_workers=1)) > 0.9
+    assert equal_share(first, sample(deterministic=True, env_workers=0, seed=7)) < 0.5
+    assert equal_share(first, sample(env_workers=0)) < 0.5
 
 
 def test_ready_batches_and_greedy_evaluations_beside_them(make_trainer):

@@ -459,6 +459,13 @@ class RLConfig(TrainingArguments):
         "Variables of the chat template, such as {enable_thinking = false} or {reasoning_effort = "
         '"low"}. The template ignores those that it does not know. On a command line, write JSON.',
     )
+    deterministic: bool = _option(
+        False,
+        "Give each request for a rollout a seed that follows from seed and the rollout's place, so "
+        "that the same run samples the same tokens again. vf-rl starts a server on GPUs with "
+        "vLLM's batch invariance. Needs batch_order planned and max_off_policy_steps 0 or 1; "
+        "docs/mismatch.md says where it holds.",
+    )
     generation_timeout: PositiveNumber = _option(
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
@@ -870,6 +877,17 @@ class RLConfig(TrainingArguments):
             "router_replay",
             not self.router_replay or self.client_type == "openai_chat_completions_token",
             f"client_type={self.client_type!r} gets no experts; leave client_type out",
+        )
+        check(
+            "deterministic",
+            not self.deterministic or self.batch_order == "planned",
+            "with batch_order='ready' a batch has the groups that are ready first; set 'planned'",
+        )
+        check(
+            "deterministic",
+            not self.deterministic or self.max_off_policy_steps <= 1,
+            f"with max_off_policy_steps={self.max_off_policy_steps} weights change during "
+            "generation; set 0 or 1",
         )
         check(
             "top_k",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import longest_wait_s, make_runner, warn_of_replies_beyond_use
 from verifiers_rl.envs.routed import RoutedEnvironment
+from verifiers_rl.envs.seeded import SeededEnvironment
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.inference.pool import ReplicaPool
 from verifiers_rl.models import warn_of_experts
@@ -26,6 +28,8 @@ from verifiers_rl.sync import (
     push_to_all,
 )
 from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
+
+logger = logging.getLogger(__name__)
 
 
 class ServerSide(NamedTuple):
@@ -83,6 +87,8 @@ def connect(
                 f"example_order decides which environment comes next, so weights {runner.weights} "
                 "of the environments have no effect; leave them out"
             )
+        if args.deterministic:
+            runner = SeededEnvironment(runner, args.seed)
         if pool is not None:
             runner = RoutedEnvironment(runner, pool)
     status = (pool or client).wait_until_ready()
@@ -96,6 +102,8 @@ def connect(
     else:
         client.check_model(policy.config)
     _require_experts(client.base_url, status, args)
+    if args.deterministic:
+        check_determinism(status, client.base_url)
     if weight_sync is None:
         lora_sync = choose_lora_sync(args.lora_sync, status, args.weight_sync_backend)
         weight_sync = WeightSync(
@@ -126,6 +134,25 @@ def _require_experts(url: str, status: dict[str, Any], args: Any) -> None:
         raise InferenceServerError(
             f"router_replay=True: the server at {url} returns no experts; start vf-vllm with "
             "--enable-return-routed-experts (vLLM 0.31)"
+        )
+
+
+def check_determinism(status: dict[str, Any], url: str) -> None:
+    """Say what `deterministic` lacks at a server of this status.
+
+    Raises:
+        InferenceServerError: a request with a seed may kill its engine.
+    """
+    if not status.get("takes_seeds", True):
+        raise InferenceServerError(
+            f"deterministic=True: the server at {url} runs on a CPU, where vLLM's engine dies of a "
+            "seed if a prompt is prefilled in parts; start vf-vllm with --no-enable-chunked-prefill"
+        )
+    if not status.get("batch_invariant"):
+        logger.warning(
+            "deterministic=True: the last bits of the server's logits depend on the requests that "
+            "run beside, so a token may differ now and then. On GPUs, start vf-vllm with "
+            "VLLM_BATCH_INVARIANT=1; vLLM has no such mode on a CPU"
         )
 
 

@@ -30,6 +30,7 @@ _UNUSED = {
     "rollouts_per_example": _ROLLOUTS,
     "max_off_policy_steps": _ROLLOUTS,
     "batch_order": _ROLLOUTS,
+    "deterministic": _ROLLOUTS,
     "max_prompt_len": _ROLLOUTS,
     "mask_env_responses": "loss_on chooses what is in the loss",
     "temperature": "logprobs are taken at 1; eval_temperature is that of evaluations",

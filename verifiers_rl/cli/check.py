@@ -4,9 +4,10 @@
     FIX   what: what is wrong, and what to do
     skip  what: needs a check that failed
 
-The checks that need no server come first. Then the run's own server is started, and one rollout
-and one weight sync go through the code that training uses. No process and no file is left behind,
-except the server's log if a check failed.
+The checks that need no server come first. Then the run's own server is started, and a few rollouts
+and one weight sync go through the code that training uses. Of the rollouts' tokens, a table says
+where trainer and server disagree, and which option mends it (docs/mismatch.md). No process and no
+file is left behind, except the server's log if a check failed.
 """
 
 from __future__ import annotations
@@ -49,24 +50,29 @@ from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.trackers import tracker_error
 
 ANSWER_S = 10.0  # for a teacher that runs already
+MAX_LAYERS_TOKENS = 512  # of the first prompt, when layers are compared
+NUM_ROLLOUTS = 8  # of the first example of each training environment, or a group if that is smaller
 
 
 class Fix(Exception):
     """A check failed; the message is one line that names the value and says what to do."""
 
 
-def check(config: RunConfig, resume: bool | str | None = None) -> int:
+def check(
+    config: RunConfig, resume: bool | str | None = None, compares_layers: bool = False
+) -> int:
     """Run all checks. Returns the exit status: 0 if every line is ok, else 1.
 
     Args:
         resume: the value that the run will get; see `prepare_run_folder`.
+        compares_layers: also compare hidden states; the server then runs without compiled layers.
     """
     import datasets
     from transformers.utils.logging import disable_progress_bar
 
     datasets.disable_progress_bars()
     disable_progress_bar()
-    preflight = Preflight(config, resume)
+    preflight = Preflight(config, resume, compares_layers)
     handle_signals(end_check)
     try:
         return preflight.run()
@@ -122,11 +128,17 @@ class Preflight:
     runner: Any
     prompt: list[dict[str, Any]]
     prompt_ids: list[int]
+    samples: list[Any]  # of the training environments' rollouts
     before: list[tuple[Any, Any]]  # trained parameters, and their values before the push
 
-    def __init__(self, config: RunConfig, resume: bool | str | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, resume: bool | str | None = None, compares_layers: bool = False
+    ) -> None:
         self.config = config
         self.resume = resume
+        self.compares_layers = compares_layers
+        if compares_layers:
+            config.inference_args["enforce_eager"] = True
         self.num_failed = 0
         self.passed: set[str] = set()
         self.server: Child | None = None
@@ -152,7 +164,10 @@ class Preflight:
         self.line("trainer's model", self.check_trainer_model, gpus, model)
         self.line(server, self.check_server, gpus, "port", model)
         self.line("server's tokenizer", self.check_served_tokenizer, server, "first prompt")
-        self.line("one rollout", self.check_rollout, server, "first prompt")
+        self.line("rollouts", self.check_rollouts, server, "first prompt")
+        self.line("mismatch", self.check_mismatch, "rollouts", "trainer's model")
+        if self.compares_layers:
+            self.line("layers", self.check_layers, server, "first prompt", "trainer's model")
         self.line("one weight sync", self.check_sync, server, "trainer's model")
         self.line("logprobs", self.check_logprobs, "one weight sync", "first prompt")
         seconds = f"{time.monotonic() - start:.0f} s"
@@ -438,10 +453,11 @@ class Preflight:
             "out of [inference.args]"
         )
 
-    def check_rollout(self) -> str:
+    def check_rollouts(self) -> str:
         from verifiers_rl.types import Slots, Split
 
         model, sampling = self.client.served_model_name, self.args.sampling_args()
+        num_rollouts = min(NUM_ROLLOUTS, self.args.rollouts_per_example)
         splits: tuple[Split, ...] = ("train", "eval")
         firsts = [  # in each environment; those of training are not tried in evaluations, too
             (split, start)
@@ -455,29 +471,109 @@ class Preflight:
         ]
 
         async def roll_out() -> Any:
-            one = Slots(1)
+            slots = Slots(num_rollouts)
             try:
                 await self.runner.open()
                 return [
-                    rollout
-                    for split, index in firsts
-                    for rollout in await self.runner.run_group(
-                        split, index, 1, model, sampling, 0, one
+                    await self.runner.run_group(
+                        split, index, num_rollouts if split == "train" else 1, model, sampling, 0,
+                        slots,
                     )
-                ]
+                    for split, index in firsts
+                ]  # fmt: skip
             finally:
                 await self.runner.close()
 
-        rollouts = asyncio.run(roll_out())
-        for rollout in rollouts:
-            if rollout.error is not None:
-                raise rollout.error
-        return "; ".join(
-            (f"{rollout.env}: " if len(rollouts) > 1 else "")
-            + f"reward {rollout.reward:.3g}, {rollout.num_sampled_tokens} sampled tokens in "
-            f"{rollout.num_turns} turn(s), {rollout.generation_s:.1f} s"
-            for rollout in rollouts
+        groups = asyncio.run(roll_out())
+        said = []
+        self.samples = []
+        for (split, _), group in zip(firsts, groups, strict=True):
+            done = [rollout for rollout in group if rollout.error is None]
+            if not done:
+                raise group[0].error
+            if split == "train":
+                self.samples += [sample for rollout in done for sample in rollout.samples]
+            failed = f", {len(group) - len(done)} of {len(group)} failed" if done != group else ""
+            said.append(
+                (f"{done[0].env}: " if len(groups) > 1 else "")
+                + f"{len(done)} of the first example, mean reward "
+                f"{sum(r.reward for r in done) / len(done):.3g}, "
+                f"{sum(r.num_sampled_tokens for r in done)} sampled tokens in "
+                f"{sum(r.num_turns for r in done)} turn(s), at most "
+                f"{max(r.generation_s for r in done):.1f} s{failed}"
+            )
+        return "; ".join(said)
+
+    def check_mismatch(self) -> str:
+        """Compare what both sides say of the rollouts' tokens. Nothing was pushed yet, so both have
+        the model of the folder.
+        """
+        from verifiers_rl.models import num_experts
+        from verifiers_rl.report.metrics import EarlyWarnings
+        from verifiers_rl.report.mismatch import (
+            SampledTokens,
+            Setup,
+            advise,
+            as_lines,
+            mismatch_table,
         )
+        from verifiers_rl.sync.agreement import dtypes_of, logprobs_of_samples
+
+        status = self.client.status()
+        if status["policy_version"] is not None:
+            return "not compared: the server that runs already has weights of an earlier trainer"
+        ours = logprobs_of_samples(self.model, self.samples, self.args)
+        tokens = SampledTokens.of(self.samples, ours)
+        rows = mismatch_table(tokens)
+        here, there = dtypes_of(self.model, self.client, self.args)
+        sampled = [self.args.with_sampling(env.sampling) for env in self.config.envs]
+        reshaping = [name for args in sampled for name in args.sampling_changes_probabilities()]
+        setup = Setup(
+            here,
+            there,
+            reshaping=list(dict.fromkeys(reshaping)),
+            quantization=status.get("quantization"),
+            trainer_head=self.args.head_dtype,
+            server_head=status.get("head_dtype") or there,
+            has_experts=bool(num_experts(self.model.config.get_text_config())),
+            router_replay=self.args.router_replay,
+        )
+        advice = advise(tokens, setup)
+        lines = [*as_lines(rows), *(f"to mend it: {line}" for line in advice)]
+        for line in lines:
+            print(f"      {line}", flush=True)
+        detail = (
+            f"mismatch_kl {rows[0].mismatch_kl:.1e} over {rows[0].num_tokens} tokens, "
+            f"{rows[0].mean:.1e} nats apart on average, at most {rows[0].largest:.1e}"
+        )
+        if not rows[0].mismatch_kl <= EarlyWarnings.FIRST_MISMATCH_KL:  # True for NaN, too
+            raise Fix(f"{detail}: above {EarlyWarnings.FIRST_MISMATCH_KL:g}; {advice[0]}")
+        return detail
+
+    def check_layers(self) -> str:
+        """Compare hidden states of the first prompt's last token. Nothing was pushed yet."""
+        import torch
+
+        from verifiers_rl.inference.layer_states import LayerStates
+        from verifiers_rl.report.mismatch import layer_lines
+        from verifiers_rl.sync.agreement import dtypes_of
+
+        if self.client.status()["policy_version"] is not None:
+            return "not compared: the server that runs already has weights of an earlier trainer"
+        token_ids = self.prompt_ids[:MAX_LAYERS_TOKENS]
+        theirs = self.client.layer_states(token_ids, self.args.generation_timeout)
+        states = LayerStates(self.model, len(token_ids))
+        ids = torch.tensor([token_ids], device=self.args.device)
+        with (
+            torch.no_grad(),
+            torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.bf16),
+        ):
+            self.model(input_ids=ids, use_cache=False)
+        is_exact = set(dtypes_of(self.model, self.client, self.args)) == {"float32"}
+        lines, where = layer_lines(states.take(), theirs, is_exact)
+        for line in lines:
+            print(f"      {line}", flush=True)
+        return f"{where}, of the hidden states' norm"
 
     def check_sync(self) -> str:
         import torch
@@ -508,6 +604,7 @@ class Preflight:
     def check_logprobs(self) -> str:
         import torch
 
+        from verifiers_rl.report.mismatch import scale_of_change
         from verifiers_rl.sync.agreement import difference, dtypes_of, sample, trainer_logprobs
 
         args, prompt = self.args, self.prompt_ids
@@ -525,10 +622,11 @@ class Preflight:
                 "[inference.args], else report it with the server's log"
             )
         if found.is_of_another_model:
+            scale = scale_of_change(*(tensor.numpy() for tensor in (ours, theirs, stale)))
             raise Fix(
                 f"{found}, more than rounding explains: the server samples from a different model "
-                "than the one being trained; take quantization and model overrides out of "
-                "[inference.args]"
+                f"than the one being trained, on which the push had {scale:.2g} x the effect; take "
+                "quantization and model overrides out of [inference.args]"
             )
         return str(found)
 

@@ -225,7 +225,11 @@ def server_env(config: RunConfig, gpus: str, number: int) -> dict[str, str]:
     each = config.inference_gpus
     ids = gpus.split(",")[number * each : (number + 1) * each]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
-    return env if each else env | _cores(config, number, config.inference_args)
+    if not each:
+        return env | _cores(config, number, config.inference_args)
+    if config.option("deterministic") and "VLLM_BATCH_INVARIANT" not in os.environ:
+        env["VLLM_BATCH_INVARIANT"] = "1"
+    return env
 
 
 def teacher_env(config: RunConfig, table: TeacherTable, gpus: str, key: str) -> dict[str, str]:
@@ -360,6 +364,8 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
         args.setdefault("max_lora_rank", smallest_lora_rank(config.option("lora_rank")))
     if config.option("router_replay"):
         args.setdefault("enable_return_routed_experts", True)
+    if config.option("deterministic") and not config.inference_gpus:
+        args.setdefault("enable_chunked_prefill", False)  # see server.takes_seeds
     return _vf_vllm(config.model, args, config.inference_gpus, host, port)
 
 

@@ -63,7 +63,7 @@ from verifiers_rl.report.trackers import tracker_error
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
-    "       vf-rl --check @ config.toml\n"
+    "       vf-rl --check | --check-layers @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
     "       vf-rl generate @ config.toml -n 4 --min-reward 1.0 -o data.jsonl\n"
@@ -111,6 +111,11 @@ def run() -> int:
         "--check", action="store_true", help="only try everything a run needs, a line each"
     )
     parser.add_argument(
+        "--check-layers",
+        action="store_true",
+        help="as --check, and compare the hidden states behind each layer of server and trainer",
+    )
+    parser.add_argument(
         "--eject",
         nargs="?",
         const=".",
@@ -135,10 +140,10 @@ def run() -> int:
         if options.dry_run:
             return dry_run(config, options.resume)
         node = node_of(config, take_variables())
-        if options.check:
+        if options.check or options.check_layers:
             from verifiers_rl.cli.check import check
 
-            return check(config, options.resume)
+            return check(config, options.resume, options.check_layers)
         if config.cluster.engine:
             from verifiers_rl.cli.ray_engine import run_on_ray
 

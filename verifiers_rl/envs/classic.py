@@ -33,7 +33,7 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.chat_template import as_vllm_renders, reason_against_chat_template
 from verifiers_rl.envs.classic_clients import make_client
 from verifiers_rl.envs.records import record_of_state
-from verifiers_rl.inference import LeaseLostError, RolloutDeadline
+from verifiers_rl.inference import LeaseLostError, RolloutDeadline, begin_rollout
 from verifiers_rl.types import Progress, Rollout, Sample, SamplingMask, Slots, Split, join_experts
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ class ClassicExampleRunner:
         exception in one of them (for example in a tool) would lose the whole group.
         """
         row = example["row"]
-        runs = [self._run(row, model, sampling_args, slots) for _ in range(num_rollouts)]
+        runs = [self._run(row, model, sampling_args, slots, n) for n in range(num_rollouts)]
         results = await asyncio.gather(*runs)
         states = [state for state, error in results if error is None]
         scoring_error: Exception | None = None
@@ -240,9 +240,11 @@ class ClassicExampleRunner:
         model: str,
         sampling_args: dict[str, Any],
         slots: Any,
+        number: int,
     ) -> tuple[Any, BaseException | None]:
         async with slots as lease:
             while True:
+                begin_rollout(number)
                 state, error = await self._play(row, model, sampling_args)
                 try:  # all of it again, also if the environment has hidden that a reply is missing
                     if lease is None or not await lease.move():

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import verifiers.v1 as vf
@@ -68,7 +68,13 @@ from verifiers_rl.envs.v1_versions import (
     is_infinite,
     ran_out_of_time,
 )
-from verifiers_rl.inference import Lease, LeaseLostError, RolloutDeadline
+from verifiers_rl.inference import (
+    Lease,
+    LeaseLostError,
+    RolloutDeadline,
+    RolloutSeeds,
+    begin_rollout,
+)
 from verifiers_rl.types import (
     LOAD_S,
     Progress,
@@ -81,6 +87,7 @@ from verifiers_rl.types import (
 )
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 EXIT_S = 30.0  # deadline for an environment to end what its episodes share
 
@@ -176,6 +183,7 @@ class V1ExampleRunner:
         self.experts: dict[str, list[tuple[Any, np.ndarray]]] = {}
         # Of the episodes that run, with several servers.
         self._leases: dict[int, tuple[Any, Lease]] = {}
+        self._seeds: dict[int, tuple[Any, RolloutSeeds]] = {}  # of those whose requests have seeds
         self.files_per_rollout = self._files_per_rollout()
         self._serving: asyncio.Task[None] | None = None
 
@@ -298,7 +306,10 @@ class V1ExampleRunner:
         if self._local_tools is not None:
             task = self._local_tools.of_task(task)
         context = vf.ModelContext(model=model, client=config)
-        runs = [self._run(split, task, context, policy_version, slots) for _ in range(num_rollouts)]
+        runs = [
+            self._run(split, task, context, policy_version, slots, number)
+            for number in range(num_rollouts)
+        ]
         return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
 
     async def _run(
@@ -308,10 +319,12 @@ class V1ExampleRunner:
         context: vf.ModelContext,
         policy_version: int,
         slots: Any,
+        number: int,
     ) -> list[Rollout]:
         async with slots as lease:
             while True:
-                rollouts = await self._play(split, task, context, policy_version, lease)
+                seeds = begin_rollout(number)
+                rollouts = await self._play(split, task, context, policy_version, lease, seeds)
                 try:  # all of it again, also if an agent has gone on without its last reply
                     if lease is None or not await lease.move():
                         break
@@ -330,12 +343,15 @@ class V1ExampleRunner:
         context: vf.ModelContext,
         policy_version: int,
         lease: Lease | None,
+        seeds: RolloutSeeds | None,
     ) -> list[Rollout]:
         (slot,) = self.env.slots(task)
         failed = Rollout(0, task.data.prompt_text, env=self.name)
         deadline = RolloutDeadline(self.options.timeout_s)
         if lease is not None:
             self._leases[id(slot)] = slot, lease
+        if seeds is not None:
+            self._seeds[id(slot)] = slot, seeds
         try:
             async with deadline:
                 episode = await self.env.run_slot(slot, context)
@@ -363,6 +379,7 @@ class V1ExampleRunner:
                 failed.record = self._record(slot.traces[-1], policy_version)
         finally:
             self._leases.pop(id(slot), None)
+            self._seeds.pop(id(slot), None)
             for trace in slot.traces:
                 self.versions.pop(trace.id, None)
                 self.masks.pop(trace.id, None)
@@ -371,9 +388,11 @@ class V1ExampleRunner:
 
     def lease_of(self, trace_id: str | None) -> Lease | None:
         """Return the server of the episode that this trace belongs to; None with one server."""
-        leases = self._leases.values()
-        found = (one for slot, one in leases if any(t.id == trace_id for t in slot.traces))
-        return next(found, None)
+        return _of_trace(self._leases, trace_id)
+
+    def seeds_of(self, trace_id: str | None) -> RolloutSeeds | None:
+        """Return the seeds of the episode that this trace belongs to, or None."""
+        return _of_trace(self._seeds, trace_id)
 
     def _record(self, trace: vf.Trace, policy_version: int) -> bytes:
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
@@ -621,6 +640,12 @@ class V1Environment(V1ExampleRunner):
                 f"environment {self.name!r}: task {index} of its stream did not come within "
                 f"{deadline_s:g} s; raise generation_timeout"
             ) from error
+
+
+def _of_trace(episodes: dict[int, tuple[Any, _T]], trace_id: str | None) -> _T | None:
+    """Return what belongs to the episode that has this trace."""
+    found = (one for slot, one in episodes.values() if any(t.id == trace_id for t in slot.traces))
+    return next(found, None)
 
 
 def failure_of(episode: vf.Episode) -> EpisodeError:

@@ -21,6 +21,7 @@ from verifiers_rl.envs.v1_versions import prompt_too_long, tokens_so_far
 from verifiers_rl.inference import (
     ServerClient,
     current_lease,
+    current_seeds,
     pack_ids,
     policy_versions,
     unpack_experts,
@@ -97,6 +98,7 @@ class TokenClient(vf.Client):
         policy_versions.set(None)
         if current_lease.get() is None:  # the call of a program comes in a task of its own
             current_lease.set(self._env.lease_of(session_id))
+        current_seeds.set(self._env.seeds_of(session_id) or current_seeds.get())
         try:
             reply = await self._http.post(
                 "/chat/completions/tokens", cast_to=httpx.Response, body=request

@@ -24,7 +24,7 @@ from typing import Any
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import ExampleRunner
 from verifiers_rl.envs.messages import frame, pack_group, receive
-from verifiers_rl.inference import Lease, current_lease
+from verifiers_rl.inference import Lease, current_group_seed, current_lease
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Slots
@@ -178,6 +178,7 @@ async def _serve(
                 request.pop("servers", None),
                 request["policy_version"],
             )
+            current_group_seed.set(request.pop("group_seed", None))  # of this group's task
             request["example"] = json.loads(request["example"])
             group = await runner.run_example(**request, slots=places)
             rollouts, arrays = pack_group(group)

@@ -44,7 +44,7 @@ from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError, PortableEnvironment
 from verifiers_rl.envs.messages import EnvWorkerError, frame, receive, unpack_group
 from verifiers_rl.envs.routed import GroupLeases
-from verifiers_rl.inference import TOKEN_VARIABLE
+from verifiers_rl.inference import TOKEN_VARIABLE, current_group_seed
 from verifiers_rl.process.connections import Door, keep
 from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots, Split
 
@@ -344,6 +344,7 @@ class WorkerEnvironment:
             "model": model,
             "sampling_args": self.env.options.sampling_of(split, sampling_args),
             "policy_version": policy_version,
+            "group_seed": current_group_seed.get(),
         }
         async with slots.several(num_rollouts) as give_one_back:
             try:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
     from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
     from verifiers_rl.inference.rollout_client import policy_versions as policy_versions
+    from verifiers_rl.inference.seeds import RolloutSeeds as RolloutSeeds
+    from verifiers_rl.inference.seeds import begin_rollout as begin_rollout
+    from verifiers_rl.inference.seeds import current_group_seed as current_group_seed
+    from verifiers_rl.inference.seeds import current_seeds as current_seeds
+    from verifiers_rl.inference.seeds import derive_seed as derive_seed
     from verifiers_rl.inference.teacher import OwnServerClient as OwnServerClient
     from verifiers_rl.inference.teacher import Teacher as Teacher
     from verifiers_rl.inference.teacher import TeacherClient as TeacherClient
@@ -41,6 +46,7 @@ HOME = {
     "InferenceClient": "client",
     "InferenceServerError": "client",
     "RequestRefusedError": "client",
+    "RolloutSeeds": "seeds",
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
     "OwnServerClient": "teacher",
@@ -49,7 +55,11 @@ HOME = {
     "TeacherClient": "teacher",
     "TeacherError": "teacher",
     "TokenScores": "teacher",
+    "begin_rollout": "seeds",
     "check_vocabulary": "teacher",
+    "current_group_seed": "seeds",
+    "current_seeds": "seeds",
+    "derive_seed": "seeds",
     "find_token": "client",
     "generation_key": "client",
     "pack_ids": "packed_tokens",

@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from verifiers_rl.inference.quantization import fit_quantization
+from verifiers_rl.inference.vllm_versions import online_quantizations
+
 # Names under which transformers' configs give their number of experts.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -28,6 +31,10 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
     wants_images = "--no-language-model-only" in argv or args.limit_mm_per_prompt
     if "vision_config" in config and hasattr(args, "language_model_only") and not wants_images:
         args.language_model_only = True
+    if getattr(args, "quantization", None) or getattr(args, "quantization_config", None):
+        is_cpu = not torch.cuda.is_available()
+        if problem := fit_quantization(args, config, online_quantizations(), is_cpu):
+            return problem
     if torch.cuda.is_available():
         return None
     if args.enable_lora and any(text.get(name) for name in NUM_EXPERTS):

@@ -17,6 +17,7 @@ from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyn
 
 from verifiers_rl.inference.client import generation_key
 from verifiers_rl.inference.lease import LeaseLostError, current_lease
+from verifiers_rl.inference.seeds import current_seeds, with_seed
 
 policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
     "policy_versions", default=None
@@ -123,6 +124,8 @@ class ServerClient(AsyncOpenAI):
     (benchmarks/rollouts.py). The path raises openai's errors. After a lost connection or a status
     of 500 or more it tries once again. While the server says that it is busy, it waits.
 
+    A request of a rollout that has seeds gets the next one, unless it has its own.
+
     With several servers, a request goes to the server that `current_lease` names. A server that
     does not answer, or that has not the policy, is lost for that rollout.
 
@@ -160,7 +163,10 @@ class ServerClient(AsyncOpenAI):
             at = httpx.URL(url)
             url = lease.url + at.raw_path.decode()
             headers["Authorization"] = f"Bearer {self._key_of(lease.url)}"
-        data = json.dumps(kwargs["body"]).encode()
+        body = kwargs["body"]
+        if (seeds := current_seeds.get()) is not None:
+            body = with_seed(body, seeds.take())
+        data = json.dumps(body).encode()
 
         def request() -> httpx.Request:  # for errors only, because it is slow
             return httpx.Request("POST", url)

@@ -9,6 +9,7 @@ chats. It listens on 127.0.0.1 unless told otherwise.
     POST /weight_sync/receive   take one push, then drop cached prefixes
                                 and set the policy version
     POST /weight_sync/adapter   the same; the push is the body of this request
+    POST /weight_sync/layers    keep the hidden states of the next prompt; GET returns them
     POST /weight_sync/join      another server wants to take part in the trainer's run
     GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
 
@@ -110,6 +111,7 @@ STEP_DEADLINE_S = 2 * COUNT_DEADLINE_S + 5.0  # of another API process
 RESUME_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 30.0
 CACHE_DEADLINE_S = 60.0
+LAYERS_DEADLINE_S = 60.0
 # How long a new trainer waits for the previous one to leave. When a process dies, its connection
 # ends at once, but this server may hear of the new trainer first.
 HOLDER_GRACE_S = 2.0
@@ -328,6 +330,19 @@ class WeightSyncRoutes:
                 return await self.status(engine, request.app.state)
             if route == ("POST", "/weight_sync/join"):
                 return self.join(await json_of(request))
+            if route == ("POST", "/weight_sync/layers"):
+                body = await json_of(request)
+                require(body, num_tokens=int)
+                watch = "weight_sync_watch_layers"
+                await tell_workers(engine, watch, LAYERS_DEADLINE_S, body["num_tokens"])
+                return 200, {}
+            if route == ("GET", "/weight_sync/layers"):
+                found = await ask_workers(engine, "weight_sync_take_layers", LAYERS_DEADLINE_S)
+                # Each worker of a pipeline has some of the layers.
+                layers: list[list[float]] = [
+                    next(filter(None, of), []) for of in zip(*found, strict=True)
+                ]
+                return 200, {"layers": layers}
             if route == ("POST", "/weight_sync/hold"):
                 return await self.hold(await json_of(request))
             if route == ("POST", "/weight_sync/connect"):
@@ -410,6 +425,7 @@ class WeightSyncRoutes:
         config = engine.vllm_config
         text = config.model_config.hf_config.get_text_config()
         lora = config.lora_config
+        head_dtype = getattr(config.model_config, "head_dtype", config.model_config.dtype)
         if self.gpus is None:
             self.gpus = await ask_workers(engine, "weight_sync_gpu", 30.0)
         return 200, {
@@ -419,6 +435,8 @@ class WeightSyncRoutes:
             "device": config.device_config.device_type,
             "gpus": self.gpus,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "head_dtype": str(head_dtype).removeprefix("torch."),
+            "quantization": config.model_config.quantization,
             "lora_dtype": str(lora.lora_dtype).removeprefix("torch.") if lora else None,
             "max_lora_rank": lora.max_lora_rank if lora else 0,
             "max_model_len": config.model_config.max_model_len,
@@ -429,6 +447,8 @@ class WeightSyncRoutes:
             "num_hidden_layers": text.num_hidden_layers,
             "joined": list(self.joined),
             "returns_experts": returns_experts(config),
+            "batch_invariant": is_batch_invariant(),
+            "takes_seeds": takes_seeds(config),
         }
 
     async def connect(
@@ -754,6 +774,19 @@ def is_one_completion(fields: dict[str, Any]) -> bool:
     return wanted.get("n") in (None, 1) and not several and not wanted.get("use_beam_search")
 
 
+def is_batch_invariant() -> bool:
+    """Return whether a request's logits do not depend on the requests that run beside it."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+def takes_seeds(config: Any) -> bool:
+    """Return whether requests may have seeds. On a CPU, vLLM's engine dies when it sets back the
+    generator of a request whose prompt is prefilled in parts.
+    """
+    is_cpu = config.device_config.device_type == "cpu"
+    return not (is_cpu and config.scheduler_config.enable_chunked_prefill)
+
+
 def returns_experts(config: Any) -> bool:
     """Return whether replies can have the experts of their tokens."""
     of_vllm = getattr(config, "aux_output_config", None)
@@ -1017,6 +1050,8 @@ def main() -> None:
         parser.error(problem)
     import torch
 
+    if not torch.cuda.is_available() and is_batch_invariant():
+        parser.error("VLLM_BATCH_INVARIANT: vLLM has no such mode on a CPU; unset it")
     if not torch.cuda.is_available() and getattr(args, "enable_return_routed_experts", False):
         os.environ[routed_experts.VARIABLE] = "1"  # read by vLLM's processes
         args.enable_return_routed_experts = args.enable_prefix_caching = False

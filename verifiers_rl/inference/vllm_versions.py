@@ -41,6 +41,17 @@ def server_parts() -> ServerParts:
     )
 
 
+def online_quantizations() -> tuple[str, ...]:
+    """Return the kinds of `--quantization` that this vLLM makes of plain weights. Its reload makes
+    them again.
+    """
+    try:
+        from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+    except ImportError:  # 0.26, where fp8 itself is one
+        return ("fp8",)
+    return tuple(ONLINE_QUANT_SHORTHAND_NAMES)
+
+
 def adapter_name_mapper(model: Any) -> Any:
     """Return what renames an adapter's tensors for this vLLM model; None if nothing does.
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from verifiers_rl.inference import InferenceClient, InferenceServerError
-from verifiers_rl.logprobs import token_logprobs_and_entropy
+from verifiers_rl.logprobs import (
+    chunk_size_for,
+    chunked_logprobs_and_entropy,
+    hidden_states_in_place_of_logits,
+    token_logprobs_and_entropy,
+)
+from verifiers_rl.model_trials import reason_against_chunking
+from verifiers_rl.packing import collate, copy_to
+from verifiers_rl.router_replay import replay_experts
+from verifiers_rl.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +112,56 @@ def trainer_logprobs(model: nn.Module, token_ids: list[int], num_last: int, args
     finally:
         model.train(was_training)
     return token_logprobs_and_entropy(logits, ids[-num_last:], args.temperature)[0].cpu()
+
+
+@torch.no_grad()
+def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> list[np.ndarray]:
+    """Compute what a training step computes of each sample, which has a row of its own here: the
+    logprobs of its loss tokens at the run's temperature, over the tokens of its sampling mask, with
+    the experts that the server chose.
+
+    Args:
+        model: the causal LM, perhaps inside PEFT.
+        args: the `RLConfig`; `bf16`, `head_dtype` and `temperature` are read.
+
+    Returns:
+        (N,) float32 each.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    device = next(model.parameters()).device
+    head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
+    chunk_size = chunk_size_for(base.config.get_text_config().vocab_size)
+    was_training = model.training
+    model.eval()
+    found = []
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            in_chunks = reason_against_chunking(model, base) is None
+            for sample in samples:
+                if not sample.num_loss_tokens:
+                    found.append(np.zeros(0, np.float32))
+                    continue
+                row = copy_to(collate([sample], [[0]], [1.0], 0), device)
+                replay_experts(base, row.routed_experts)
+                at = row.targets.rows, row.targets.columns
+                if in_chunks:
+                    with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
+                        hidden = model(input_ids=row.input_ids, use_cache=False).logits[at]
+                    logprobs, _ = chunked_logprobs_and_entropy(
+                        hidden, to_logits, row.targets.token_ids, args.temperature, chunk_size,
+                        "none", allowed=row.targets.allowed,
+                    )  # fmt: skip
+                else:
+                    logits = model(input_ids=row.input_ids, use_cache=False).logits[at]
+                    logprobs, _ = token_logprobs_and_entropy(
+                        logits, row.targets.token_ids, args.temperature, "none",
+                        allowed=row.targets.allowed,
+                    )  # fmt: skip
+                found.append(logprobs.float().cpu().numpy())
+    finally:
+        replay_experts(base, None)
+        model.train(was_training)
+    return found
 
 
 def difference(ours: Tensor, theirs: Tensor, dtypes: tuple[str, str]) -> Difference:

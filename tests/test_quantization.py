@@ -1,0 +1,86 @@
+"""Which servers that quantise can take the weights of a push; decided before vLLM starts."""
+
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from verifiers_rl.inference import checkpoint
+from verifiers_rl.inference.checkpoint import fit_to_checkpoint
+
+ONLINE = ("fp8_per_tensor", "fp8_per_block", "online")
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """What fit_to_checkpoint says of these flags, and the flags behind it."""
+    monkeypatch.setattr(checkpoint, "online_quantizations", lambda: ONLINE)
+
+    def run(on_gpu=True, config=(), **given):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **dict(config)}))
+        flags = {"limit_mm_per_prompt": {}, "dtype": "auto", "enable_lora": False}
+        flags |= {"quantization": None, "quantization_config": None}
+        args = Namespace(model=str(tmp_path), revision=None, **{**flags, **given})
+        return fit_to_checkpoint(args, []), args
+
+    return run
+
+
+def test_fp8_of_plain_weights_gets_vllms_name_and_a_warning(fit, capsys):
+    problem, args = fit(quantization="fp8")
+    assert problem is None and args.quantization == "fp8_per_tensor"
+    said = capsys.readouterr().err
+    assert said.startswith("vf-vllm: WARNING: --quantization fp8: the server rounds weights")
+    assert "mismatch_kl" in said and "the importance ratio corrects" in said
+    problem, args = fit(quantization="fp8_per_block")
+    assert problem is None and args.quantization == "fp8_per_block"
+    assert "--quantization fp8_per_block: " in capsys.readouterr().err
+    problem, args = fit(quantization_config={"linear": "fp8_per_block"})
+    assert problem is None and "--quantization-config: " in capsys.readouterr().err
+
+
+def test_nothing_is_said_without_quantization(fit, capsys):
+    problem, args = fit()
+    assert problem is None and args.quantization is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_vllm_without_the_other_names_keeps_fp8(fit, monkeypatch):
+    monkeypatch.setattr(checkpoint, "online_quantizations", lambda: ("fp8",))
+    problem, args = fit(quantization="fp8")
+    assert problem is None and args.quantization == "fp8"
+
+
+def test_a_kind_that_vllm_cannot_make_of_a_push_is_refused(fit):
+    problem, _ = fit(quantization="awq")
+    assert problem == (
+        "--quantization awq: needs a checkpoint that is quantised, and such a server takes no full "
+        "weights; choose one of fp8_per_block, fp8_per_tensor, online, or train an adapter "
+        "(--enable-lora)"
+    )
+    problem, args = fit(quantization="awq", enable_lora=True)
+    assert problem is None and args.quantization == "awq"
+
+
+def test_vllms_cpu_build_is_refused(fit):
+    problem, _ = fit(on_gpu=False, quantization="fp8")
+    assert problem == (
+        "--quantization fp8: vLLM's CPU build cannot quantise the weights of a push; leave it out, "
+        "or use a GPU"
+    )
+
+
+def test_a_checkpoint_that_is_quantised_keeps_its_flags(fit, capsys):
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    for on_gpu in (True, False):
+        problem, args = fit(on_gpu, config, quantization="fp8")
+        assert problem is None and args.quantization == "fp8"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_installed_vllm_makes_fp8_of_plain_weights():
+    from verifiers_rl.inference.vllm_versions import online_quantizations
+
+    assert {"fp8", "fp8_per_tensor"} & {*online_quantizations()}
