@@ -2,28 +2,27 @@
 
 import asyncio
 import json
+import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
 
-from verifiers_rl.inference.api_processes import (
-    ApiProcesses,
-    prepare_sockets,
-    socket_folder,
-)
+from verifiers_rl.inference import api_processes
+from verifiers_rl.inference.api_processes import ApiProcesses, prepare_sockets, socket_folder
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 PORT = 34567
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    monkeypatch.setattr("verifiers_rl.inference.api_processes.die_with_parent", lambda parent: None)
-    assert prepare_sockets(PORT) is None
-    return socket_folder(PORT)
+def folder(monkeypatch):
+    with tempfile.TemporaryDirectory() as short:  # pytest's own may be too long for a socket
+        monkeypatch.setenv("XDG_CACHE_HOME", short)
+        monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+        monkeypatch.setattr(api_processes, "die_with_parent", lambda parent: None)
+        assert prepare_sockets(PORT) is None
+        yield socket_folder(PORT)
 
 
 def app_that(answers):

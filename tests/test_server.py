@@ -675,7 +675,8 @@ def test_experts_that_cannot_be_packed_anew_are_an_error_and_not_wrong_weights(w
 def test_what_vllms_reload_loses_is_named_and_gpt_oss_loses_nothing(with_vllm):
     done = with_vllm["reload"]
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-7:] == [
+    said = [line for line in done.stdout.splitlines() if not line.startswith("WARNING")]  # vLLM's
+    assert said[-7:] == [
         "['layer.attn.sinks']",
         "[]",
         "[0.0, 0.0] [[1.0, 1.0], [1.0, 1.0]]",

@@ -13,7 +13,9 @@ Prefix caching is off then: a cached token passes no router, so its experts woul
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,16 @@ class RowsOfRequests:
 
     def reset(self) -> None:
         pass
+
+
+def reason_against() -> str | None:
+    """Return why this vLLM cannot return experts on a CPU, or None if it can."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return None  # said elsewhere
+    if not (Path(vllm.origin).parent / "distributed" / "aux_output_connector").is_dir():
+        return "--enable-return-routed-experts: on a CPU this needs vLLM 0.31; install it"
+    return None
 
 
 def return_routed_experts() -> None:

@@ -1053,6 +1053,8 @@ def main() -> None:
     if not torch.cuda.is_available() and is_batch_invariant():
         parser.error("VLLM_BATCH_INVARIANT: vLLM has no such mode on a CPU; unset it")
     if not torch.cuda.is_available() and getattr(args, "enable_return_routed_experts", False):
+        if problem := routed_experts.reason_against():
+            parser.error(problem)
         os.environ[routed_experts.VARIABLE] = "1"  # read by vLLM's processes
         args.enable_return_routed_experts = args.enable_prefix_caching = False
     parts.validate_parsed_serve_args(args)
