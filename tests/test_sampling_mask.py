@@ -151,7 +151,7 @@ def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():
 
 def keep(with_possible, *positions):
     """What is kept of positions, each as vLLM gives them: token ids and their logprobs."""
-    pytest.importorskip("vllm.logprobs")
+    pytest.importorskip("vllm.logprobs", reason="vLLM is not installed here")
     state = SimpleNamespace(logprobs_processor=SimpleNamespace())
     keep_logprobs_as_numbers(state, with_possible)
     for token_ids, logprobs in positions:
