@@ -207,14 +207,15 @@ async def _body(receive: Any) -> AsyncIterator[bytes]:
         yield message.get("body", b"")
 
 
+async def disconnected(receive: Any) -> None:
+    """Wait until the client of this ASGI `receive` has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _until_gone(content: Any, receive: Any) -> AsyncIterator[bytes]:
     """Yield the pieces of a reply until it ends, or the client has left."""
-
-    async def left() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    leaving = asyncio.ensure_future(left())
+    leaving = asyncio.ensure_future(disconnected(receive))
     reading = None
     try:
         while not leaving.done():

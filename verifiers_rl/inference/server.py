@@ -52,6 +52,7 @@ from verifiers_rl.inference.api_processes import (
     STEP_PATH,
     ApiProcesses,
     Step,
+    disconnected,
     prepare_sockets,
     socket_folder,
 )
@@ -710,11 +711,6 @@ async def read_exactly(request: Any, num_bytes: int, timeout_s: float) -> bytes:
     if len(data) < num_bytes:
         raise BadRequest(f"the body is shorter than the announced {num_bytes} bytes")
     return bytes(data)
-
-
-async def disconnected(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def keep_alive(server: Any, client: Any) -> None:
