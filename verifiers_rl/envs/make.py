@@ -269,7 +269,7 @@ def _answered(runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args:
         os.environ.setdefault(NO_KEY, "none")
     key = one.teacher.key_variable or NO_KEY
     url = f"{one.teacher.base_url}/v1"
-    endpoint = Endpoint(url, one.teacher.model, key, sampling_of(args))
+    endpoint = Endpoint(url, one.teacher.model, key, sampling_of(args, is_vllm=False))
     tokens = Tokenization(
         options.tokenizer, max_seq_len=args.max_seq_len, template=args.chat_template_kwargs
     )
