@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -544,6 +545,66 @@ def server_pids(folder):
     return [pid for pid, line in processes_of(folder).items() if command in line]
 
 
+def num_steps(folder):
+    metrics = folder / "run" / "metrics.jsonl"
+    return metrics.read_text().count('"reward"') if metrics.is_file() else 0
+
+
+def run_in_terminal(command, folder, environment):
+    """Run vf-rl in a terminal of its own, and look at the panes of its tmux session meanwhile."""
+    session = f"vf-rl-test-{os.getpid()}"
+    environment = {**environment, "TERM": "xterm", "TMUX_TMPDIR": str(folder)}
+    environment.pop("TMUX", None)
+    leader, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*command, "-s", session],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        start_new_session=True,
+        cwd="/",
+    )
+    os.close(terminal)
+
+    def tmux(*words):
+        return subprocess.run(
+            ["tmux", *words], env=environment, capture_output=True, text=True, timeout=10
+        ).stdout
+
+    def pane():
+        return tmux("capture-pane", "-p", "-S", "-1000", "-t", f"{session}:.1")
+
+    def wait_for(condition, seconds, what):
+        deadline = time.monotonic() + seconds
+        os.set_blocking(leader, False)
+        while not condition():
+            try:
+                os.read(leader, 65536)  # a terminal that nobody reads would stop them
+            except OSError:
+                pass  # nothing written just now
+            assert time.monotonic() < deadline, f"{what} did not happen; the pane shows {pane()}"
+            time.sleep(0.2)
+
+    try:
+        wait_for(lambda: num_steps(folder) > 1, 200, "training")
+        assert len(tmux("list-panes", "-t", session).splitlines()) == 2
+        wait_for(lambda: process.poll() is not None, 300, "the end")  # with 0 the session closes
+        assert process.returncode == 0
+        assert server_pids(folder) == []
+    finally:
+        tmux("kill-server")
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        os.close(leader)
+    log = (folder / "run" / "inference.log").read_text()
+    assert log.count("Application startup complete") == 1
+    deadline = time.monotonic() + 20
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)  # the kernel ends what the tmux server held
+
+
 OWN_CODE = """
 import torch
 from verifiers_rl import LossOutputs
@@ -557,7 +618,8 @@ def my_advantage(group):
 """
 
 
-def test_vf_rl_trains_all_weights_with_an_edited_fork_and_code_of_ones_own(warm_start, tmp_path):
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_in_two_panes_vf_rl_trains_an_edited_fork_with_code_of_ones_own(warm_start, tmp_path):
     # Ejected and edited: one more option, and a metric of each side.
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "--eject", str(tmp_path)]
     subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
@@ -590,15 +652,10 @@ def test_vf_rl_trains_all_weights_with_an_edited_fork_and_code_of_ones_own(warm_
     text = toml.read_text()
     assert text.count("[trainer]\n") == 1
     toml.write_text(text.replace("[trainer]\n", '[trainer]\nclass = "my_trainer:RLTrainer"\n'))
-    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
+    command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml)]
     environment = {**os.environ, "VF_RL_TEST": str(tmp_path)}
     # From another folder than the TOML's, whose modules are found all the same.
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd="/"
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "[inference] " in done.stdout and "[trainer] " in done.stdout
-    assert "completion" in done.stdout and "advantage" in done.stdout  # the table of rollouts
+    run_in_terminal(command, tmp_path, environment)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 4]
@@ -654,6 +711,8 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "[inference] " in done.stdout and "[trainer] " in done.stdout
+    assert "completion" in done.stdout and "advantage" in done.stdout  # the table of rollouts
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     steps = [row for row in rows if "reward" in row]
@@ -699,11 +758,6 @@ def test_a_killed_vf_rl_leaves_no_process_behind(warm_start, tmp_path):
     while processes_of(tmp_path):
         assert time.monotonic() < deadline, processes_of(tmp_path)
         time.sleep(0.2)
-
-
-def num_steps(folder):
-    metrics = folder / "run" / "metrics.jsonl"
-    return metrics.read_text().count('"reward"') if metrics.is_file() else 0
 
 
 def teach(toml, model):
@@ -786,74 +840,4 @@ def test_vf_rl_starts_a_killed_teacher_and_a_killed_server_again_and_training_go
     assert all("rewarded/reward" in row and "taught/reward" in row for row in rows)
     for one in (log, tmp_path / "teacher-same.log"):
         assert one.read_text().count("Application startup complete") == 2
-    assert processes_of(tmp_path) == {}
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_in_a_terminal_vf_rl_shows_two_panes(warm_start, tmp_path):
-    import pty
-
-    options = {
-        "max_steps": 4,
-        "eval_on_start": "false",
-        "eval_strategy": '"no"',
-        "eval_steps": None,
-    }
-    toml = write_run(tmp_path, warm_start, **options)
-    session = f"vf-rl-test-{os.getpid()}"
-    environment = {
-        **os.environ,
-        "VF_RL_TEST": str(tmp_path),
-        "TERM": "xterm",
-        "TMUX_TMPDIR": str(tmp_path),
-    }
-    environment.pop("TMUX", None)
-    leader, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "-s", session],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environment,
-        start_new_session=True,
-    )
-    os.close(terminal)
-
-    def tmux(*words):
-        return subprocess.run(
-            ["tmux", *words], env=environment, capture_output=True, text=True, timeout=10
-        ).stdout
-
-    def pane():
-        return tmux("capture-pane", "-p", "-S", "-1000", "-t", f"{session}:.1")
-
-    def wait_for(condition, seconds, what):
-        deadline = time.monotonic() + seconds
-        os.set_blocking(leader, False)
-        while not condition():
-            try:
-                os.read(leader, 65536)  # a terminal that nobody reads would stop them
-            except OSError:
-                pass  # nothing written just now
-            assert time.monotonic() < deadline, f"{what} did not happen; the pane shows {pane()}"
-            time.sleep(0.2)
-
-    try:
-        wait_for(lambda: num_steps(tmp_path) > 1, 200, "training")
-        assert len(tmux("list-panes", "-t", session).splitlines()) == 2
-        wait_for(lambda: process.poll() is not None, 300, "the end")  # with 0 the session closes
-        assert process.returncode == 0
-        assert server_pids(tmp_path) == []
-    finally:
-        tmux("kill-server")
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        os.close(leader)
-    assert num_steps(tmp_path) == 4
-    log = (tmp_path / "run" / "inference.log").read_text()
-    assert log.count("Application startup complete") == 1
-    deadline = time.monotonic() + 20
-    while processes_of(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.2)  # the kernel ends what the tmux server held
     assert processes_of(tmp_path) == {}
