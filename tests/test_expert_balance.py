@@ -73,6 +73,12 @@ def test_logits_are_kept_wherever_a_router_returns_them():
     assert len(balance.logits) == len(kept) == 2
     for found, expected in zip(balance.logits, kept, strict=True):
         assert found.shape == (5, 8) and torch.equal(found, expected)
+    # transformers itself takes no loss of them; this is 8 * sum_e f_e P_e over both layers' tokens.
+    logits = torch.cat(kept)
+    counts = torch.bincount(logits.topk(2).indices.flatten(), minlength=8)
+    expected = 8 * (counts / 10 * logits.softmax(-1).mean(0)).sum()
+    loss = balance.loss_of(tuple(balance.logits), balance.num_experts, balance.top_k)
+    assert loss.item() == pytest.approx(expected.item())
 
 
 def test_the_model_itself_computes_no_auxiliary_loss_beside_a_mask_of_four_dimensions():
