@@ -17,7 +17,7 @@ from tests.test_e2e_train import processes_of, write_run
 from verifiers_rl.cli.check import Preflight, check_versions
 from verifiers_rl.cli.config import EnvTable, RunConfig, toml_arguments
 from verifiers_rl.logprobs import token_logprobs_and_entropy
-from verifiers_rl.types import Sample
+from verifiers_rl.types import Rollout, Sample
 
 
 @pytest.fixture
@@ -204,6 +204,7 @@ def test_a_check_without_its_precondition_is_skipped(make_preflight, capsys):
         ("pushed", None),
         ("before", "no nearer to the pushed weights than to those before"),
         ("inexact", "the server samples from a different model than the one being trained"),
+        ("half", "on which the push had 0.5 x the effect"),
     ],
 )
 def test_logprobs_tell_which_weights_the_server_has(
@@ -231,6 +232,10 @@ def test_logprobs_tell_which_weights_the_server_has(
             logprobs, _ = token_logprobs_and_entropy(logits, ids[-3:], body["temperature"])
             if weights == "inexact":
                 logprobs[1] += 0.02
+            if weights == "half":  # as a server that scales an adapter differently
+                before = make_tiny_model()(input_ids=ids[None]).logits[0, -4:-1].detach()
+                before, _ = token_logprobs_and_entropy(before, ids[-3:], body["temperature"])
+                logprobs = (logprobs + before) / 2
             reply = {"token_ids": [7, 8, 9], "logprobs": {"token_logprobs": logprobs.tolist()}}
             return {"choices": [reply]}
 
@@ -242,15 +247,92 @@ def test_logprobs_tell_which_weights_the_server_has(
     assert sync == "ok    sync: 1 MB in 0.10 s"
     if message is None:
         assert re.match(
-            r"ok    logprobs: \S+ nats apart on average over 3 sampled tokens", logprobs
+            r"ok    logprobs: \S+ nats apart on average over 3 sampled tokens, .*"
+            r"; the push had 1 x the effect$",
+            logprobs,
         )
     else:
         assert logprobs.startswith("FIX   logprobs: ") and message in logprobs
 
 
+@pytest.fixture
+def mismatch_of(make_preflight, capsys):
+    """What a check of the mismatch prints, of tokens to which the server gives 0.1 nats more."""
+
+    def run(status, trainer_args=None, prepare=lambda preflight: None, more=0.1):
+        preflight = make_preflight(trainer_args)
+        for name in ("gpus", "options", "model_config", "trainer_model"):
+            preflight.line(name, getattr(preflight, f"check_{name}"))
+        preflight.client.close()
+        status = {"head_dtype": None, "policy_version": None, **status}
+        preflight.client = SimpleNamespace(status=lambda: status, close=lambda: None)
+        prepare(preflight)
+        ids = torch.arange(40) * 7 % 250
+        logits = make_tiny_model()(input_ids=ids[None]).logits[0, :-1].detach()
+        logprobs = token_logprobs_and_entropy(logits, ids[1:], preflight.args.temperature)[0]
+        theirs = [0.0, *(logprobs.numpy() + more)]
+        preflight.samples = [Sample(ids, [0, *[1] * 39], theirs, [-1, *[0] * 39])]
+        capsys.readouterr()
+        preflight.line("mismatch", preflight.check_mismatch)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_advice_is_about_what_this_run_does(mismatch_of):
+    # A trainer in float32 has its head in float32.
+    said = mismatch_of({"dtype": "bfloat16"})
+    assert 'dtype = "float32" in [inference.args]' in said
+    assert 'hf_overrides = { head_dtype = "float32" }' in said and "[trainer.args]" not in said
+
+    # Environments that are only evaluated on are sampled for no step.
+    def add_evaluated(preflight):
+        table = example_table(8, 4)
+        table.only, table.sampling = "eval", {"top_k": 5}
+        preflight.config.envs.append(table)
+
+    assert "sampling_mask" not in mismatch_of({"dtype": "float32"}, prepare=add_evaluated)
+
+    # A quantised checkpoint cannot be served as plain weights.
+    def quantize(preflight):
+        preflight.model_config.quantization_config = {"quant_method": "mxfp4"}
+
+    quantized = {"dtype": "float32", "quantization": "mxfp4"}
+    assert "leave quantization out" in mismatch_of(quantized)
+    assert "leave quantization out" not in mismatch_of(quantized, prepare=quantize)
+
+
+@pytest.mark.parametrize(("num_failed", "start"), [(1, "ok  "), (2, "FIX "), (4, "FIX ")])
+def test_rollouts_that_fail_are_counted_with_the_first_error(
+    make_preflight, lines, num_failed, start
+):
+    preflight = make_preflight({"rollouts_per_example": 4})
+    lines(preflight, "gpus", "options")
+
+    class Runner:
+        def sizes(self, split):
+            return [8]
+
+        async def open(self): ...
+
+        async def close(self): ...
+
+        async def run_group(self, split, index, num_rollouts, *args):
+            errors = [*(OSError(f"no space {n}") for n in range(num_failed)), *[None] * 4]
+            return [Rollout(0, "", env="words", reward=1.0, error=e) for e in errors[:num_rollouts]]
+
+    preflight.client.close()
+    preflight.client = SimpleNamespace(served_model_name="m", close=lambda: None)
+    preflight.runner = Runner()
+    (line,) = lines(preflight, "rollouts")
+    assert line.startswith(f"{start}  rollouts: ") and "no space 0" in line
+    if num_failed < 4:
+        assert f"{num_failed} of 4 failed, the first with: OSError: no space 0" in line
+
+
 def test_rollouts_sampled_by_top_p_alone_name_the_sampling_mask(make_preflight, capsys):
     preflight = make_preflight({"top_p": 0.9, "temperature": 0.7})
-    for name in ("gpus", "options", "trainer_model"):
+    for name in ("gpus", "options", "model_config", "trainer_model"):
         preflight.line(name, getattr(preflight, f"check_{name}"))
     preflight.client.close()
     status = {"dtype": "float32", "head_dtype": "float32", "policy_version": None}

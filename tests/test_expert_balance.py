@@ -8,6 +8,7 @@ from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.test_router_replay import make
 from verifiers_rl import expert_balance
 from verifiers_rl.expert_balance import expert_load, keep_router_logits
+from verifiers_rl.router_replay import routers_of
 from verifiers_rl.types import Sample
 
 
@@ -58,6 +59,26 @@ def test_a_model_whose_auxiliary_loss_is_not_known_draws_one_warning(caplog):
     keep_router_logits(model)
     (message,) = caplog.messages
     assert "no auxiliary loss of Glm4MoeForCausalLM is known here; none is computed" in message
+
+
+def test_logits_are_kept_wherever_a_router_returns_them():
+    model = make("granite")  # its routers return them last, behind indices and weights
+    model.config.output_router_logits = True
+    keep_router_logits(model)
+    kept = []
+    for _, router in routers_of(model):
+        router.register_forward_hook(lambda router, inputs, outputs: kept.append(outputs[2]))
+    model(input_ids=torch.arange(5)[None])
+    balance = model.model.verifiers_rl_balance
+    assert len(balance.logits) == len(kept) == 2
+    for found, expected in zip(balance.logits, kept, strict=True):
+        assert found.shape == (5, 8) and torch.equal(found, expected)
+    # transformers itself takes no loss of them; this is 8 * sum_e f_e P_e over both layers' tokens.
+    logits = torch.cat(kept)
+    counts = torch.bincount(logits.topk(2).indices.flatten(), minlength=8)
+    expected = 8 * (counts / 10 * logits.softmax(-1).mean(0)).sum()
+    loss = balance.loss_of(tuple(balance.logits), balance.num_experts, balance.top_k)
+    assert loss.item() == pytest.approx(expected.item())
 
 
 def test_the_model_itself_computes_no_auxiliary_loss_beside_a_mask_of_four_dimensions():

@@ -18,7 +18,8 @@ from verifiers_rl.report.mismatch import (
     mismatch_table,
     scale_of_change,
 )
-from verifiers_rl.sync.agreement import logprobs_of_samples
+from verifiers_rl.router_replay import replay_experts
+from verifiers_rl.sync.agreement import logprobs_of_samples, trainer_logprobs
 from verifiers_rl.types import Sample, SamplingMask
 
 EXACT = Setup("float32", "float32", trainer_head="float32", server_head="float32")
@@ -114,6 +115,15 @@ def test_what_differs_between_the_sides_names_its_option_alone(setup, option):
     assert line.startswith(option)
     if "sampling_mask" in option:
         assert line.endswith("the server gives its tokens 0.1 nats more on average")
+
+
+def test_a_trainer_in_float32_is_not_told_to_set_its_head():
+    setup = Setup("float32", "bfloat16", trainer_head="float32")
+    words = [line.split(":")[0] for line in advise(tokens_of(np.full(40, 0.1)), setup)]
+    assert words == [
+        'dtype = "float32" in [inference.args]',
+        'hf_overrides = { head_dtype = "float32" } in [inference.args]',
+    ]
 
 
 def test_the_largest_cause_comes_first():
@@ -217,6 +227,19 @@ def test_logprobs_of_samples_use_the_experts_of_the_server(tmp_path):
     np.testing.assert_array_equal(own, again)
 
 
+def test_experts_of_the_last_microbatch_are_not_those_of_other_tokens(tmp_path):
+    args = make_args(tmp_path, router_replay=True)
+    model = make_tiny_moe()
+    expected = trainer_logprobs(model, IDS, 3, args)
+    (of_sample,) = logprobs_of_samples(model, [sample_of()], args)
+    for num_tokens in (40, len(IDS)):
+        replay_experts(model, torch.tensor([0, 1]).expand(1, num_tokens, 2, 2))
+        assert torch.equal(trainer_logprobs(model, IDS, 3, args), expected)
+        replay_experts(model, torch.tensor([0, 1]).expand(1, num_tokens, 2, 2))
+        (again,) = logprobs_of_samples(model, [sample_of()], args)
+        np.testing.assert_array_equal(again, of_sample)
+
+
 def test_logprobs_of_samples_round_as_the_trainer_does(tmp_path):
     model = make_tiny_model()
     (exact,) = logprobs_of_samples(model, [sample_of()], make_args(tmp_path))
@@ -242,6 +265,9 @@ def test_the_layer_that_differs_is_named():
     slow = [[3.0, 4.0 + 0.01 * 2**n] for n in range(4)]  # as rounding grows
     assert layer_lines(ours, slow, False)[1].startswith("no layer stands out; 1.6e-02 ")
     assert layer_lines(ours, slow, True)[1].startswith("it begins in layer 0; ")
+    nan = [[3.0, 4.0]] * 2 + [[3.0, math.nan]] * 2
+    assert layer_lines(ours, nan, False)[1].startswith("it begins in layer 2; nan ")
+    assert layer_lines(nan, ours, True)[1].startswith("it begins in layer 2; nan ")
     other_worker = [[], *ours[1:]]
     with pytest.raises(ValueError, match="of 4 layers here and 3 there"):
         layer_lines(ours, other_worker, True)

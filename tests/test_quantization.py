@@ -37,8 +37,17 @@ def test_fp8_of_plain_weights_gets_vllms_name_and_a_warning(fit, capsys):
     problem, args = fit(quantization="fp8_per_block")
     assert problem is None and args.quantization == "fp8_per_block"
     assert "--quantization fp8_per_block: " in capsys.readouterr().err
-    problem, args = fit(quantization_config={"linear": "fp8_per_block"})
-    assert problem is None and "--quantization-config: " in capsys.readouterr().err
+    problem, args = fit(quantization="online", quantization_config={"linear": "fp8_per_block"})
+    assert problem is None and args.quantization == "online"
+    assert "--quantization online: the server rounds" in capsys.readouterr().err
+
+
+def test_a_quantization_config_alone_is_refused_because_vllm_passes_it_over(fit, capsys):
+    problem, _ = fit(quantization_config={"linear": "fp8_per_block"})
+    assert problem == (
+        "--quantization-config: has no effect on plain weights alone; add --quantization online"
+    )
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_is_said_without_quantization(fit, capsys):

@@ -14,6 +14,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -48,6 +50,8 @@ def make(name):
         return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=8))
     if name == "gpt_oss":
         return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=8, head_dim=16))
+    if name == "granite":
+        return GraniteMoeForCausalLM(GraniteMoeConfig(**SIZES, num_local_experts=8))
     if name == "glm4":
         return Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES | MOE, head_dim=16))
     sizes = SIZES | MOE | MLA | {"v_head_dim": 16, "num_key_value_heads": 2}
@@ -59,7 +63,10 @@ def chosen_by(model, ids):
     found = {}
 
     def record(at):
-        return lambda router, inputs, outputs: found.update({at: outputs[2]})
+        def keep(router, inputs, outputs):
+            (found[at],) = (o for o in outputs if not o.is_floating_point())
+
+        return keep
 
     hooks = [router.register_forward_hook(record(layer)) for layer, router in routers_of(model)]
     model(input_ids=ids)
@@ -80,7 +87,7 @@ def perturbed(model):
     return other
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt_oss", "glm4", "deepseek"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt_oss", "granite", "glm4", "deepseek"])
 def test_replayed_experts_are_used_and_weighed_by_the_models_own_scores(name):
     model = make(name).eval()
     ids = torch.randint(3, 50, (2, 40))

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from aiohttp import web
 
 from tests.helpers import serving
+from verifiers_rl import server_side
 from verifiers_rl.envs.seeded import SeededEnvironment
 from verifiers_rl.inference import (
     ServerClient,
@@ -57,7 +60,7 @@ def test_each_request_of_a_run_has_a_seed_of_its_own():
 def test_the_same_run_has_the_same_seeds_in_any_order_of_other_groups():
     first = run(SeededEnvironment(Recorder(), 42), *PLACES)
     assert run(SeededEnvironment(Recorder(), 42), *PLACES[3::-1]) == first[3::-1]
-    assert run(SeededEnvironment(Recorder(), 42), PLACES[2]) == [first[2]]  # as a resumed run does
+    assert run(SeededEnvironment(Recorder(), 42), PLACES[2]) == [first[2]]  # in a run of its own
     assert run(SeededEnvironment(Recorder(), 43), *PLACES)[0] != first[0]
 
 
@@ -123,3 +126,28 @@ def test_a_server_that_a_seed_could_kill_is_refused(caplog):
     assert "a token may differ now and then" in message and "VLLM_BATCH_INVARIANT=1" in message
     with pytest.raises(InferenceServerError, match="vf-vllm with --no-enable-chunked-prefill"):
         check_determinism({**exact, "takes_seeds": False}, "http://s")
+
+
+def test_each_server_of_several_is_asked_and_named(monkeypatch):
+    class Server:
+        def __init__(self, url, takes_seeds):
+            self.base_url, self.takes_seeds = url, takes_seeds
+
+        def check_model(self, config): ...
+
+        def status(self):
+            return {"takes_seeds": self.takes_seeds, "batch_invariant": True}
+
+    monkeypatch.setattr(
+        server_side, "ReplicaPool", lambda clients, make_sync, push, check, s: check
+    )
+    monkeypatch.setattr(server_side, "check_agreement", lambda *args: None)
+    args = SimpleNamespace(router_replay=False, deterministic=True, vllm_server_timeout=1)
+    servers = [Server("http://gpu", True), Server("http://cpu", False)]
+    policy, model = SimpleNamespace(config=None), torch.nn.Linear(1, 1)
+    check = server_side._make_pool(servers, policy, None, args)
+    check(model, servers[0], "model")
+    with pytest.raises(InferenceServerError, match="the server at http://cpu runs on a CPU"):
+        check(model, servers[1], "model")
+    args.deterministic = False
+    check(model, servers[1], "model")

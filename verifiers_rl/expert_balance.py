@@ -94,7 +94,13 @@ def _begin(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
 def _keep(router: Any, args: Any, outputs: Any) -> None:
     balance = getattr(router, _HELD)
     if balance.is_open:
-        balance.logits.append(outputs[0])
+        # Most routers return their logits first, those of GraniteMoE behind indices and weights.
+        logits = next(
+            output
+            for output in outputs
+            if output.is_floating_point() and output.shape[-1] == router.num_experts
+        )
+        balance.logits.append(logits)
 
 
 def _end(decoder: Any, args: Any, outputs: Any) -> None:
@@ -134,10 +140,18 @@ def keep_router_logits(model: Any) -> None:
     logger.info("auxiliary loss of the routers, times router_aux_loss_coef = %g", coefficient)
 
 
+def has_balance(model: Any) -> bool:
+    """Return whether `add_balance_loss` adds something for this model. Then all samples must be
+    computed, also those without advantage, because their tokens count in the auxiliary loss.
+    """
+    return hasattr(model.get_decoder() if hasattr(model, "get_decoder") else model, _HELD)
+
+
 def add_balance_loss(outputs: LossOutputs, model: Any, microbatch: Microbatch) -> LossOutputs:
     """Return a loss with the auxiliary loss of the forward before it, if the model's config asks
     for one. It is weighed as the microbatch's loss tokens are, so the loss of a batch has
-    `router_aux_loss_coef` times its mean.
+    `router_aux_loss_coef` times its mean. With `loss_normalization = "constant"`, it is multiplied
+    by the share that the batch's loss tokens have of that constant.
 
     Args:
         outputs: of the loss of this microbatch.

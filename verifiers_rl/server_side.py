@@ -101,9 +101,7 @@ def connect(
         weight_sync = pool
     else:
         client.check_model(policy.config)
-    _require_experts(client.base_url, status, args)
-    if args.deterministic:
-        check_determinism(status, client.base_url)
+        _check_server(client.base_url, status, args)
     if weight_sync is None:
         lora_sync = choose_lora_sync(args.lora_sync, status, args.weight_sync_backend)
         weight_sync = WeightSync(
@@ -126,15 +124,15 @@ def connect(
     return ServerSide(orchestrator, weight_sync, check if is_ours else None)
 
 
-def _require_experts(url: str, status: dict[str, Any], args: Any) -> None:
-    """Raise InferenceServerError if the experts of the server's replies are needed, and it returns
-    none.
-    """
+def _check_server(url: str, status: dict[str, Any], args: Any) -> None:
+    """Raise InferenceServerError if the server lacks what an option of the run needs."""
     if args.router_replay and not status.get("returns_experts"):
         raise InferenceServerError(
             f"router_replay=True: the server at {url} returns no experts; start vf-vllm with "
             "--enable-return-routed-experts (vLLM 0.31)"
         )
+    if args.deterministic:
+        check_determinism(status, url)
 
 
 def check_determinism(status: dict[str, Any], url: str) -> None:
@@ -170,7 +168,7 @@ def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args
 
     def check(model: Any, client: InferenceClient, model_name: str) -> None:
         client.check_model(policy.config)
-        _require_experts(client.base_url, client.status(), args)
+        _check_server(client.base_url, client.status(), args)
         if not is_split(model):  # else it would need all ranks
             check_agreement(model, client, model_name, tokenizer, args)
 

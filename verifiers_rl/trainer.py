@@ -51,7 +51,7 @@ from verifiers_rl.distributed import (
     scatter_samples,
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
-from verifiers_rl.expert_balance import add_balance_loss
+from verifiers_rl.expert_balance import add_balance_loss, has_balance
 from verifiers_rl.forward import predict_targets
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.kl_control import KLControl
@@ -325,7 +325,7 @@ class RLTrainer(SavingTrainer):
         )  # fmt: skip
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = part & (sizes.num_loss_tokens > 0)
-        if is_of_advantages(self.loss_fn):
+        if is_of_advantages(self.loss_fn) and not has_balance(self._base_of(model)):
             is_computed &= sizes.has_advantage > 0
         config = self._base_of(self.model).config.get_text_config()
         plans, num_shared = plan_batch(

@@ -454,6 +454,7 @@ class Preflight:
         )
 
     def check_rollouts(self) -> str:
+        from verifiers_rl.data import describe_error
         from verifiers_rl.types import Slots, Split
 
         model, sampling = self.client.served_model_name, self.args.sampling_args()
@@ -491,16 +492,24 @@ class Preflight:
             done = [rollout for rollout in group if rollout.error is None]
             if not done:
                 raise group[0].error
+            failed = ""
+            if done != group:
+                first = next(rollout.error for rollout in group if rollout.error is not None)
+                failed = (
+                    f"{len(group) - len(done)} of {len(group)} failed, the first with: "
+                    f"{describe_error(first)}"
+                )
+                if 2 * len(done) <= len(group):
+                    raise Fix(f"{done[0].env}: of the first example's rollouts, {failed}")
             if split == "train":
                 self.samples += [sample for rollout in done for sample in rollout.samples]
-            failed = f", {len(group) - len(done)} of {len(group)} failed" if done != group else ""
             said.append(
                 (f"{done[0].env}: " if len(groups) > 1 else "")
                 + f"{len(done)} of the first example, mean reward "
                 f"{sum(r.reward for r in done) / len(done):.3g}, "
                 f"{sum(r.num_sampled_tokens for r in done)} sampled tokens in "
                 f"{sum(r.num_turns for r in done)} turn(s), at most "
-                f"{max(r.generation_s for r in done):.1f} s{failed}"
+                f"{max(r.generation_s for r in done):.1f} s" + (f"; {failed}" if failed else "")
             )
         return "; ".join(said)
 
@@ -526,14 +535,20 @@ class Preflight:
         tokens = SampledTokens.of(self.samples, ours)
         rows = mismatch_table(tokens)
         here, there = dtypes_of(self.model, self.client, self.args)
-        sampled = [self.args.with_sampling(env.sampling) for env in self.config.envs]
+        envs = [env for env in self.config.envs if env.only != "eval"]
+        sampled = [self.args.with_sampling(env.sampling) for env in envs]
         reshaping = [name for args in sampled for name in args.sampling_changes_probabilities()]
         setup = Setup(
             here,
             there,
             reshaping=list(dict.fromkeys(reshaping)),
-            quantization=status.get("quantization"),
-            trainer_head=self.args.head_dtype,
+            # A checkpoint that is quantised itself cannot be served as plain weights.
+            quantization=(
+                None
+                if getattr(self.model_config, "quantization_config", None)
+                else status.get("quantization")
+            ),
+            trainer_head=here if self.args.head_dtype == "model" else self.args.head_dtype,
             server_head=status.get("head_dtype") or there,
             has_experts=bool(num_experts(self.model.config.get_text_config())),
             router_replay=self.args.router_replay,
@@ -615,20 +630,22 @@ class Preflight:
                 parameter.copy_(value)
         stale = trainer_logprobs(self.model, prompt + token_ids, len(theirs), args)
         found = difference(ours, theirs, dtypes_of(self.model, self.client, args))
-        if not found.mean < (stale - theirs).abs().mean() / 2:  # True for NaN, too
+        scale = scale_of_change(*(tensor.numpy() for tensor in (ours, theirs, stale)))
+        is_nearer = bool(found.mean < (stale - theirs).abs().mean() / 2)  # False for NaN
+        if not is_nearer and not 0.25 < scale < 4:
             raise Fix(
                 f"{found}, and no nearer to the pushed weights than to those before: the server "
-                "does not use what it received; take quantization and model overrides out of "
-                "[inference.args], else report it with the server's log"
+                f"does not use what it received, the push had {scale:.2g} x the effect; take "
+                "quantization and model overrides out of [inference.args], else report it with "
+                "the server's log"
             )
-        if found.is_of_another_model:
-            scale = scale_of_change(*(tensor.numpy() for tensor in (ours, theirs, stale)))
+        if not is_nearer or found.is_of_another_model:
             raise Fix(
                 f"{found}, more than rounding explains: the server samples from a different model "
                 f"than the one being trained, on which the push had {scale:.2g} x the effect; take "
                 "quantization and model overrides out of [inference.args]"
             )
-        return str(found)
+        return f"{found}; the push had {scale:.2g} x the effect"
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         """POST to vLLM's own routes, as a rollout does. Raises Fix with the server's reason."""

@@ -14,7 +14,9 @@ class SeededEnvironment:
 
     The seed of a group follows from the run's seed, the policy version with which it began, its
     example, and how often it has begun before with both. So it depends neither on the other groups
-    nor on the order in which they end, and a resumed run gives a step the seeds that it had.
+    nor on the order in which they end. With `max_off_policy_steps = 0` a resumed run has the seeds
+    that it had. With 1, its first batch is sampled from newer weights. A batch that is begun again
+    after a lost server gets other seeds.
 
     Args:
         env: runs the groups. The requests of a user's own `EnvRunner` get seeds if it sends them

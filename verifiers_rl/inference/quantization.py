@@ -44,6 +44,10 @@ def fit_quantization(
             f"weights; choose one of {', '.join(sorted(online))}, or train an adapter "
             "(--enable-lora)"
         )
+    elif asked is None:
+        return (
+            "--quantization-config: has no effect on plain weights alone; add --quantization online"
+        )
     print(
         f"vf-vllm: WARNING: {shown}: the server rounds weights that the trainer does not round. "
         "mismatch_kl says how far both policies are apart, and the importance ratio corrects for "

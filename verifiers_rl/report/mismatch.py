@@ -140,7 +140,7 @@ class Setup:
         trainer_dtype, server_dtype: in which they compute, such as "bfloat16".
         reshaping: sampling options that change the server's distribution and not the trainer's.
         quantization: of the server's weights, or None.
-        trainer_head, server_head: dtype of the LM head: "model" or "float32".
+        trainer_head, server_head: dtype of the LM head, such as "float32"; "model" for another one.
         has_experts: the model chooses experts.
         router_replay: the trainer uses the server's choice.
     """
@@ -276,7 +276,7 @@ def layer_lines(
         norm = max(float(np.linalg.norm(a)), 1e-30)
         apart = float(np.linalg.norm(np.subtract(a, b))) / norm
         lines.append(f"behind layer {number:3}  {apart:.1e}")
-        if begin is None and apart > max(4 * before, rounding):
+        if begin is None and not apart <= max(4 * before, rounding):  # True for NaN, too
             begin = number
         before = apart
     if begin is None:

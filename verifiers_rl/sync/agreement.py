@@ -100,8 +100,10 @@ def sample(
 
 
 @torch.no_grad()
-def trainer_logprobs(model: nn.Module, token_ids: list[int], num_last: int, args: Any) -> Tensor:
+def trainer_logprobs(model: Any, token_ids: list[int], num_last: int, args: Any) -> Tensor:
     """Compute logprobs of the last tokens under the trainer's model, (num_last,) float32."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    replay_experts(base, None)  # of the last microbatch
     device = next(model.parameters()).device
     ids = torch.tensor(token_ids, device=device)
     was_training = model.training
@@ -135,6 +137,7 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
     model.eval()
     found = []
     try:
+        replay_experts(base, None)  # of the last microbatch
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             in_chunks = reason_against_chunking(model, base) is None
             for sample in samples:
