@@ -28,10 +28,14 @@ INSTALLED := $(VENV)/installed-$(EXTRA)
 # Processes that run tests side by side. Servers on one GPU would not fit beside each other.
 JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# What each of these shows of another vLLM, the same test with another parameter shows too.
+ALIKE := weights_arrive_in_both_data_parallel_engines[adapter] weights_arrive_in_both_halves_of_a_bfloat16_server[full] \
+	qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower[experts]
 # What differs with verifiers<0.4 and its vLLM: environments, their clients, the server and what is sent to it.
 CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollouts e2e_sync server environments \
 	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering example_environments)) \
-	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it
+	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it \
+	$(addprefix --deselect=tests/test_e2e_sync.py::test_,$(ALIKE))
 
 .PHONY: help install demo test test-fast test-all gpu-check models check format docs reference page clean
 

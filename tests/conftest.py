@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.helpers import CLASSIC_REASON, EXAMPLE_MODULE, HAS_CLASSIC, ROOT
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
@@ -139,13 +140,22 @@ def token() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's model, trained a little shorter than in the demo."""
-    folder = tmp_path_factory.mktemp("warm_start")
+    """The example's model, trained a little shorter than in the demo, once for all processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm_start"
+    with FileLock(f"{folder}.lock", timeout=500):
+        if not folder.is_dir():
+            train_warm_start(folder)
+    return folder
+
+
+def train_warm_start(folder: Path) -> None:
+    unfinished = folder.with_name("warm_start_unfinished")
     command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
-    command += [str(EXAMPLE_MODULE), str(folder)]
+    command += [str(EXAMPLE_MODULE), str(unfinished)]
     command += ["--clean-steps", "220", "--noisy-steps", "40"]
     subprocess.run(command, check=True, capture_output=True, timeout=500)
-    return folder
+    unfinished.rename(folder)
 
 
 def processes_of(folder):

@@ -10,12 +10,14 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from verifiers_rl.inference.routed_experts import return_routed_experts
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ServerParts(NamedTuple):
@@ -113,6 +115,7 @@ def lost_in_reload(model: Any, loaded: set[str]) -> list[str]:
         model: between `initialize_layerwise_reload` and `finalize_layerwise_reload`.
         loaded: what its `load_weights` has returned.
     """
+    import torch  # here, because the launcher, which needs none, reads this module
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     modules = dict(model.named_modules())
