@@ -337,7 +337,8 @@ class Preflight:
             print(f"      {line}", flush=True)
 
         self.runner = make_runner(envs, url, tokenizer, args, report)
-        if tokenizer is not None and any(env.learning for env in self.config.envs):
+        is_ready = tokenizer is not None and (not self.config.teachers or "teachers" in self.passed)
+        if is_ready and any(env.learning for env in self.config.envs):
             self._check_learning(url)
         left_out = self.runner.num_overlong_prompts
         train, held_out = (describe_sizes(self.runner.sizes(split)) for split in ("train", "eval"))
@@ -356,9 +357,7 @@ class Preflight:
         urls = {table.name: NOWHERE for table in self.config.teachers}
         alone = copy.copy(self.args)
         alone.env_workers = 0
-        make_runner(
-            self.config.load_envs(urls=urls), url, self.tokenizer, alone, lambda line: None
-        )
+        make_runner(self.config.load_envs(urls=urls), url, self.tokenizer, alone, lambda line: None)
 
     def check_first_prompt(self) -> str:
         self.prompt = self.runner.first_prompt

@@ -386,9 +386,7 @@ class RunConfig:
             except ConfigError as error:
                 raise self.of_option(str(error)) from error
 
-    def load_envs(
-        self, with_teachers: bool = True, urls: Mapping[str, str] | None = None
-    ) -> Any:
+    def load_envs(self, with_teachers: bool = True, urls: Mapping[str, str] | None = None) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
         variables of `env_file` are in this process's environment from then on.
 
