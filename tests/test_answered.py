@@ -175,14 +175,15 @@ def test_a_teacher_that_was_away_is_asked_once_more(tokenizer, tmp_path):
 def test_a_rollout_is_played_once_more_when_the_teacher_is_back_and_counts_once(
     tokenizer, tmp_path
 ):
-    seen, progress = [], Progress(Slots(4))
+    seen = []
+    progress = Progress(Slots(4), on_done=lambda: seen.append(("place", "free", 0)))
     answer(
         tokenizer, tmp_path, num_rollouts=1, statuses=(404,), away=(503, 503), seen=seen,
         slots=progress,
     )  # fmt: skip
     told = [one[:2] for one in seen]
     assert told[told.index(("completions", 404)) :] == [
-        ("completions", 404), ("models", 503), ("models", 503), ("models", 200),
+        ("completions", 404), ("place", "free"), ("models", 503), ("models", 503), ("models", 200),
         ("completions", 200),
     ]  # fmt: skip
     assert progress.num_done == 1

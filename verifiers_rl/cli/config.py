@@ -26,7 +26,7 @@ id = "reverse_text"              # a taskset, or a classic environment (verifier
                                  # distill_coef = 0.5  weight of the teacher
                                  # distill_loss = "topk"  what is compared: "sampled" or "topk"
                                  # distill_top_k = 20  the teacher's likeliest tokens, for "topk"
-                                 # distill_mask_tokens = ["<think>"]  without the teacher's say
+                                 # distill_mask_tokens = ["<think>"]  not judged by the teacher
                                  # hint = "It is {answer}."  what the teacher of "opsd" knows
 
 [[teacher]]                      # a model that environments learn from
