@@ -160,6 +160,13 @@ def test_data_is_of_vf_sft_alone_and_needed_there(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("named", ['id = "words"\n', '[env.taskset]\nid = "words"\n'])
+def test_nothing_is_distilled_by_vf_sft(folder, named):
+    (folder / "sft.toml").write_text(f'{TOML}[[env]]\nalgorithm = "opsd"\nhint = "3"\n{named}')
+    with pytest.raises(TomlError, match=r"\[\[env\]\] 1: vf-sft reads no 'algorithm': its env"):
+        load(folder)
+
+
 def test_an_unknown_option_names_the_nearest(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["vf-sft", "@", "sft.toml", "--trainer.args.los_on", "user"])
     with pytest.raises(SystemExit):

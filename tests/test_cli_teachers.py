@@ -8,19 +8,22 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers import ROOT, load_example
-from verifiers_rl import RLConfig
+from verifiers_rl import RLConfig, env_from
 from verifiers_rl.cli import check, plan, rl
 from verifiers_rl.cli import config as config_module
-from verifiers_rl.cli.config import RunConfig, TomlError, load_run_config
+from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.nodes import node_of
 from verifiers_rl.cli.teachers import KEY_VARIABLE, TEACHERS_VARIABLE, TeacherTable
 from verifiers_rl.envs import base
+from verifiers_rl.inference import teacher as teacher_module
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.teacher import TeacherError
+from verifiers_rl.process import secret_names
 from verifiers_rl.process.secret_names import is_secret
 
 ENVS = """
@@ -222,6 +225,7 @@ SUPERVISE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from types import SimpleNamespace
 from verifiers_rl.cli import children, rl, servers, teacher_servers
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.teachers import TeacherTable
@@ -230,6 +234,7 @@ folder = Path(sys.argv[1])
 TEACHER = '''
 import http.server, os, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 port, folder = int(sys.argv[1]), Path(sys.argv[2])
 with (folder / "lives").open("a") as file:
     file.write(os.environ["VLLM_API_KEY"] + "\\\\n")
@@ -252,6 +257,7 @@ os._exit(9)
 TRAINER = '''
 import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 folder = Path(sys.argv[1])
 def wait_for(name):
     while not (folder / name).exists():
@@ -304,12 +310,15 @@ def test_a_teacher_that_dies_is_started_again_and_not_for_ever(tmp_path, then):
 def test_a_check_compares_vocabularies_and_asks_those_that_run(tmp_path):
     tokenizer = load_example("warm_start").make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    config = RunConfig(Path("/a/rl.toml"), "m", [], teachers=[table(0, "big", 1)])
+    envs = [
+        EnvTable(name, learning={"algorithm": "opd", "teacher": name}) for name in ("big", "far")
+    ]
+    config = RunConfig(Path("/a/rl.toml"), "m", envs, teachers=[table(0, "big", 1)])
     config.teachers[0].model = str(tmp_path)
     preflight = check.Preflight(config)
     preflight.tokenizer, preflight.args = tokenizer, RLConfig(use_cpu=True)
     said = preflight.check_teachers()
-    assert said == "'big' would be started; the vocabulary is the student's"
+    assert said == "'big' would be started and has the student's vocabulary"
     nobody = {"base_url": "http://127.0.0.1:9", "timeout_s": 0.3}
     config.teachers.append(TeacherTable(1, "far", str(tmp_path), options=nobody))
     with pytest.raises(TeacherError, match=r"teacher 'far' at http.* gave no answer within 0\.3 s"):
@@ -317,3 +326,75 @@ def test_a_check_compares_vocabularies_and_asks_those_that_run(tmp_path):
     tokenizer.add_tokens("<more>")
     with pytest.raises(TeacherError, match="teacher 'big': its vocabulary is not the student's"):
         preflight.check_teachers()
+
+
+def test_the_model_of_a_teacher_that_only_answers_is_a_name_at_its_server(tmp_path, monkeypatch):
+    def problem(model):
+        return "model 'gpt-x': nowhere" if model == "gpt-x" else None
+
+    def load(algorithm, where):
+        path = tmp_path / "rl.toml"
+        path.write_text(
+            f'{OURS}[[env]]\nid = "words"\nalgorithm = "{algorithm}"\nteacher = "big"\n'
+            f'[[teacher]]\nname = "big"\nmodel = "gpt-x"\n{where}\n'
+        )
+        return load_run_config(path)
+
+    monkeypatch.setattr(config_module, "model_error", problem)
+    away = 'base_url = "https://host/v1"'
+    assert load("sft", away).teachers[0].model == "gpt-x"
+    for algorithm, where in (("opd", away), ("rl", away), ("sft", "gpus = 0")):
+        with pytest.raises(TomlError, match=r"\[\[teacher\]\] 1.* model 'gpt-x': nowhere"):
+            load(algorithm, where)
+
+
+def test_a_check_asks_little_of_a_teacher_that_only_answers(tmp_path, monkeypatch):
+    asked = []
+
+    class Client:
+        def __init__(self, teacher, min_model_len):
+            asked.append((teacher.name, teacher.key(), min_model_len))
+
+        async def open(self): ...
+        async def close(self): ...
+
+    monkeypatch.setattr(teacher_module, "TeacherClient", Client)
+    monkeypatch.setattr(secret_names, "_set_here", set())
+    monkeypatch.setenv(secret_names.LISTED, "")
+    monkeypatch.setenv("FAR_KEY", "for monkeypatch to remove")
+    monkeypatch.delenv("FAR_KEY")
+    (tmp_path / "secrets.env").write_text("FAR_KEY=of the file\n")
+    options = {"base_url": "http://host", "key_variable": "FAR_KEY"}
+    far = TeacherTable(0, "far", "gpt-x", options=options)
+    envs = [EnvTable("words", learning={"algorithm": "sft", "teacher": "far"})]
+    config = RunConfig(
+        Path("/a/rl.toml"), "m", envs, teachers=[far], env_files=[tmp_path / "secrets.env"]
+    )
+    preflight = check.Preflight(config)
+    preflight.tokenizer, preflight.args = None, RLConfig(use_cpu=True)  # it compares no vocabulary
+    assert preflight.check_teachers() == "'far' answers"
+    assert asked == [("far", "of the file", 0)]
+
+
+def test_a_check_sees_what_a_run_with_teachers_refuses(read, tmp_path, monkeypatch):
+    tokenizer = load_example("warm_start").make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "big")
+    env = env_from([{"prompt": "abc", "answer": "cba"}], lambda completion: 1.0)
+    monkeypatch.setattr(config_module.EnvTable, "load", lambda self, *folders: env)
+    config = read(
+        OURS + '[[env]]\nid = "words"\nalgorithm = "opd"\nteacher = "big"\n'
+        '[[teacher]]\nname = "big"\nmodel = "./big"\ngpus = 1\n'
+    )
+
+    def environment(**options):
+        preflight = check.Preflight(config)
+        preflight.tokenizer, preflight.passed = tokenizer, {"tokenizer", "teachers"}
+        preflight.args = RLConfig(use_cpu=True, output_dir=str(tmp_path), **options)
+        preflight.client = SimpleNamespace(base_url="http://127.0.0.1:1")
+        return preflight.check_environment()
+
+    assert environment(temperature=1.0).startswith("words, 1 training examples")
+    with pytest.raises(base.InvalidEnvironmentError, match=r"'words'.*temperature=0\.7 makes"):
+        environment(temperature=0.7)
+    with pytest.raises(base.InvalidEnvironmentError, match=r"'words'.*top_p"):
+        environment(temperature=1.0, top_p=0.5)

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model, serving
-from verifiers_rl import RLConfig
+from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.cli import generate as module
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.generate import OptionError, generate, key_variable, make_one_server
@@ -193,8 +193,8 @@ def made_of(play, num):
         def sizes(self, split):
             return [num]
 
-        async def _conversations(self, split, number, slots):
-            async with slots:
+        async def play(self, split, number, place):
+            async with place:
                 return await play(number)
 
         async def open(self): ...
@@ -204,7 +204,42 @@ def made_of(play, num):
 
 
 def row_of(number, reward=1.0):
-    return {"example": number, "reward": reward, "is_truncated": False}
+    return {"example": number, "reward": reward, "is_truncated": False, "first_reply": 1}
+
+
+@needs_v1
+def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
+    from verifiers_rl.envs.generate import Endpoint, make_generating_environments
+
+    said = [("user", "ab"), ("assistant", "ba"), ("user", "abc")]
+    shots = [{"role": role, "content": text} for role, text in said]
+    rows = [{"prompt": shots}, {"prompt": "abc"}]
+    env = env_from(rows, lambda completion: 1.0)
+    written = []
+
+    async def reply(request):
+        message = {"role": "assistant", "content": "cba"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m"}
+        return web.json_response({**body, "choices": [choice]})
+
+    async def run():
+        async with serving(reply) as url:
+            (made,) = make_generating_environments(
+                [WeightedEnv(env, "it")], RLConfig(use_cpu=True), Endpoint(f"{url}/v1", "m", "KEY")
+            )
+            await made.open()
+            try:
+                await made.write("train", None, 1, 0.0, Slots(1), written.append)
+            finally:
+                await made.close()
+
+    asyncio.run(run())
+    shown, plain = sorted(written, key=lambda row: row["example"])
+    texts = [[one["content"] for one in shown[name]] for name in ("prompt", "completion")]
+    assert texts == [["ab", "ba", "abc"], ["cba"]] and "messages" not in shown
+    assert [one["content"] for one in plain["messages"]] == ["abc", "cba"]
+    assert not {"prompt", "first_reply", "is_truncated"} & plain.keys()
 
 
 @needs_v1
@@ -271,8 +306,12 @@ def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path, monkey
         output=tmp_path / "new.jsonl", split="train", examples=None, rollouts=1, min_reward=0.0
     )
     args = SimpleNamespace(max_concurrent=1)
-    with pytest.raises(InferenceServerError, match="the server ended with status 137"):
-        asyncio.run(asyncio.wait_for(module._write_all(options, args, None, None, server), 30))
+    try:
+        with pytest.raises(InferenceServerError, match="the server ended with status 137"):
+            asyncio.run(asyncio.wait_for(module._write_all(options, args, None, None, server), 30))
+    finally:
+        server.process.kill()
+        server.process.wait()
     assert [row["example"] for row in read_dataset([str(options.output)])] == [0]
 
 

@@ -13,6 +13,7 @@ file is left behind, except the server's log if a check failed.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import secrets
 import shlex
@@ -30,6 +31,7 @@ from typing import Any
 
 from verifiers_rl.cli.children import Child, ended_within, flag_problem
 from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.env_file import read_env_files
 from verifiers_rl.cli.plan import (
     assign_gpus,
     check_folder,
@@ -40,16 +42,19 @@ from verifiers_rl.cli.plan import (
     split_gpus,
     teachers_to_start,
 )
+from verifiers_rl.cli.teachers import gives_logprobs
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
     generation_key,
 )
+from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.trackers import tracker_error
 
 ANSWER_S = 10.0  # for a teacher that runs already
+NOWHERE = "http://127.0.0.1:1"  # of teachers that are made and not asked
 MAX_LAYERS_TOKENS = 512  # of the first prompt, when layers are compared
 NUM_ROLLOUTS = 8  # of the first example of each training environment, or a group if that is smaller
 
@@ -301,21 +306,24 @@ class Preflight:
         """Compare vocabularies, and ask the teachers that run already. None is started."""
         from verifiers_rl.inference.teacher import TeacherClient, check_vocabulary
 
+        set_secrets(read_env_files(self.config.env_files))  # a key may be there
+
         async def ask(client: TeacherClient) -> None:
             await client.open()
             await client.close()
 
+        told = []
         for table in self.config.teachers:
-            check_vocabulary(table.teacher(), self.tokenizer)
+            told.append(f"{table.name!r} {'would be started' if table.is_started else 'answers'}")
+            longest = 0  # one that only answers may be of any kind
+            if gives_logprobs(self.config, table):
+                check_vocabulary(table.teacher(), self.tokenizer)
+                told[-1] += " and has the student's vocabulary"
+                longest = self.args.max_seq_len + 1
             if not table.is_started:
                 limit_s = min(table.teacher().timeout_s, ANSWER_S)
-                teacher = table.teacher(timeout_s=limit_s)
-                asyncio.run(ask(TeacherClient(teacher, self.args.max_seq_len + 1)))
-        told = [
-            f"{table.name!r} {'would be started' if table.is_started else 'answers'}"
-            for table in self.config.teachers
-        ]
-        return f"{', '.join(told)}; the vocabulary is the student's"
+                asyncio.run(ask(TeacherClient(table.teacher(timeout_s=limit_s), longest)))
+        return ", ".join(told)
 
     def check_environment(self) -> str:
         from verifiers_rl.data import describe_sizes
@@ -329,6 +337,9 @@ class Preflight:
             print(f"      {line}", flush=True)
 
         self.runner = make_runner(envs, url, tokenizer, args, report)
+        is_ready = tokenizer is not None and (not self.config.teachers or "teachers" in self.passed)
+        if is_ready and any(env.learning for env in self.config.envs):
+            self._check_learning(url)
         left_out = self.runner.num_overlong_prompts
         train, held_out = (describe_sizes(self.runner.sizes(split)) for split in ("train", "eval"))
         return (
@@ -336,6 +347,17 @@ class Preflight:
             f"{held_out} for evaluation"
             + (f", {left_out} left out by max_prompt_len={args.max_prompt_len}" if left_out else "")
         )
+
+    def _check_learning(self, url: str) -> None:
+        """Make the environments once more, as the trainer will: with their teachers, which are not
+        asked.
+        """
+        from verifiers_rl.envs.make import make_runner
+
+        urls = {table.name: NOWHERE for table in self.config.teachers}
+        alone = copy.copy(self.args)
+        alone.env_workers = 0
+        make_runner(self.config.load_envs(urls=urls), url, self.tokenizer, alone, lambda line: None)
 
     def check_first_prompt(self) -> str:
         self.prompt = self.runner.first_prompt

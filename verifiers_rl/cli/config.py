@@ -24,14 +24,17 @@ id = "reverse_text"              # a taskset, or a classic environment (verifier
                                  # algorithm = "opd"  how it learns: docs/distillation.md
                                  # teacher = "big"  name of the [[teacher]] that it learns from
                                  # distill_coef = 0.5  weight of the teacher
+                                 # distill_loss = "topk"  what is compared: "sampled" or "topk"
+                                 # distill_top_k = 20  the teacher's likeliest tokens, for "topk"
+                                 # distill_mask_tokens = ["<think>"]  not judged by the teacher
                                  # hint = "It is {answer}."  what the teacher of "opsd" knows
 
-[[teacher]]                      # a model whose logprobs environments learn from
+[[teacher]]                      # a model that environments learn from
 name = "big"                     # of letters, digits, "_", "-" and "."
-model = "Qwen/Qwen3-8B"          # with the tokenizer of the model above
-gpus = 1                         # vf-rl starts its server on GPUs of its own; 0: CPU. In place of
-                                 # gpus:
-                                 # base_url = "http://10.0.0.2:8000"  of a server that runs already
+model = "Qwen/Qwen3-8B"          # with the tokenizer of the model above, except for "sft"
+gpus = 1                         # vf-rl starts its server on GPUs of its own; 0: CPU
+                                 # base_url = "http://10.0.0.2:8000"  of a server that runs already,
+                                 # in place of gpus
                                  # key_variable = "BIG_KEY"  environment variable with its API key
                                  # timeout_s = 300  the longest wait for an answer, in seconds
                                  # max_concurrent = 64  requests of one environment at a time
@@ -383,12 +386,13 @@ class RunConfig:
             except ConfigError as error:
                 raise self.of_option(str(error)) from error
 
-    def load_envs(self, with_teachers: bool = True) -> Any:
+    def load_envs(self, with_teachers: bool = True, urls: Mapping[str, str] | None = None) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
         variables of `env_file` are in this process's environment from then on.
 
         Args:
             with_teachers: False: where environments only run, and nothing learns from them.
+            urls: see `make_teachers`.
 
         Raises:
             InvalidEnvironmentError: one cannot be loaded; the message names its file.
@@ -397,7 +401,7 @@ class RunConfig:
         from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
         set_secrets(read_env_files(self.env_files))
-        teachers = make_teachers(self) if with_teachers else None
+        teachers = make_teachers(self, urls) if with_teachers else None
         loaded = []
         for number, env in enumerate(self.envs):
             try:
@@ -578,9 +582,9 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
     config.import_from = _paths(config, "import_from", Path.is_dir, "folder")
     config.model = config.find_model(("model",), checks_model)
     config.is_mix = isinstance(tree.get("env"), Tables)
-    config.teachers = read_teachers(config, checks_model)
+    config.teachers = read_teachers(config)
     config.envs = _env_tables(config) if config.NEEDS_ENV or "env" in tree else []
-    check_use(config)
+    check_use(config, checks_model)
     config.cluster = _cluster(config)
     config.check_own()
     return config
@@ -685,6 +689,11 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             raise TomlError(
                 f"{place(alone[0])}: {alone[0]} is of one of several environments; write [[env]] "
                 "in place of [env], for one environment too"
+            )
+        if "teacher" not in config.TABLES and (unread := sorted(learning.keys() & env.keys())):
+            raise TomlError(
+                f"{place(unread[0])}: {config.PROGRAM} reads no {unread[0]!r}: its environments "
+                "only evaluate; remove it. Distillation on rollouts is of vf-rl"
             )
         if "taskset" in env:  # its other keys are checked by verifiers
             v1 = {key: value for key, value in env.items() if key not in ours}

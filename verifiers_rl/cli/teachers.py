@@ -70,8 +70,8 @@ class TeacherTable:
         return Teacher(self.model, name=self.name, **options)
 
 
-def read_teachers(config: RunConfig, checks_model: bool) -> list[TeacherTable]:
-    """Return the [[teacher]]s, checked.
+def read_teachers(config: RunConfig) -> list[TeacherTable]:
+    """Return the [[teacher]]s, checked. `check_use` looks for their models.
 
     Raises:
         TomlError: a key is unknown, or has a value that cannot work.
@@ -86,7 +86,7 @@ def read_teachers(config: RunConfig, checks_model: bool) -> list[TeacherTable]:
         )
     tables: list[TeacherTable] = []
     for number in range(len(found)):
-        tables.append(_read_teacher(config, number, checks_model))
+        tables.append(_read_teacher(config, number))
         if tables[-1].name in {table.name for table in tables[:-1]}:
             raise TomlError(
                 f"{config.place(*tables[-1].at, 'name')}: two [[teacher]] are named "
@@ -95,7 +95,7 @@ def read_teachers(config: RunConfig, checks_model: bool) -> list[TeacherTable]:
     return tables
 
 
-def _read_teacher(config: RunConfig, number: int, checks_model: bool) -> TeacherTable:
+def _read_teacher(config: RunConfig, number: int) -> TeacherTable:
     from verifiers_rl.inference.teacher import Teacher, TeacherError
 
     at = ("teacher", str(number))
@@ -135,7 +135,7 @@ def _read_teacher(config: RunConfig, number: int, checks_model: bool) -> Teacher
             raise error("args", "must be a table")
         for key in _ELSEWHERE.keys() & args.keys():
             raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
-    model = config.find_model((*at, "model"), checks_model)
+    model = config.find_model((*at, "model"), checks_model=False)
     own = ("name", "model", "gpus", "args")
     options = {key: value for key, value in given.items() if key not in own}
     table = TeacherTable(number, name, model, gpus, args, options)
@@ -202,8 +202,24 @@ def check_learning(config: RunConfig, at: tuple[str, ...], table: EnvTable) -> N
         raise TomlError(f"{config.place(*at, key)}: {text}") from error
 
 
-def check_use(config: RunConfig) -> None:
-    """Raise TomlError if no environment learns from one of the teachers."""
+def gives_logprobs(config: RunConfig, table: TeacherTable) -> bool:
+    """Return whether an environment learns from this teacher's logprobs, not only its answers."""
+    return any(
+        env.learning.get("teacher") == table.name and env.learning.get("algorithm") != "sft"
+        for env in config.envs
+    )
+
+
+def check_use(config: RunConfig, checks_model: bool) -> None:
+    """Look at the teachers beside the environments.
+
+    Args:
+        checks_model: look whether there are their models. That of a teacher which only answers, at
+            a server that runs already, is a name at that server.
+
+    Raises:
+        TomlError: no environment learns from one of them, or there is no such model.
+    """
     used = {table.learning.get("teacher") for table in config.envs}
     for table in config.teachers:
         if table.name not in used:
@@ -213,15 +229,23 @@ def check_use(config: RunConfig) -> None:
                 f"from teacher {table.name!r}; set teacher = {json.dumps(table.name)} in an "
                 f"[[env]]{first}, or remove it"
             )
+        if checks_model and (table.is_started or gives_logprobs(config, table)):
+            config.find_model((*table.at, "model"), checks_model)
 
 
-def make_teachers(config: RunConfig) -> Mapping[str, Teacher]:
+def make_teachers(
+    config: RunConfig, urls: Mapping[str, str] | None = None
+) -> Mapping[str, Teacher]:
     """Return the teachers of a run by their names.
+
+    Args:
+        urls: of those that `vf-rl` starts; None: as `vf-rl` tells a process that it starts.
 
     Raises:
         TomlError: `vf-rl` starts one of them, and has not started this process.
     """
-    urls = json.loads(os.environ.get(TEACHERS_VARIABLE, "{}"))
+    if urls is None:
+        urls = json.loads(os.environ.get(TEACHERS_VARIABLE, "{}"))
     teachers = {}
     for table in config.teachers:
         options: dict[str, Any] = {}

@@ -10,6 +10,7 @@ the run's policy gradient is that of cross entropy.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ class AnsweredEnvironment:
     Args:
         env: runs the evaluations.
         answers: the same environment, played by the teacher.
-        client: knows when the teacher is there.
+        client: knows when the teacher is there, and how many rollouts it takes at a time.
         tokenization: makes the student's tokens of what was said.
         max_seq_len: longest sample in tokens; a longer answer counts as cut.
         coef: weight of the cross entropy.
@@ -50,6 +51,12 @@ class AnsweredEnvironment:
         self._env, self._answers, self._client = env, answers, client
         self._tokenization, self._max_seq_len = tokenization, max_seq_len
         self._coef, self._endpoint = coef, endpoint
+        self._places: asyncio.Semaphore
+
+    @property
+    def files_per_rollout(self) -> int:
+        """See `types.EnvRunner`. The teacher's rollouts run in this process in any case."""
+        return self._env.files_per_rollout + self._answers.files_per_rollout
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of a copy that has no fields yet
@@ -57,6 +64,7 @@ class AnsweredEnvironment:
         return getattr(self._env, name)
 
     async def open(self) -> None:
+        self._places = asyncio.Semaphore(self._client.teacher.max_concurrent)
         await gather([self._env.open(), self._client.open(), self._answers.open()])
         self._answers.ask(replace(self._endpoint, model=self._client.served_model))
 
@@ -89,22 +97,23 @@ class AnsweredEnvironment:
     async def _play(self, index: int, slots: Slots | Progress) -> list[Rollout]:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        rows = await self._answers.play("train", index, slots)
-        if isinstance(rows, Exception):
-            await self._client.wait()  # if it was away
+        async with self._places:
             rows = await self._answers.play("train", index, slots)
+            if isinstance(rows, Exception):
+                # The slots count a rollout once, and none is held while the teacher is away.
+                await self._client.wait()
+                rows = await self._answers.play("train", index, nullcontext())
         if isinstance(rows, Exception):
             return [Rollout(index, "", env=self._env.name, error=rows)]
         return [self._rollout(index, row, loop.time() - start) for row in rows]
 
     def _rollout(self, index: int, row: dict[str, Any], seconds: float) -> Rollout:
         """Return what the teacher said as a rollout."""
-        messages = row["messages"]
-        is_reply = [message["role"] == "assistant" for message in messages]
-        first = is_reply.index(True)
+        messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
+        prompt, said = messages[: row["first_reply"]], messages[row["first_reply"] :]
         rollout = Rollout(
-            index, text_of(messages[:first]), text_of(messages[first:]), env=self._env.name,
-            role=row["agent"], generation_s=seconds, num_turns=sum(is_reply),
+            index, text_of(prompt), text_of(said), env=self._env.name, role=row["agent"],
+            generation_s=seconds, num_turns=sum(one["role"] == "assistant" for one in said),
         )  # fmt: skip
         try:
             tokens = self._tokenization.of_row(row)
@@ -121,5 +130,5 @@ class AnsweredEnvironment:
         if row["is_truncated"]:  # it would learn to end where a limit has ended the answer
             rollout.leave_out_of_loss()
         num_tokens = sum(len(sample.token_ids) for sample in rollout.samples)
-        rollout.teacher = TeacherScore(np.zeros(num_tokens), 0.0, 0, seconds)
+        rollout.teacher = TeacherScore(np.zeros(num_tokens), 0.0, 0, 0.0)
         return rollout

@@ -91,6 +91,7 @@ def text_of(messages: Any) -> str:
         content = field_of(message, "content")
         text = content if isinstance(content, str) else "" if content is None else str(content)
         for call in field_of(message, "tool_calls") or []:
+            call = field_of(call, "function") or call  # as it is in a request
             text += f" [{field_of(call, 'name')}({field_of(call, 'arguments')})]"
         lines.append(text if len(messages) == 1 else f"{field_of(message, 'role')}: {text}")
     return "\n".join(lines)

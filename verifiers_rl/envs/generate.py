@@ -10,6 +10,7 @@ import asyncio
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
 from verifiers_rl.envs.v1 import V1Environment, failure_of
 from verifiers_rl.envs.v1_versions import ran_out_of_time
-from verifiers_rl.types import Progress, Slots, Split
+from verifiers_rl.types import Slots, Split
 
 NUM_TRIED = 10  # rollouts that begin first; if all of them fail, the others are not tried
 
@@ -159,6 +160,7 @@ class GeneratingEnvironment(V1Environment):
             return
         for row in rows:
             is_truncated = row.pop("is_truncated")
+            row.pop("first_reply")
             counts.num_rollouts += 1
             counts.total_reward += row["reward"]
             counts.num_truncated += is_truncated
@@ -167,10 +169,12 @@ class GeneratingEnvironment(V1Environment):
                 write(row)
 
     async def play(
-        self, split: Split, number: int, slots: Slots | Progress
+        self, split: Split, number: int, place: AbstractAsyncContextManager[Any]
     ) -> list[dict[str, Any]] | Exception:
-        """Play a task once. Return a row for each trained agent, or why it failed."""
-        async with slots:
+        """Play a task once, in a place. Return a row for each trained agent, or why it failed. The
+        row has, beside what `write` writes, `is_truncated` and the number of its first reply.
+        """
+        async with place:
             task = await self._task(split, number)
             if self._local_tools is not None:
                 task = self._local_tools.of_task(task)
@@ -194,9 +198,14 @@ class GeneratingEnvironment(V1Environment):
         nodes = trace.branches[-1].nodes if trace.branches else []
         if not any(node.sampled for node in nodes):
             raise ValueError("the agent took no turn")
+        sampled = [number for number, node in enumerate(nodes) if node.sampled]
+        first, last = sampled[0], sampled[-1]
         # What follows the last reply, such as an answer of the environment, teaches nothing.
-        last = max(place for place, node in enumerate(nodes) if node.sampled)
-        row: dict[str, Any] = {"messages": [_as_row_has(n.message) for n in nodes[: last + 1]]}
+        messages = [_as_row_has(node.message) for node in nodes[: last + 1]]
+        row: dict[str, Any] = {"messages": messages}
+        if any(message["role"] == "assistant" for message in messages[:first]):
+            # The task's own examples of replies: nobody sampled them, so they are not learned.
+            row = {"prompt": messages[:first], "completion": messages[first:]}
         if tools := getattr(trace, "tools", []):
             row["tools"] = [_tool(tool) for tool in tools]
         if self._template:
@@ -208,6 +217,7 @@ class GeneratingEnvironment(V1Environment):
             "agent": trace.agent.name,
             "example": number,
             "model": self._context.model,
+            "first_reply": first,
             "is_truncated": is_cut or trace.stop_condition == "context_length",
         }
 

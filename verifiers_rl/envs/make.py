@@ -249,7 +249,7 @@ def _answered(runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args:
     """Return the runner of an environment whose training examples the teacher answers.
 
     Raises:
-        InvalidEnvironmentError: it is none of `verifiers.v1`, or the temperature is not 1.
+        InvalidEnvironmentError: it is none of `verifiers.v1`, or an option of the run does not fit.
     """
     from verifiers_rl.conversations import Tokenization
     from verifiers_rl.envs.answered import AnsweredEnvironment
@@ -261,6 +261,11 @@ def _answered(runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args:
         raise InvalidEnvironmentError(
             f"environment {one.name!r}: algorithm='sft': cross entropy is taken at temperature 1, "
             f"and temperature={args.temperature:g}; remove it"
+        )
+    if args.deterministic:
+        raise InvalidEnvironmentError(
+            f"environment {one.name!r}: algorithm='sft': the teacher's answers have no seeds, so "
+            "deterministic=True cannot hold; remove one of the two"
         )
     env = load_v1_environment({"taskset": {"id": one.env}}) if isinstance(one.env, str) else one.env
     if hasattr(env, "taskset"):  # the same object, evaluated, opens and closes what episodes share
