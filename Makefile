@@ -79,7 +79,7 @@ test-fast: $(INSTALLED)
 	$(PYTEST) -m "not e2e and not slow" $(TESTS)
 
 test-all: test
-	$(MAKE) DEEPSPEED=1 TESTS='-k "zero2 or zero3" tests/test_sharding.py tests/test_weight_sync.py tests/test_ranks_ending.py' test
+	$(MAKE) DEEPSPEED=1 TESTS='--dist worksteal -k "zero2 or zero3" tests/test_sharding.py tests/test_weight_sync.py tests/test_ranks_ending.py' test
 	$(MAKE) CLASSIC=1 TESTS='$(CLASSIC_TESTS)' test
 
 # Runs on 1, 2 or more GPUs, without a network once it is installed. ONLY=NCCL runs the checks with this word in their name.
