@@ -165,6 +165,9 @@ def test_nothing_is_distilled_by_vf_sft(folder, named):
     (folder / "sft.toml").write_text(f'{TOML}[[env]]\nalgorithm = "opsd"\nhint = "3"\n{named}')
     with pytest.raises(TomlError, match=r"\[\[env\]\] 1: vf-sft reads no 'algorithm': its env"):
         load(folder)
+    (folder / "sft.toml").write_text(f'{TOML}[env]\nalgorithm = "opsd"\n{named}')
+    with pytest.raises(TomlError, match=r"\[env\]: vf-sft reads no 'algorithm': its env"):
+        load(folder)
 
 
 def test_an_unknown_option_names_the_nearest(folder, capsys, monkeypatch):

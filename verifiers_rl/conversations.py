@@ -229,6 +229,8 @@ class Tokenization:
                 f"data {name}: {type(rows).__name__} cannot be counted and indexed; pass a list of "
                 "rows, or a datasets.Dataset, not a stream"
             )
+        if not len(rows):
+            raise DatasetError(f"data {name}: it has no rows; look at the file and at its split")
         result = TokenizedRows()
         with WaitingLine(lambda: f"the tokens of rows: {number} of {len(rows)}") as line:
             for number in range(len(rows)):
@@ -257,7 +259,8 @@ class Tokenization:
             result.num_left_out += 1
 
     def last_token(self, rows: Iterable[Sequence[Tokens]]) -> int | None:
-        """Return the token with which most of what is in the loss ends, if that is a special one.
+        """Return the special token with which most of what is in the loss ends, among what ends
+        with one. What a user says may end with a newline that no model writes.
 
         Args:
             rows: the samples of each row, cut at max_seq_len.
@@ -268,9 +271,9 @@ class Tokenization:
                 is_last = mask & ~np.append(mask[1:], False)
                 is_last[self._max_seq_len - 1 :] = False  # there a sample may be cut
                 last.update(ids[is_last].tolist())
-        token, number = max(last.items(), key=lambda item: item[1], default=(-1, 0))
-        is_most = 2 * number > sum(last.values())
-        return token if is_most and token in self._ends else None
+        ends = Counter({token: number for token, number in last.items() if token in self._ends})
+        token, number = max(ends.items(), key=lambda item: item[1], default=(-1, 0))
+        return token if 2 * number > ends.total() else None
 
     def of_row(self, row: Any) -> list[Tokens]:
         """Return the samples of a row, whole.
