@@ -96,8 +96,8 @@ def scatter_samples(
 def broadcast_metrics(
     outcome: dict[str, Any] | Interrupted | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return rank 0's numbers and texts on every rank. Rank 0 passes what interrupted it in their place, or
-    None if it failed.
+    """Return rank 0's numbers and texts on every rank. Rank 0 passes what interrupted it in their
+    place, or None if it failed.
 
     Raises:
         Interrupted: on the other ranks, when rank 0 was interrupted.
