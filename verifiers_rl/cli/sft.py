@@ -174,8 +174,8 @@ class SFTRunConfig(RunConfig):
         )
 
     def check_files(self) -> None:
-        """Raise TomlError if a file of the data is not there or does not have the split, or if it has
-        rows that are trained on and held out.
+        """Raise TomlError if a file of the data is not there or lacks the split, or if it has rows
+        that are trained on and held out.
         """
         splits = {"train": self.data.split, "eval": self.data.eval_split}
         for name, split in splits.items():
