@@ -12,6 +12,7 @@ from tests.helpers import ROOT, load_example, make_tiny_model
 from tests.test_sft import conversations
 from verifiers_rl.cli import sft
 from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.conversations import have_common_rows
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
 
 TOML = """
@@ -131,7 +132,7 @@ def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
         ("data.eval=held_out.jsonl", "has rows for evaluations, and there are none: set eval_s"),
         ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
         ("data.eval=train.jsonl", "the held-out rows are trained on: split='train' of"),
-        ("data.eval_split=train[90%:]", r"has those of eval_split='train\[90%:\]'; set parts"),
+        ("data.eval_split=train[90%:]", r"has rows of eval_split='train\[90%:\]'; set parts"),
         ("env.taskset.id=words", r"\[env\] is for evaluations, and there are none"),
         ("inference.gpus=1", "vf-sft reads no 'inference': it starts no server"),
         ("cluster.trainer_nodes=2", "vf-sft reads no 'cluster'"),
@@ -152,6 +153,51 @@ def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
         config.check_files()
 
 
+EVALUATES = ("trainer.args.eval_strategy=steps", "trainer.args.eval_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("split", "held_out", "common"),
+    [
+        ("train", "train", True),
+        ("train[:90%]", "train", True),
+        ("train", "train[90%:]", True),
+        ("train[:90%]", "train[50%:]", True),
+        ("train[:90%]", "train[90%:]", False),
+        ("train[:90%]", "test", False),
+        ("train[:4]+train[5:]", "train[4:5]", False),
+        ("train[:4]+train[4:]", "train[4:5]", True),
+        ("train[:-2]", "train[-2:]", False),
+        ("train[:-2]", "train[-3:]", True),
+        ("train[:4]", "train[60%:]", None),
+        ("train[:90%]", "train[-10%:]", None),
+        ("train[:-50%]", "train[-10%:]", None),  # which are all of 3 rows
+        ("train[:50%](pct1_dropremainder)", "train[50%:]", None),
+        ("all", "test", None),
+    ],
+)
+def test_rows_that_are_trained_on_are_not_held_out(folder, split, held_out, common):
+    assert have_common_rows(split, held_out) == have_common_rows(held_out, split) == common
+    given = ("data.train=org/name", f"data.split={split}", f"data.eval_split={held_out}")
+    if common is False:
+        assert load(folder, *given, *EVALUATES).data.eval_split == held_out
+    else:
+        problem = "the held-out rows are trained on: split=" if common else "cannot be compared"
+        with pytest.raises(TomlError, match=problem):
+            load(folder, *given, *EVALUATES)
+
+
+def test_rows_of_a_file_are_counted_where_its_splits_say_too_little(folder):
+    def check(split, *given):  # of 6 rows
+        load(folder, f"data.split={split}", *given, *EVALUATES).check_files()
+
+    check("train[:4]", "data.eval_split=train[60%:]")  # from row 4 on
+    with pytest.raises(TomlError, match=r"trained on: split='train\[:4\]' of .*train.jsonl has"):
+        check("train[:4]", "data.eval_split=train[50%:]")
+    with pytest.raises(TomlError, match=r"has rows of eval_split='train'; set parts"):
+        check("train[:90%]", "data.eval=train.jsonl")
+
+
 def test_data_is_of_vf_sft_alone_and_needed_there(folder):
     with pytest.raises(TomlError, match="vf-rl reads no 'data': it is of vf-sft"):
         load_run_config(folder / "sft.toml")
@@ -164,6 +210,9 @@ def test_data_is_of_vf_sft_alone_and_needed_there(folder):
 def test_nothing_is_distilled_by_vf_sft(folder, named):
     (folder / "sft.toml").write_text(f'{TOML}[[env]]\nalgorithm = "opsd"\nhint = "3"\n{named}')
     with pytest.raises(TomlError, match=r"\[\[env\]\] 1: vf-sft reads no 'algorithm': its env"):
+        load(folder)
+    (folder / "sft.toml").write_text(f'{TOML}[env]\nalgorithm = "opsd"\n{named}')
+    with pytest.raises(TomlError, match=r"\[env\]: vf-sft reads no 'algorithm': its env"):
         load(folder)
 
 

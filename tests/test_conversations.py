@@ -226,7 +226,7 @@ def test_rows_are_cut_counted_and_left_out():
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ([], "none of its 0 rows has a loss token"),
+        ([], "data some: it has no rows; look at the file and at its split"),
         ([{"messages": chat("a")}], "none of its 1 rows has a loss token"),
         ([{"text": "ab"}, {"question": "?"}], "row 1: has the columns question; it needs messages"),
         ([{"messages": [{"role": "bot", "content": ""}]}], r"messages\[0\] must be a message with"),
@@ -367,6 +367,8 @@ def test_the_token_that_ends_replies_is_found(template):
     result = tokenization.of_rows(rows, "some")
     assert result.num_cut == 5  # these do not count
     assert tokenization.last_token(result.rows) == tokenizer.convert_tokens_to_ids(end)
+    both = Tokenization(tokenizer, ("user", "assistant"))
+    assert both.last_token(both.of_rows(rows, "some").rows) == tokenizer.convert_tokens_to_ids(end)
     assert Tokenization(tokenizer).last_token([]) is None
     # Plain tokens at the end, as under marks that leave out the end of a turn, are none.
     tokenization = Tokenization(make_tokenizer(MARKED))

@@ -5,11 +5,14 @@ import shutil
 
 import pytest
 
+from verifiers_rl.config import RLConfig
 from verifiers_rl.report.run_folder import (
     CARD_MARK,
+    UNFINISHED,
     RunFolderError,
     clear_run_folder,
     closing_lines,
+    enter_run_folder,
     newest_checkpoint,
     prepare_run_folder,
 )
@@ -198,3 +201,30 @@ def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
         assert closing_lines(tmp_path)[2:] == [f"adapter: {tmp_path}", last], beyond_vllm
     shutil.rmtree(tmp_path)
     assert closing_lines(tmp_path) == []
+
+
+def test_all_ranks_resume_from_what_rank_0_has_found(monkeypatch, tmp_path):
+    lost = save(tmp_path / UNFINISHED, 10)  # the process was killed between two renames
+    lost.rename(lost.with_name("replaced-checkpoint-10"))
+    save(tmp_path, 5)
+    sent = []
+
+    def broadcast(found, device):
+        sent.append(found)
+        return found or sent[0]
+
+    def enter(rank, resume):
+        args = RLConfig(output_dir=str(tmp_path), use_cpu=True)
+        monkeypatch.setattr(RLConfig, "process_index", rank)
+        return enter_run_folder(args, resume)
+
+    monkeypatch.setattr("verifiers_rl.distributed.broadcast_metrics", broadcast)
+    newest = str(tmp_path / "checkpoint-10")
+    assert enter(0, True) == newest and enter(1, True) == newest
+    assert sent == [{"checkpoint": newest}, None]
+    sent.clear()
+    assert enter(0, "checkpoint-5") == enter(1, "checkpoint-5") == str(tmp_path / "checkpoint-5")
+    sent.clear()
+    with pytest.raises(RunFolderError, match="no such folder"):
+        enter(0, "checkpoint-7")
+    assert sent == [None]  # the others are told

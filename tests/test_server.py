@@ -30,7 +30,13 @@ from verifiers_rl.inference.client import (
     save_token,
 )
 from verifiers_rl.inference.in_flight import InFlight, Request
-from verifiers_rl.inference.port import RESERVED_VARIABLE, PortError, port_error, reserve_port
+from verifiers_rl.inference.port import (
+    RESERVED_VARIABLE,
+    PortError,
+    port_error,
+    reserve_free_port,
+    reserve_port,
+)
 from verifiers_rl.inference.server import (
     VERSIONS_HEADER,
     BadRequest,
@@ -1246,6 +1252,24 @@ sys.stdin.read()
 def test_flags_for_processes_on_other_machines_are_refused(flags, message):
     found = error_of_processes(SimpleNamespace(**{"data_parallel_size": 1} | flags))
     assert found is None if message is None else found.startswith(message)
+
+
+def test_a_port_that_another_process_takes_first_is_replaced(monkeypatch):
+    taken = []
+
+    def reserve(host, port):
+        taken.append(port)
+        if len(taken) < failures + 1:
+            raise PortError("taken")
+        return "held"
+
+    monkeypatch.setattr("verifiers_rl.inference.port.reserve_port", reserve)
+    failures = 2
+    assert reserve_free_port("127.0.0.1") == (taken[2], "held")
+    taken, failures = [], 3
+    with pytest.raises(PortError):
+        reserve_free_port("127.0.0.1")
+    assert len(taken) == 3
 
 
 def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from verifiers_rl import LossOutputs, RLConfig, SFTConfig, SFTTrainer, WeightedE
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LossInputs, cross_entropy
 from verifiers_rl.process.interrupts import Interrupted
-from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
 from verifiers_rl.sft import DatasetSource, make_samples
 
 
@@ -203,6 +204,29 @@ def test_a_resumed_run_with_more_epochs_leaves_no_row_out(make_trainer, tmp_path
     assert epochs == pytest.approx([5, 10, 12, 17, 22, 24])  # five more rows, not ten, at step 4
     assert [row["epoch"] for row in rows] == pytest.approx([row["num_epochs"] for row in rows])
     assert resumed.state.global_step == 6
+
+
+def test_a_resumed_run_with_larger_batches_leaves_no_row_out(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(batch_size=2, **options).train()  # 12 rows in 6 steps
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    resumed = make_trainer(batch_size=4, **options)  # at step 4 of 3, by all rows
+    resumed.train(resume_from_checkpoint=True)
+    rows = read_metrics(metrics_file(tmp_path / "run"))[:-1]
+    assert [row["num_epochs"] * 12 for row in rows] == pytest.approx([2, 4, 6, 8, 12])
+    assert resumed.state.global_step == 5
+
+
+def test_a_finished_run_is_resumed_if_more_epochs_leave_rows(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 100}
+    make_trainer(batch_size=5, **options).train()  # 12 rows in 3 steps
+    for changed in ({"batch_size": 5}, {"batch_size": 2}, {"num_train_epochs": 0.75}):
+        with pytest.raises(RunFolderError, match=r"step 3 of [23]: raise num_train_epochs"):
+            make_trainer(**options, **changed).train(resume_from_checkpoint=True)
+    resumed = make_trainer(batch_size=5, num_train_epochs=1.25, **options)  # 15 are 3 steps, too
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert read_metrics(metrics_file(tmp_path / "run"))[-2]["num_epochs"] == 1.25
 
 
 def test_a_resumed_run_goes_on_behind_its_rows_and_says_what_has_changed(caplog):

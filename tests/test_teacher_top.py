@@ -203,6 +203,23 @@ def test_microbatches_do_not_change_the_teachers_gradient(make_trainer):
         torch.testing.assert_close(one_by_one[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_the_reference_takes_no_divergence_from_the_teacher(make_trainer, monkeypatch, use_lora):
+    trainer = make_trainer(kl_beta=0.1, use_lora=use_lora, temperature=1.0)
+    results = []
+    predict = type(trainer).token_logprobs
+
+    def recording(self, *given):
+        results.append(predict(self, *given))
+        return results[-1]
+
+    monkeypatch.setattr(type(trainer), "token_logprobs", recording)
+    batch_gradients(trainer, teach(make_samples(9)))
+    # Logprobs, entropy and divergence of the policy; logprobs and entropy of the reference.
+    assert {len(result) for result in results[::2]} == {3}
+    assert {len(result) for result in results[1::2]} == {2}
+
+
 def test_only_samples_with_an_advantage_or_a_teacher_are_computed(make_trainer):
     samples = teach(make_samples(9), advantage=0.0)
     sizes = SampleSizes.of(samples)

@@ -26,9 +26,18 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.helpers import ROOT, make_gloo_group, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
+from tests.helpers import (
+    ROOT,
+    StubSource,
+    make_gloo_group,
+    make_tiny_model,
+    make_tiny_moe,
+    write_tiny_qwen3_5,
+)
 from tests.test_router_replay import make as make_of_kind
-from verifiers_rl.config import RLConfig
+from verifiers_rl import server_side
+from verifiers_rl.arguments import Replaced
+from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.client import InferenceServerError, RequestRefusedError, ServerLostError
 from verifiers_rl.inference.expected import (
     as_served,
@@ -760,6 +769,42 @@ def test_an_adapter_of_experts_travels_merged_only():
     assert list(merged) == list(weight_sync.what_to_send(make_tiny_moe(), "merged")[0])
     model(input_ids=torch.arange(5)[None])  # PEFT takes parameters out and puts them back
     assert merged.keys() == weight_sync.what_to_send(model, "merged")[0].keys()
+
+
+@pytest.mark.filterwarnings(OF_PEFT)
+@pytest.mark.parametrize("lora_sync", ["adapter", "auto", "merged"])
+@pytest.mark.parametrize("modules_to_save", [None, ["gate"]])
+def test_an_adapter_of_experts_is_refused_before_the_run_where_it_is_not_sent_merged(
+    monkeypatch, tmp_path, lora_sync, modules_to_save
+):
+    waited = []
+
+    class Client:
+        def __init__(self, host, port, timeout_s):
+            self.base_url = f"http://{host}:{port}"
+
+        def wait_until_ready(self):
+            waited.append(self.base_url)
+            return {"device": "cuda", "dtype": "bfloat16", "lora_dtype": None}
+
+        def check_model(self, config): ...
+
+    monkeypatch.setattr(server_side, "InferenceClient", Client)
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, lora_sync=lora_sync, vllm_server_port=1)
+    config = LoraConfig(r=2, target_modules=TARGETS, modules_to_save=modules_to_save)
+    policy = get_peft_model(make_tiny_moe(), config)
+
+    def connect():
+        replaced = Replaced(orchestrator=StubSource())
+        return server_side.connect(policy, None, args, None, replaced, None).weight_sync
+
+    if lora_sync == "merged" or modules_to_save:
+        assert connect().lora_sync == ("merged" if lora_sync == "merged" else "adapter")
+        assert weight_sync.what_to_send(policy, connect().lora_sync)[1] == {}  # no adapter
+    else:
+        with pytest.raises(ConfigError, match=r"target_parameters=.*; set lora_sync='merged'"):
+            connect()
+        assert bool(waited) == (lora_sync == "auto")
 
 
 OF_GPT_OSS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

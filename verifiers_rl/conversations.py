@@ -38,6 +38,8 @@ from verifiers_rl.types import Sample
 
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = "messages, or prompt and completion, or text"
+# A part of a split, as `datasets` writes it.
+_PART = re.compile(r"(?P<name>\w+(?:\.\w+)*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The tokens of one sample, (T,) int32, and which of them are in the loss, (T,) bool.
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -139,6 +141,46 @@ def parts_of_file(name: str, split: str | None, num_rows: int) -> list[tuple[int
     return [(part.from_, part.to) for part in parts]
 
 
+def have_common_rows(split: str, other: str) -> bool | None:
+    """Return whether two splits of the same data, such as "train[:90%]", have common rows; None if
+    it depends on the number of rows.
+    """
+    pairs = [(a, b) for a in split.split("+") for b in other.split("+")]
+    found = [_overlap(_PART.fullmatch(a.strip()), _PART.fullmatch(b.strip())) for a, b in pairs]
+    if any(found):
+        return True
+    return None if None in found else False
+
+
+def _overlap(part: re.Match[str] | None, other: re.Match[str] | None) -> bool | None:
+    if part is None or other is None:
+        return None
+    if part["name"] != other["name"]:
+        return None if "all" in (part["name"], other["name"]) else False
+    bounds = [bound for one in (part, other) for bound in one.group("start", "stop") if bound]
+    kinds = {(bound.startswith("-"), bound.endswith("%")) for bound in bounds}
+    # Bounds of one kind become rows in their own order. But -1% of few rows is rounded to row 0.
+    if len(kinds) > 1 or (True, True) in kinds:
+        return None
+    starts = [float((one["start"] or "-inf").rstrip("%")) for one in (part, other)]
+    stops = [float((one["stop"] or "inf").rstrip("%")) for one in (part, other)]
+    return max(starts) < min(stops)
+
+
+def have_common_rows_in_file(name: str, split: str | None, other: str | None) -> bool:
+    """Do as `have_common_rows` by the rows that a file has.
+
+    Raises:
+        DatasetError: it has no such split, or it cannot be read.
+    """
+    num_rows = len(_read_file(name))
+    return any(
+        max(start, other_start) < min(stop, other_stop)
+        for start, stop in parts_of_file(name, split, num_rows)
+        for other_start, other_stop in parts_of_file(name, other, num_rows)
+    )
+
+
 def _read_file(name: str) -> list[Any]:
     path = Path(name).expanduser()
     if path.suffix not in FILES:
@@ -229,6 +271,8 @@ class Tokenization:
                 f"data {name}: {type(rows).__name__} cannot be counted and indexed; pass a list of "
                 "rows, or a datasets.Dataset, not a stream"
             )
+        if not len(rows):
+            raise DatasetError(f"data {name}: it has no rows; look at the file and at its split")
         result = TokenizedRows()
         with WaitingLine(lambda: f"the tokens of rows: {number} of {len(rows)}") as line:
             for number in range(len(rows)):
@@ -257,7 +301,8 @@ class Tokenization:
             result.num_left_out += 1
 
     def last_token(self, rows: Iterable[Sequence[Tokens]]) -> int | None:
-        """Return the token with which most of what is in the loss ends, if that is a special one.
+        """Return the special token with which most of what is in the loss ends, among what ends
+        with one. What a user says may end with a newline that no model writes.
 
         Args:
             rows: the samples of each row, cut at max_seq_len.
@@ -268,9 +313,9 @@ class Tokenization:
                 is_last = mask & ~np.append(mask[1:], False)
                 is_last[self._max_seq_len - 1 :] = False  # there a sample may be cut
                 last.update(ids[is_last].tolist())
-        token, number = max(last.items(), key=lambda item: item[1], default=(-1, 0))
-        is_most = 2 * number > sum(last.values())
-        return token if is_most and token in self._ends else None
+        ends = Counter({token: number for token, number in last.items() if token in self._ends})
+        token, number = max(ends.items(), key=lambda item: item[1], default=(-1, 0))
+        return token if 2 * number > ends.total() else None
 
     def of_row(self, row: Any) -> list[Tokens]:
         """Return the samples of a row, whole.

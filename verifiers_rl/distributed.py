@@ -96,8 +96,8 @@ def scatter_samples(
 def broadcast_metrics(
     outcome: dict[str, Any] | Interrupted | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return rank 0's numbers on every rank. Rank 0 passes what interrupted it in their place, or
-    None if it failed.
+    """Return rank 0's numbers and texts on every rank. Rank 0 passes what interrupted it in their
+    place, or None if it failed.
 
     Raises:
         Interrupted: on the other ranks, when rank 0 was interrupted.
@@ -117,7 +117,7 @@ def broadcast_metrics(
         return received if isinstance(received, dict) else {}  # rank 0 is raising its own error
     if received is not None:
         raise Interrupted(received)
-    raise RuntimeError("rank 0 could not evaluate; its error is in its own output")
+    raise RuntimeError("rank 0 has failed; its error is in its own output")
 
 
 class HostGroup:

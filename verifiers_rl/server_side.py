@@ -22,6 +22,7 @@ from verifiers_rl.inference.pool import ReplicaPool
 from verifiers_rl.models import warn_of_experts
 from verifiers_rl.sync import (
     WeightSync,
+    check_adapter,
     check_agreement,
     choose_lora_sync,
     is_split,
@@ -64,7 +65,8 @@ def connect(
         make_orchestrator: the class `Orchestrator`, or its copy in a fork.
 
     Raises:
-        ConfigError: example_order is given beside environments of different weights.
+        ConfigError: example_order is given beside environments of different weights, or the server
+            could not reproduce the adapter.
         InvalidEnvironmentError: the environment cannot be trained on.
         InferenceServerError: there is no server, or it serves another model.
     """
@@ -91,7 +93,15 @@ def connect(
             runner = SeededEnvironment(runner, args.seed)
         if pool is not None:
             runner = RoutedEnvironment(runner, pool)
+    peft_config = None
+    if weight_sync is None and hasattr(policy, "peft_config"):
+        peft_config = policy.peft_config["default"]
+        # What "auto" will be is not known yet; less can be sent as an adapter than merged.
+        check_adapter(peft_config, args.lora_sync if args.lora_sync != "auto" else "merged")
     status = (pool or client).wait_until_ready()
+    if peft_config is not None:
+        backend = args.weight_sync_backend
+        check_adapter(peft_config, choose_lora_sync(args.lora_sync, status, backend))
     if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1

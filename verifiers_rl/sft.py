@@ -250,9 +250,9 @@ class SFTTrainer(RLTrainer):
             if eval_dataset is not None:
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print).rows
         found = broadcast_metrics({"num_rows": len(train), "last_token": last_token}, args.device)
-        self._num_positions = args.num_positions(found["num_rows"])
+        num_positions = args.num_positions(found["num_rows"])
         args = args.counted(found["num_rows"])
-        source = DatasetSource(train, args.batch_size, args.shuffle, args.seed, self._num_positions)
+        source = DatasetSource(train, args.batch_size, args.shuffle, args.seed, num_positions)
         if env is None:
             others = {"orchestrator": source, "weight_sync": NoServer(), **others}
         super().__init__(
@@ -292,10 +292,8 @@ class SFTTrainer(RLTrainer):
         take the rows behind.
         """
         resumed = self.checkpoints._resumed
-        state = rl_state_of(resumed).get("orchestrator") if resumed is not None else None
-        if state and self._num_positions is not None:
-            num_left = max(self._num_positions - state["position"], 0)
-            self.args.max_steps = state["step"] + -(-num_left // self.args.batch_size)
+        if resumed is not None:
+            self.args.max_steps = self.args.max_steps_behind(rl_state_of(resumed))
         return super().get_train_dataloader()
 
     def training_step(

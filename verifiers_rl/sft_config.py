@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.config import ConfigError, RLConfig, _option, refuse_unknown_options
@@ -118,13 +118,13 @@ class SFTConfig(RLConfig):
     log_tokens_of: float = 0.0
 
     def __post_init__(self) -> None:
+        self._num_positions: int | None = None  # of a run whose rows are counted
         self._best_is_open = self.metric_for_best_model is None
         super().__post_init__()
 
     def _check_together(self) -> None:
         super()._check_together()
-        is_counted = getattr(self, "_is_counted", False)
-        if self.max_steps != -1 and self.num_train_epochs != 1.0 and not is_counted:
+        if self.max_steps != -1 and self.num_train_epochs != 1.0 and self._num_positions is None:
             raise ConfigError(
                 f"num_train_epochs={self.num_train_epochs!r}: without effect beside "
                 f"max_steps={self.max_steps}; remove one of the two"
@@ -177,8 +177,26 @@ class SFTConfig(RLConfig):
         counted, num_positions = copy.copy(self), self.num_positions(num_rows)
         if num_positions is not None:
             counted.max_steps = -(-num_positions // self.batch_size)
-            counted._is_counted = True  # type: ignore[attr-defined]
+            counted._num_positions = num_positions
         return counted
+
+    @property
+    def length_option(self) -> str:
+        return "max_steps" if self._num_positions is None else "num_train_epochs"
+
+    def max_steps_behind(self, state: dict[str, Any]) -> int:
+        """Return the steps before the checkpoint, and those that take the rows behind it. Steps
+        before may have had another `batch_size`.
+        """
+        position = (state.get("orchestrator") or {}).get("position")
+        if self._num_positions is None or position is None:
+            return self.max_steps
+        num_left = self._num_positions - position
+        # A part of a batch is a step. What was trained on too much is steps too many.
+        num_steps = (
+            -(-num_left // self.batch_size) if num_left >= 0 else num_left // self.batch_size
+        )
+        return int(state["orchestrator"]["step"] + num_steps)
 
     def num_positions(self, num_rows: int) -> int | None:
         """Return how many rows a run trains on, each counted every time; None: max_steps says."""

@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -430,6 +431,8 @@ class RLTrainer(SavingTrainer):
         """Compute the targets' logprobs (N,) under the reference: the model without its adapter, or
         the frozen copy of the model at the start.
         """
+        # Without the teacher: its divergence from the reference is of no use.
+        microbatch = replace(microbatch, targets=replace(microbatch.targets, teacher=None))
         if self._reference is not None:
             return self.token_logprobs(self._reference, microbatch, "none")[0]
         model: Any = self.accelerator.unwrap_model(self.model)

@@ -685,15 +685,16 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
 
         # One environment alone has no share, and its sampling is the run's.
         ours = [*of_mix, *learning] if is_mix else []
-        if not is_mix and (alone := sorted({"algorithm", "teacher"} & env.keys())):
+        learns = sorted((learning.keys() if is_mix else {"algorithm", "teacher"}) & env.keys())
+        if learns and "teacher" not in config.TABLES:
             raise TomlError(
-                f"{place(alone[0])}: {alone[0]} is of one of several environments; write [[env]] "
-                "in place of [env], for one environment too"
-            )
-        if "teacher" not in config.TABLES and (unread := sorted(learning.keys() & env.keys())):
-            raise TomlError(
-                f"{place(unread[0])}: {config.PROGRAM} reads no {unread[0]!r}: its environments "
+                f"{place(learns[0])}: {config.PROGRAM} reads no {learns[0]!r}: its environments "
                 "only evaluate; remove it. Distillation on rollouts is of vf-rl"
+            )
+        if learns and not is_mix:
+            raise TomlError(
+                f"{place(learns[0])}: {learns[0]} is of one of several environments; write [[env]] "
+                "in place of [env], for one environment too"
             )
         if "taskset" in env:  # its other keys are checked by verifiers
             v1 = {key: value for key, value in env.items() if key not in ours}

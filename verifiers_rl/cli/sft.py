@@ -38,7 +38,13 @@ from verifiers_rl.cli.config import (
 from verifiers_rl.cli.layers import Value
 from verifiers_rl.cli.train import Program
 from verifiers_rl.cli.train import main as main_of
-from verifiers_rl.conversations import DatasetError, is_file, parts_of_file
+from verifiers_rl.conversations import (
+    DatasetError,
+    have_common_rows,
+    have_common_rows_in_file,
+    is_file,
+    parts_of_file,
+)
 
 USAGE = (
     "vf-sft @ sft.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]\n"
@@ -105,20 +111,20 @@ class SFTRunConfig(RunConfig):
             )
         if "eval_split" in given and not self.data.eval:
             self.data.eval = self.data.train
-        data, both = self.data, {*self.data.train} & {*self.data.eval}
+        data = self.data
         if data.subset and all(map(is_file, [*data.train, *data.eval])):
             raise TomlError(
                 f"{self.place('data', 'subset')} subset={data.subset!r}: without effect, because "
                 "files have no subsets; remove it"
             )
-        for name in sorted(both):
-            held_out = data.eval_split or ("train" if is_file(name) else "test")
-            if data.split in (held_out, held_out.partition("[")[0]):
+        for name, common in self._common_rows().items():
+            if common:
+                raise self._common_rows_error(name)
+            if common is None and not is_file(name):  # of a file, they are counted later
                 raise TomlError(
-                    f"{self.source('data')}: [data] the held-out rows are trained on: split="
-                    f"{data.split!r} of {name} has those of eval_split={held_out!r}; set parts "
-                    "without common rows, such as split = 'train[:90%]' and eval_split = "
-                    "'train[90%:]'"
+                    f"{self.source('data')}: [data] split={data.split!r} and eval_split="
+                    f"{data.eval_split or 'test'!r} of {name} cannot be compared without knowing "
+                    "its rows; write the bounds of both in % from its beginning"
                 )
         evaluates = self.trainer_args.get("eval_strategy", "no") != "no"
         if self.envs and not evaluates:
@@ -148,8 +154,29 @@ class SFTRunConfig(RunConfig):
             found.append(str(path) if is_file(one) else one)
         return found
 
+    def _common_rows(self) -> dict[str, bool | None]:
+        """Return whether rows of the data both in `train` and in `eval` are trained on and held
+        out, by its name; None if that depends on the number of rows.
+        """
+        return {
+            name: have_common_rows(
+                self.data.split, self.data.eval_split or ("train" if is_file(name) else "test")
+            )
+            for name in sorted({*self.data.train} & {*self.data.eval})
+        }
+
+    def _common_rows_error(self, name: str) -> TomlError:
+        held_out = self.data.eval_split or ("train" if is_file(name) else "test")
+        return TomlError(
+            f"{self.source('data')}: [data] the held-out rows are trained on: split="
+            f"{self.data.split!r} of {name} has rows of eval_split={held_out!r}; set parts "
+            "without common rows, such as split = 'train[:90%]' and eval_split = 'train[90%:]'"
+        )
+
     def check_files(self) -> None:
-        """Raise TomlError if a file of the data is not there, or does not have the split."""
+        """Raise TomlError if a file of the data is not there or lacks the split, or if it has rows
+        that are trained on and held out.
+        """
         splits = {"train": self.data.split, "eval": self.data.eval_split}
         for name, split in splits.items():
             for path in filter(is_file, getattr(self.data, name)):
@@ -162,6 +189,15 @@ class SFTRunConfig(RunConfig):
                     parts_of_file(path, split, 100)
                 except DatasetError as error:
                     raise TomlError(f"{self.source('data')}: [data] {error}") from error
+        for name, common in self._common_rows().items():
+            if common is not None:
+                continue
+            try:
+                common = have_common_rows_in_file(name, self.data.split, self.data.eval_split)
+            except DatasetError as error:
+                raise TomlError(f"{self.source('data')}: [data] {error}") from error
+            if common:
+                raise self._common_rows_error(name)
 
     def resolved_tables(self) -> dict[str, Any]:
         table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}

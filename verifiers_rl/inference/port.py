@@ -54,11 +54,18 @@ def reserve_free_port(host: str) -> tuple[int, socket.socket]:
     """Reserve a port that the system chooses, and return it too; see `reserve_port`.
 
     Raises:
-        PortError: another process was faster.
+        PortError: another process was faster, three times.
     """
-    with socket.create_server((host, 0)) as probe:
-        port = probe.getsockname()[1]
-    return port, reserve_port(host, port)
+    attempts_left = 3
+    while True:
+        with socket.create_server((host, 0)) as probe:
+            port = probe.getsockname()[1]
+        try:
+            return port, reserve_port(host, port)
+        except PortError:
+            attempts_left -= 1
+            if not attempts_left:
+                raise
 
 
 def port_error(host: str, port: int) -> str | None:

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,7 +69,12 @@ def holds_a_run(output_dir: str | Path) -> bool:
 
 
 def prepare_run_folder(
-    output_dir: str | Path, *, resume: bool | str | None, overwrite: bool, max_steps: int
+    output_dir: str | Path,
+    *,
+    resume: bool | str | None,
+    overwrite: bool,
+    max_steps: int | Callable[[Path], int],
+    option: str = "max_steps",
 ) -> Path | None:
     """Return the checkpoint to resume from, or None for a run from the start. Changes nothing on
     disk, but a checkpoint that lost its name to a kill gets it back.
@@ -76,7 +82,9 @@ def prepare_run_folder(
     Args:
         resume: True for the newest checkpoint, or the path of one.
         overwrite: the run may replace one that the folder holds (see `clear_run_folder`).
-        max_steps: steps of the whole run; -1 if they are not known yet.
+        max_steps: steps of the whole run; -1 if they are not known yet. Or a function that returns
+            them for a run that goes on from this checkpoint.
+        option: says how long the run is.
 
     Raises:
         RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
@@ -107,13 +115,15 @@ def prepare_run_folder(
             f"({', '.join(found)}); choose another output_dir or run_name"
         )
     step = _steps_done(checkpoint)
-    if max_steps < 1:  # the data will say
+    num_steps = max_steps if isinstance(max_steps, int) else max_steps(checkpoint)
+    if num_steps < 0:  # the data will say
         return checkpoint
     # A run that was killed behind its last step still has its final model to save.
     is_finished = not is_own or read_run(folder).get("status", "finished") == "finished"
-    if step > max_steps or (step == max_steps and is_finished):
-        raise RunFolderError(f"{checkpoint} is already at step {step} of {max_steps}: "
-                             "raise max_steps")  # fmt: skip
+    if step > num_steps or (step == num_steps and is_finished):
+        raise RunFolderError(
+            f"{checkpoint} is already at step {step} of {num_steps}: raise {option}"
+        )
     return checkpoint
 
 
@@ -127,15 +137,26 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
 
     Raises:
         RunFolderError: on rank 0; see `prepare_run_folder`.
+        RuntimeError: on the other ranks, when rank 0 failed.
     """
-    resume = resume or args.resume_from_checkpoint
-    if args.process_index > 0:  # rank 0 checks, and may have cleared it already
-        return str(newest_checkpoint(args.output_dir)) if resume is True else resume or None
+    from verifiers_rl.distributed import broadcast_metrics
+
+    found: dict[str, Any] | None = None
+    try:
+        if args.process_index == 0:
+            found = {"checkpoint": _enter(args, resume or args.resume_from_checkpoint)}
+    finally:  # rank 0 may give a checkpoint its name back, and rename others, so it alone looks
+        found = broadcast_metrics(found, args.device)
+    return found["checkpoint"]
+
+
+def _enter(args: Any, resume: bool | str | None) -> str | None:
     checkpoint = prepare_run_folder(
         args.output_dir,
         resume=resume,
         overwrite=args.overwrite_output_dir,
-        max_steps=args.max_steps,
+        max_steps=lambda checkpoint: args.max_steps_behind(rl_state_of(checkpoint)),
+        option=args.length_option,
     )
     if args.overwrite_output_dir:
         clear_run_folder(args.output_dir)

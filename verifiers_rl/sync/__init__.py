@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from verifiers_rl.sync.fan_out import push_to_all as push_to_all
     from verifiers_rl.sync.gather import gathering as gathering
     from verifiers_rl.sync.gather import is_split as is_split
+    from verifiers_rl.sync.sources import check_adapter as check_adapter
     from verifiers_rl.sync.sources import choose_lora_sync as choose_lora_sync
     from verifiers_rl.sync.sources import full_sources as full_sources
     from verifiers_rl.sync.sources import in_checkpoint_form as in_checkpoint_form
     from verifiers_rl.sync.weight_sync import WeightSync as WeightSync
 
 HOME = {
+    "check_adapter": "sources",
     "choose_lora_sync": "sources",
     "full_sources": "sources",
     "in_checkpoint_form": "sources",

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.sync.adapters import not_plain, reason_against_serving
 from verifiers_rl.text_model import text_parameters
 
@@ -51,24 +52,26 @@ def source_of(tensor: Any) -> Source:
 
 
 def check_adapter(config: Any, lora_sync: str) -> None:
-    """Raise ValueError for a PEFT config that the server could not reproduce."""
+    """Raise ConfigError for a PEFT config that the server could not reproduce."""
     from peft import LoraConfig
 
     as_dict = config.to_dict()
     if not isinstance(config, LoraConfig) or not_plain(as_dict):
-        raise ValueError(
+        raise ConfigError(
             f"peft_config={' with '.join([type(config).__name__, *not_plain(as_dict)])}: only "
             "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
         )
-    if lora_sync == "adapter" and (experts := getattr(config, "target_parameters", None)):
-        raise ValueError(
+    if lora_sync == "merged" or config.modules_to_save:  # which are sent merged only
+        return
+    if experts := getattr(config, "target_parameters", None):
+        raise ConfigError(
             f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into tensors "
             "that hold the experts of a layer, and such an adapter is sent merged only; set "
             "lora_sync='merged', or leave these layers out of lora_target_modules, as its default "
             "does"
         )
-    if lora_sync == "adapter" and (reason := reason_against_serving(as_dict)):
-        raise ValueError(f"peft_config.{reason}; set lora_sync='merged'")
+    if reason := reason_against_serving(as_dict):
+        raise ConfigError(f"peft_config.{reason}; set lora_sync='merged'")
 
 
 def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
