@@ -408,7 +408,7 @@ FAMILIES = {
             "DeepseekV3", **EXPERTS, num_hidden_layers=3, num_key_value_heads=2,
             n_routed_experts=4, n_shared_experts=1, n_group=2, topk_group=1,
             first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=64, qk_rope_head_dim=32,
-            qk_nope_head_dim=32, v_head_dim=32, rope_parameters=YARN,
+            qk_nope_head_dim=32, v_head_dim=32, rope_parameters=YARN, topk_method="noaux_tc",
         ),
         chat_template(*BRACKETS, thinking=True), {}, has_experts=True,
     ),
