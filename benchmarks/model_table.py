@@ -60,8 +60,7 @@ SERVER_HEAD = """
 ## Server
 
 - server: the dtype in which vLLM serves it here
-- logprobs: largest difference between server and trainer, of 70 tokens of a prompt and a sampled
-  one, in nats
+- logprobs: largest difference between server and trainer, of twice 32 sampled tokens, in nats
 - all, merged, adapter: the same after a push of changed weights: all of them, all with an adapter
   merged in, or the adapter alone
 - step: a training step on rollouts of an environment, with a push before and after it
@@ -74,6 +73,10 @@ TRAINER_COLUMNS = (
 SERVER_COLUMNS = (
     *("family", "server", "logprobs", "all", "merged", "adapter", "step", "served again"),
 )
+
+
+# Errors that follow from another one.
+GENERAL = r"initialization failed|InferenceServerError: no inference server|EngineCore encountered"
 
 
 class Results:
@@ -106,7 +109,7 @@ def reason_in(text: str) -> str:
         match[0]
         for line in lines
         if (match := re.search(r"\b\w*(?:Error|Exception|Refused)\b: .+|vf-vllm: .+", line))
-        and not re.search(r"initialization failed|InferenceServerError: no inference server", line)
+        and not re.search(GENERAL, line)
     ]
     chosen = (errors or lines or ["no reason given"])[-1]
     chosen = chosen.replace(str(ROOT), "").replace("|", "/")
@@ -204,7 +207,9 @@ def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) ->
     try:
         with running_server(checkpoint, folder / "server.log", dtype=family.server_dtype) as server:
             results.add("server", True, family.server_dtype)
-            results.try_step("logprobs", lambda: check(server, old))
+            if not results.try_step("logprobs", lambda: check(server, old)) and is_dead(server):
+                del results.steps["logprobs"]  # the server's log says why
+                raise RuntimeError("the engine died at the first request")
             results.try_step("full", lambda: push(server, load(checkpoint), old, 0.02, "merged"))
             adapted = load(checkpoint, use_lora=True)
             results.try_step("merged", lambda: push(server, adapted, old, 0.1, "merged"))
@@ -231,6 +236,19 @@ def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) ->
             results.try_step("adapter", lambda: push(server, model, base, 0.1, "adapter"))
     except RuntimeError as error:
         results.add("served again", False, reason_in(server_error(error, folder / "saved.log")))
+
+
+def is_dead(server: Any) -> bool:
+    from verifiers_rl.inference.client import InferenceClient, InferenceServerError
+
+    client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
+    try:
+        client.status()
+    except InferenceServerError:
+        return True
+    finally:
+        client.close()
+    return False
 
 
 def server_error(error: Exception, log: Path) -> str:
