@@ -29,7 +29,9 @@ INSTALLED := $(VENV)/installed-$(EXTRA)
 JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What each of these shows of another vLLM, the same test with another parameter shows too.
-ALIKE := weights_arrive_in_both_data_parallel_engines[adapter] weights_arrive_in_both_halves_of_a_bfloat16_server[full] \
+ALIKE := full_weights_arrive_exactly_ten_times_in_a_row[tied] \
+	merged_weights_arrive_exactly[tied-False] merged_weights_arrive_exactly[tied-True] \
+	weights_arrive_in_both_data_parallel_engines[adapter] weights_arrive_in_both_halves_of_a_bfloat16_server[full] \
 	qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower[experts]
 # What differs with verifiers<0.4 and its vLLM: environments, their clients, the server and what is sent to it.
 CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollouts e2e_sync server environments \

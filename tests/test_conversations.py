@@ -41,8 +41,15 @@ LLAMA = (
     "{%- if add_generation_prompt -%}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}"
 )
+MARKED = (
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + ':' -}}"
+    "{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
+    "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|im_end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant:' -}}{%- endif -%}"
+)
 SPECIAL = {
     QWEN3: ["<|im_start|>", "<|im_end|>"],
+    MARKED: ["<|im_start|>", "<|im_end|>"],
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
 }
 THINKS = "<think>\n\n</think>\n\n"  # 19 tokens
@@ -169,6 +176,29 @@ def test_only_the_completion_is_in_the_loss():
         assert said(row, template) == [f"d{end}"]
 
 
+@pytest.mark.parametrize("template", [LLAMA, MARKED, None])
+def test_a_message_of_weight_0_is_read_but_not_learned(template):
+    messages = chat("a", "b", "c", "d")
+    tokenizer, [(whole, _)] = tokens_of({"messages": messages}, template)
+    messages[1]["weight"], messages[3]["weight"] = 0, 1
+    end = "" if template is MARKED else tokenizer.decode(whole[-1:])  # which its marks leave out
+    _, [(ids, at)] = tokens_of({"messages": messages}, template)
+    assert ids.tolist() == whole.tolist() and tokenizer.decode(ids[at]) == f"d{end}"
+    messages[0]["weight"] = 0
+    [text] = said({"messages": messages}, template, loss_on=["user"])
+    assert text.count("user") == 1 and "c" in text
+
+
+def test_marks_decide_also_where_a_message_has_weight_0_and_differences_would_not_do():
+    template = MARKED.replace("assistant:' -}}{%- endif", "assistant:<think>' -}}{%- endif")
+    SPECIAL[template] = SPECIAL[MARKED]
+    messages = chat("a", "b", "c", "d")
+    messages[1]["weight"] = 0
+    assert said({"messages": messages}, template) == ["d"]
+    with pytest.raises(DatasetError, match="does not continue the text before"):
+        said({"messages": messages}, template, loss_on=["assistant", "tool"])
+
+
 def test_a_text_is_in_the_loss_but_for_its_first_token():
     _, [(ids, at)] = tokens_of({"text": "abc"})
     assert at == [1, 2, 3] and len(ids) == 4
@@ -230,6 +260,7 @@ def test_rows_are_cut_counted_and_left_out():
         ([{"messages": chat("a")}], "none of its 1 rows has a loss token"),
         ([{"text": "ab"}, {"question": "?"}], "row 1: has the columns question; it needs messages"),
         ([{"messages": [{"role": "bot", "content": ""}]}], r"messages\[0\] must be a message with"),
+        ([{"messages": [{**chat("a")[0], "weight": 2}]}], r"\[0\]: weight must be 0 or 1, not 2"),
         ([{"messages": 3}], "row 0: messages must be a list of messages, not 3"),
         ([{"prompt": "a", "completion": chat("b")}], "must both be strings, or both messages"),
         ([{"messages": chat("a", "b"), "tools": "{"}], "row 0: tools: no JSON"),
@@ -329,15 +360,6 @@ def test_keys_that_only_other_rows_of_a_table_have_are_not_rendered():
     # What was said as JSON stays as it was said.
     call["function"]["arguments"] = '{"b": null}'
     assert '{"b": null}' in said(row, template)[0]
-
-
-MARKED = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + ':' -}}"
-    "{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
-    "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|im_end|>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant:' -}}{%- endif -%}"
-)
-SPECIAL[MARKED] = SPECIAL[QWEN3]
 
 
 def test_marks_decide_in_a_completion_too():

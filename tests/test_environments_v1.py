@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import math
 import os
 import resource
 import time
@@ -657,6 +658,9 @@ def test_branches_share_their_tokens_and_train_them_once():
         Trace.branches = [first, second]
         assert len(samples_from_trace(trace, versions, policy_version=9)) == 1
         Trace.branches = both
+    trace.nodes[2].logprobs = [math.nan]
+    with pytest.raises(ValueError, match="logprob of a sampled token is NaN or infinite"):
+        samples_from_trace(trace, versions, policy_version=9)
     trace.nodes[2].logprobs = []
     with pytest.raises(ValueError, match="1 sampled tokens but 0 logprobs"):
         samples_from_trace(trace, versions, 9)

@@ -243,6 +243,23 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
 
 
 @needs_v1
+def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
+    import verifiers.v1 as vf
+
+    said = [vf.UserMessage(content="1+1"), vf.AssistantMessage(content="2"),
+            vf.AssistantMessage(content="Next."), vf.AssistantMessage(content="3")]  # fmt: skip
+    nodes = [SimpleNamespace(message=m, sampled=n in (1, 3)) for n, m in enumerate(said)]
+    trace = SimpleNamespace(
+        reward=1.0, branches=[SimpleNamespace(nodes=nodes)], calls=[], stop_condition=None,
+        agent=SimpleNamespace(name="solver"),
+    )  # fmt: skip
+    env = made_of(None, 1)
+    env._template, env._context = None, SimpleNamespace(model="m")
+    row = env._row(trace, 0)
+    assert [message.get("weight") for message in row["messages"]] == [None, None, 0, None]
+
+
+@needs_v1
 def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
     async def run():
         others, written = asyncio.Event(), []

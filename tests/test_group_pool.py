@@ -198,11 +198,22 @@ def test_a_resumed_ready_run_trains_every_example_once(make_orchestrator):
     assert examples_of(next(train(fresh, 12, 3, first=6))) == [12, 13]
 
 
-def test_a_planned_run_saves_no_positions(make_orchestrator):
-    orchestrator = make_orchestrator(StubRunner())
-    orchestrator.submit(0, "policy", 0)
-    orchestrator.get()
-    assert orchestrator.state_dict(1) == {}
+def test_a_planned_run_of_other_batches_goes_on_behind_the_examples_of_its_checkpoint(caplog):
+    before = Positions("planned", IN_TURN, 4)
+    state = before.state_dict(10)  # 40 examples
+    same, smaller, ready = (Positions("planned", IN_TURN, 4), Positions("planned", IN_TURN, 2),
+                            Positions("ready", IN_TURN, 2))  # fmt: skip
+    same.load_state_dict(state)
+    assert not caplog.records
+    smaller.load_state_dict(state)
+    assert "goes on with the example behind them, number 40" in caplog.text
+    ready.load_state_dict(state)
+    for positions, drawn in ((same, [40, 41, 42, 43]), (smaller, [40, 41]), (ready, [40, 41])):
+        assert [position for position, _ in positions.examples_of(10, [100])] == drawn
+    assert [position for position, _ in smaller.examples_of(12, [100])] == [44, 45]
+    again = Positions("planned", IN_TURN, 8)
+    again.load_state_dict(smaller.state_dict(13))
+    assert next(again.examples_of(13, [100]))[0] == 46
 
 
 def test_after_a_lost_server_ready_groups_begin_again(make_orchestrator):

@@ -32,6 +32,18 @@ def test_a_signal_is_raised_at_the_next_check_and_nowhere_before(number, capfd):
     interrupts.check()  # of an earlier run
 
 
+def test_a_sighup_that_nohup_has_switched_off_stays_off(monkeypatch):
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.SIG_IGN,
+                signal.SIGHUP: signal.SIG_IGN}  # fmt: skip
+    monkeypatch.setattr(signal, "getsignal", handlers.get)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    module.handle_signals("ours")
+    assert [*handlers.values()] == ["ours", "ours", signal.SIG_IGN]
+    handlers[signal.SIGHUP] = signal.SIG_DFL
+    module.handle_signals("ours")
+    assert handlers[signal.SIGHUP] == "ours"
+
+
 def test_a_signal_that_nothing_raises_ends_the_run_when_it_is_done():
     by_sigterm = pytest.raises(Interrupted, match="interrupted by SIGTERM")
     with by_sigterm, Interrupts().handled(None, says=False):

@@ -234,6 +234,14 @@ def test_cispo_under_the_mask_of_ppo_has_the_gradient_of_ppo():
     assert torch.allclose(ours.trainer_logprobs.grad, theirs.trainer_logprobs.grad)
 
 
+def test_what_a_mask_needs_the_loss_under_it_needs():
+    @needs("reference_logprobs")
+    def mask(inputs):
+        return inputs.logprobs < inputs.reference_logprobs
+
+    assert needs_of(with_masks(cispo, {"mine": mask})) == needs_of(cispo) | {"reference_logprobs"}
+
+
 def test_several_masks_add_up_and_terms_are_not_masked(tmp_path):
     masks = {"ratio": {"max_ratio": 5.0}, "dppo": {"max_divergence": 0.2}}
     args = RLConfig(

@@ -111,6 +111,21 @@ def test_a_given_peft_config_is_described_too():
     assert describe_adapter(policy) == "an adapter of IA3Config"
 
 
+def test_options_of_lora_that_change_nothing_are_said(caplog):
+    load_policy(make_tiny_model(), options(use_lora=False, lora_rank=4, lora_alpha=8))
+    assert "lora_rank=4, lora_alpha=8 has no effect: use_lora=False trains all" in caplog.text
+    policy = load_policy(make_tiny_model(), options(lora_rank=4))
+    assert caplog.text.count("has no effect") == 1
+    load_policy(policy, options(lora_rank=8))
+    assert "lora_rank=8 has no effect: the adapter that the model has already" in caplog.text
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    load_policy(make_tiny_model(), options(lora_rank=8), config)
+    assert "lora_rank=8 has no effect: peft_config says what the adapter is" in caplog.text
+    caplog.clear()
+    load_policy(make_tiny_model(), options(use_lora=False))
+    assert "has no effect" not in caplog.text
+
+
 @pytest.mark.parametrize("targets", ["q_proj", [], [1]])
 def test_target_modules_are_a_list_or_all_linear(targets):
     with pytest.raises(ConfigError, match=r"lora_target_modules=.*a list of names.*'all-linear'"):

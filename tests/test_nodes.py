@@ -185,7 +185,10 @@ def test_ranks_of_several_machines_use_the_interface_of_the_nodes(monkeypatch):
     assert env["GLOO_SOCKET_IFNAME"] == "lo" and env["ACCELERATE_USE_CPU"] == "true"
     assert env["VERIFIERS_RL_SERVERS"] == "10.0.0.5:8000"  # one, which others may join
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # what is set stays
     env = plan.trainer_env(make_config(), "0", node, [])
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in env
     assert not {"GLOO_SOCKET_IFNAME", "ACCELERATE_USE_CPU", "VERIFIERS_RL_SERVERS"} & env.keys()
 
 

@@ -155,6 +155,11 @@ def test_samples_of_one_rollout_are_known_by_its_number():
     rollouts = [Rollout(0, "", samples=make_samples(n, seed=n)) for n in (1, 3)]
     batch = Batch(0, 0, [sample for rollout in rollouts for sample in rollout.samples], rollouts)
     assert batch.sizes.rollout_ids.tolist() == [0, 1, 1, 1]
+    two = [Rollout(0, "", samples=make_samples(1, seed=n)) for n in range(4)]
+    samples = [sample for rollout in two for sample in rollout.samples]
+    batch = Batch(0, 0, samples, two, groups=[two[:2], two[2:]])  # of the same example
+    assert batch.sizes.group_ids.tolist() == [0, 0, 1, 1] and len(batch.sizes.parts(2)) == 2
+    assert Batch(0, 0, samples, two).sizes.group_ids.tolist() == [0] * 4
     alone = Batch(0, 0, make_samples(3)).sizes.rollout_ids  # each a rollout of its own
     assert len(set(alone.tolist())) == 3
 
@@ -302,6 +307,30 @@ def test_a_batch_of_a_server_that_lost_the_policy_meanwhile_is_not_taken(make_or
     orchestrator.check_server = lambda: None
     orchestrator.submit(0, "policy", 0)
     assert orchestrator.get().step == 0
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(
+    make_orchestrator, monkeypatch, is_evaluation
+):
+    monkeypatch.setattr("verifiers_rl.group_pool.LOOK_S", 0.05)
+    runner, looks = StubRunner(delay_s=60), []
+
+    def look():
+        looks.append(None)
+        if len(looks) == 3:
+            lost()
+
+    orchestrator = make_orchestrator(runner, check_server=look)
+    start = time.monotonic()
+    with pytest.raises(ServerLostError, match="no answer"):
+        if is_evaluation:
+            orchestrator.begin_evaluation(2, 1, "policy", 0)
+            orchestrator.end_evaluation()
+        else:
+            orchestrator.submit(0, "policy", 0)
+            orchestrator.get()
+    assert time.monotonic() - start < 10 and len(looks) == 3
 
 
 def test_a_batch_can_be_given_up_while_it_is_generated(make_orchestrator):

@@ -360,6 +360,19 @@ def states(pool):
     return [str(replica.state) for replica in pool.replicas]
 
 
+def test_all_weight_syncs_of_a_pool_are_one_trainer_to_its_servers():
+    """A hold that a cut link has left at a server does not keep the pool out."""
+    from verifiers_rl.server_side import _make_pool
+
+    servers = [StubServer(number) for number in (1, 2)]
+    args = SimpleNamespace(lora_sync="merged", weight_sync_backend="tcp", weight_sync_port=0,
+                           vllm_server_timeout=5.0)  # fmt: skip
+    pool = _make_pool(servers, None, None, args)
+    syncs = [pool._make_sync(server) for server in (*servers, servers[0])]
+    assert len({sync._trainer for sync in syncs}) == 1
+    assert WeightSync(servers[0])._trainer not in {sync._trainer for sync in syncs}
+
+
 def test_a_server_that_dies_serves_again_after_the_next_push(make_pool, caplog):
     pool, clients = make_pool(3)
     lost = []

@@ -157,6 +157,16 @@ def attention(request, monkeypatch):
     return request.param.split()[0]
 
 
+def test_with_eager_attention_rows_with_a_common_beginning_stay_narrow():
+    prompt = list(range(900))
+    samples = [make_sample(prompt + [n] * 100, 900, 1.0) for n in range(4)]
+    for name, widths in (("sdpa", [1300]), ("eager", [1000, 1000, 1000, 1000])):
+        plans, num_shared = plan_all(samples, 4096, attention=name)
+        rows = [row for of_rank in plans for microbatch in of_rank for row in microbatch]
+        lengths = [len(samples[i].token_ids) - int(num_shared[i]) for i in range(4)]
+        assert sorted(sum(lengths[i] for i in row) for row in rows) == widths
+
+
 @pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
 @pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
 def test_every_loss_with_shared_beginnings_equals_a_float64_reference(

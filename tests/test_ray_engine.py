@@ -69,9 +69,9 @@ def test_what_travels_is_a_toml_and_the_modules_beside_it(tmp_path, capsys):
     sent = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
     modules = {"code0/mine.py", "code0/package/data.json"}
     assert sent >= {"config.toml", *modules}
+    assert not [name for name in sent if "hf_0123" in (target / name).read_text()]
     left = ("outputs", "hidden", "safetensors", "keys", ".env")
     assert not [name for name in sent for one in left if one in name]
-    assert "hf_0123" not in (target / "config.toml").read_text()
     assert "not sent to the machines of the cluster: Left out" in capsys.readouterr().out
     data = tomllib.loads((target / "config.toml").read_text())
     assert data["import_from"] == ["./code0"] and "cluster" not in data
@@ -283,6 +283,19 @@ def test_a_lost_machine_with_ranks_ends_the_run_with_the_command_to_resume(stub_
     assert "is lost. Go on from the last checkpoint: vf-rl @ mine.toml --resume" in (
         capfd.readouterr().err
     )
+
+
+def test_a_signal_while_ray_seeks_a_place_starts_nothing(stub_run, monkeypatch):
+    find = stub_run.ray.get
+
+    def interrupted(call, timeout=None):
+        if stub_run.run._stopped is None:
+            stub_run.run.on_signal(signal.SIGTERM, None)
+        return find(call)
+
+    monkeypatch.setattr(stub_run.ray, "get", interrupted)
+    assert stub_run.run.run() == 143
+    assert not stub_run.ray.started
 
 
 def test_a_signal_ends_node_0_in_good_order_and_a_second_one_all_at_once(stub_run):

@@ -114,6 +114,23 @@ def test_a_swap_splits_the_tokens_of_each_request_in_flight():
     assert not in_flight.requests
 
 
+def test_after_a_push_that_failed_what_goes_on_claims_no_version():
+    in_flight = InFlight()
+    processor = watched_processor(in_flight)
+    requests = {name: Request(3) for name in ("running", "preparing", "finished")}
+    for name, request in requests.items():
+        with in_flight.passing_on(request):
+            if name != "preparing":
+                processor.add_request(SimpleNamespace(request_id=name))
+        in_flight.requests.add(request)  # its reply has not begun
+    processor.process_outputs([("running", 17, False), ("finished", 2, True)])
+    in_flight.forget_versions()
+    processor.process_outputs([("running", 3, False)])
+    in_flight.swap(5)  # the next push succeeds
+    spans = {name: request.spans for name, request in requests.items()}
+    assert spans == {"running": [], "preparing": [], "finished": [(0, 3)]}
+
+
 def test_tokens_that_the_engine_has_sent_are_counted_before_the_swap():
     async def run():
         in_flight = InFlight()
@@ -456,13 +473,16 @@ def routes_after_an_update(in_flight, **answers):
     return routes
 
 
-def test_the_second_engine_is_asked_too():
+def test_the_second_engine_is_asked_too(monkeypatch):
     assert not routes_after_an_update("keep").is_salted
     assert routes_after_an_update("keep", reset_prefix_cache=[True, False]).is_salted
     with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
         routes_after_an_update("recompute", reset_prefix_cache=[True, False])
+    forgotten = []
+    monkeypatch.setattr(InFlight, "forget_versions", lambda self: forgotten.append(self))
     with pytest.raises(WorkerError, match="ValueError: too large"):
         routes_after_an_update("recompute", collective_rpc=[[None], ["ValueError: too large"]])
+    assert len(forgotten) == 1
 
 
 def test_of_several_workers_errors_the_one_that_began_it_is_told():

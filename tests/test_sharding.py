@@ -376,6 +376,11 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
             {"torch_compile": True},
             "torch_compile=True: it has not been tried",
         ),
+        (
+            {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"optimizer": {}})},
+            {"updates_per_batch": 2},
+            r'updates_per_batch=2: .* remove "optimizer" from its config',
+        ),
     ],
 )
 def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):

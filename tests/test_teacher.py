@@ -16,7 +16,7 @@ from verifiers_rl.advantages import score_by_teacher
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.distilled import DistilledEnvironment, Hints
-from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.make import answered_at_once, make_runner
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.inference import OwnServerClient, ServerLostError, Teacher, TeacherClient
 from verifiers_rl.inference.teacher import TeacherError, check_vocabulary
@@ -446,7 +446,16 @@ def test_an_algorithm_that_cannot_work_is_refused(options, problem):
     assert problem in str(raised.value) and "environment 'words'" in str(raised.value)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"sampling_mask": True},
+        {"top_p": 0.9, "sampling_mask": True},
+    ],
+)
 def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
     run = {"output_dir": str(tmp_path), "use_cpu": True, "env_workers": 0, "temperature": 1.0}
     args = RLConfig(**{**run, **options})
@@ -454,6 +463,29 @@ def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
     name = next(iter(options))
     with pytest.raises(InvalidEnvironmentError, match=f"temperature 1 without cuts, and {name}"):
         make_runner(env, "http://host", None, args)
+
+
+def test_a_batch_may_take_as_long_as_its_slowest_teacher_plays(make_orchestrator):
+    slow, fast = (Teacher("t", "http://host", max_concurrent=n) for n in (4, 64))
+    env = [
+        WeightedEnv("a", "a", algorithm="sft", teacher=slow),
+        WeightedEnv("b", "b", algorithm="sft", teacher=fast),
+        WeightedEnv("c", "c", algorithm="opd", teacher=Teacher("t", "http://host")),
+    ]
+    assert answered_at_once(env) == 4 and answered_at_once(env[2:]) is None
+    given = []
+
+    def waiting(future, progress, num_rollouts, waves, *rest):
+        given.append((num_rollouts, waves))
+        return future.result(20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verifiers_rl.orchestrator.result_of_rollouts", waiting)
+        for num_at_once in (4, None):
+            orchestrator = make_orchestrator(StubRunner(), num_at_once=num_at_once)
+            orchestrator.submit(0, "policy", 0)
+            orchestrator.get()
+    assert given == [(8, 2), (8, 1)]
 
 
 def test_a_policy_with_several_servers_is_not_its_own_teacher(tmp_path):

@@ -460,6 +460,40 @@ def test_the_port_of_the_meeting_can_be_chosen(sync_with):
     assert met == [port]
 
 
+def test_a_meeting_that_fails_leaves_its_port_for_the_next(sync_with):
+    sync = sync_with(lambda client: None)
+    listener, sync.port = listen()
+    listener.close()
+    model, connect = make_tiny_model(), sync.client.connect_weight_sync
+
+    def die(request, timeout_s):
+        raise ServerLostError("no answer from the inference server")
+
+    sync.client.connect_weight_sync = die
+    with pytest.raises(ServerLostError):
+        sync.connect(model)
+    sync.client.connect_weight_sync = connect
+    sync.connect(model)
+    assert sync.is_connected
+
+
+def test_a_server_that_says_nothing_after_our_part_has_failed_is_lost(monkeypatch, sync_with):
+    monkeypatch.setattr(weight_sync, "LAST_WORD_S", 0.1)
+    is_over = threading.Event()
+    sync = sync_with(lambda client: is_over.wait(20))
+    model = torch.nn.Linear(8, 8)
+    sync.connect(model)
+
+    def fail(transport):
+        raise OSError("the connection timed out")
+
+    start = time.monotonic()
+    with pytest.raises(ServerLostError, match="does not answer after the connection timed out"):
+        sync.send(fail, 0, "recompute")
+    assert time.monotonic() - start < 10
+    is_over.set()
+
+
 def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on(sync_with):
     def die(client):
         raise ServerLostError("no answer from the inference server")

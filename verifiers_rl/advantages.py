@@ -56,6 +56,8 @@ def center_on_group_mean(rewards: Tensor) -> Tensor:
 
     No division by the standard deviation (Dr. GRPO, arXiv:2503.20783).
     """
+    if len(rewards) and bool((rewards == rewards[0]).all()):
+        return torch.zeros_like(rewards)  # their mean may be rounded to another number
     return rewards - rewards.mean()
 
 
@@ -178,7 +180,11 @@ def score_by_teacher(
         has_say = taught_tokens(sample, masked_ids)
         gap = np.where(has_say, sample.inference_logprobs.astype(np.float64) - theirs, 0.0)
         if not np.isfinite(gap).all():
-            raise ValueError(f"a teacher's logprob is {theirs[~np.isfinite(gap)][0]}")
+            at = np.flatnonzero(~np.isfinite(gap))[0]
+            raise ValueError(
+                f"a teacher's logprob is {theirs[at]}, and the student's of the same token is "
+                f"{sample.inference_logprobs[at]}"
+            )
         gaps.append(gap)
         counted.append(has_say)
     gap, num_tokens = np.concatenate(gaps), int(np.concatenate(counted).sum())

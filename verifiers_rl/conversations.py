@@ -6,8 +6,9 @@
     text                   a string, all of it in the loss
 
 The loss tokens of a conversation are those that the assistant says, with the token that ends each
-of its turns. A chat template that marks them (`{% generation %}`) decides, if the assistant alone
-is in the loss. Otherwise they are what the template adds to the messages before:
+of its turns; not those of a message with `"weight": 0`, as in OpenAI's data. A chat template that
+marks them (`{% generation %}`) decides, if the assistant alone is in the loss. Otherwise they are
+what the template adds to the messages before:
 
     rendered up to the turn, with the beginning of a reply    <user>2+2?<end><assistant>
     rendered with the turn                                    <user>2+2?<end><assistant>4<end>
@@ -365,22 +366,31 @@ class Tokenization:
                 "it is a conversation, and the tokenizer has no chat template: give the model "
                 "one, or use the columns prompt and completion, with strings"
             ) from error
+        weights = [message.pop("weight") for message in messages]
+        weights[: len(before)] = [0] * len(before)
         if _MARKS.search(source) and self._loss_on == {"assistant"}:
-            return self._by_marks(messages, len(before), template)
-        return self._by_difference(messages, len(before), template)
+            return self._by_marks(messages, weights, template)
+        return self._by_difference(messages, weights, template)
 
     def _by_marks(
-        self, messages: list[dict[str, Any]], first: int, template: dict[str, Any]
+        self, messages: list[dict[str, Any]], weights: Sequence[int], template: dict[str, Any]
     ) -> list[Tokens]:
-        """Return the sample of a conversation. What the template marks is in the loss, from the
-        message `first` on.
+        """Return the sample of a conversation. What the template marks is in the loss, except of
+        messages with a weight of 0.
         """
         try:
             found = self._tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **template
             )
-            before = self._render(messages[:first], False, template)
-            whole = self._render(messages, False, template) if before else ""
+            whole = "" if all(weights) else self._render(messages, False, template)
+            left_out = []  # where such messages start and stop, in tokens
+            for number, message in enumerate(messages):
+                if weights[number] or message["role"] != "assistant":
+                    continue
+                texts = [self._render(messages[:n], False, template) for n in (number, number + 1)]
+                if not all(map(whole.startswith, texts)):  # they change if more follows
+                    return self._by_difference(messages, weights, template)
+                left_out.append([len(self._encode(text)) for text in texts])
         except TemplateError as error:
             raise DatasetError(f"the chat template refuses its messages: {error}") from error
         mask = np.array(found["assistant_masks"], bool)
@@ -389,22 +399,21 @@ class Tokenization:
                 "the chat template has {% generation %} marks, and they mark nothing of it: "
                 "correct the template, or remove its marks"
             )
-        if not whole.startswith(before):  # it writes the prompt otherwise, once more follows
-            return self._by_difference(messages, first, template)
-        mask[: len(self._encode(before))] = False
+        for start, stop in left_out:
+            mask[start:stop] = False
         mask[0] = False  # nothing predicts it
         return [(np.array(found["input_ids"], np.int32), mask)]
 
     def _by_difference(
-        self, messages: list[dict[str, Any]], first: int, template: dict[str, Any]
+        self, messages: list[dict[str, Any]], weights: Sequence[int], template: dict[str, Any]
     ) -> list[Tokens]:
-        """Return the samples of a conversation, of which the messages from `first` on may be in the
-        loss. A turn whose prompt continues the text so far continues its sample.
+        """Return the samples of a conversation, of which the messages with a weight of 1 may be in
+        the loss. A turn whose prompt continues the text so far continues its sample.
         """
         samples: list[Tokens] = []
         text, ids, spans = "", list[int](), list[tuple[int, int]]()
         for number, message in enumerate(messages):
-            if number < first or message["role"] not in self._loss_on:
+            if not weights[number] or message["role"] not in self._loss_on:
                 continue
             where = f"messages[{number}] (role {message['role']!r})"
             is_reply = message["role"] == "assistant"
@@ -501,7 +510,8 @@ def _nothing() -> Tokens:
 
 
 def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
-    """Return messages as vLLM passes them to a chat template, without keys that are None.
+    """Return messages as vLLM passes them to a chat template, without keys that are None, and
+    beside that each one's weight.
 
     Raises:
         DatasetError: one of them is no message, or has other parts than text.
@@ -518,6 +528,9 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
                 f"{where} must be a message with a role of {', '.join(ROLES)}, not {message!r:.80}"
             )
         given = {"content": "", **without_none(message)}
+        weight = given.pop("weight", 1)
+        if weight not in (0, 1):
+            raise DatasetError(f"{where}: weight must be 0 or 1, not {weight!r}")
         calls = given.pop("tool_calls", None)
         if calls is not None and len(calls):
             if not all(isinstance(c, Mapping) and isinstance(c.get("function"), Mapping)
@@ -531,7 +544,7 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
                 for call in calls
             ]
         try:
-            found.append(as_vllm_renders(given))
+            found.append({**as_vllm_renders(given), "weight": int(weight)})
         except ValueError as error:
             raise DatasetError(f"{where}: {error}") from error
     return found

@@ -27,6 +27,8 @@ from verifiers_rl.types import BatchOrder, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 30.0  # between two looks at the server
+
 
 class RolloutError(RuntimeError):
     """No batch could be generated. The message says what failed most often, or what to change.
@@ -244,6 +246,22 @@ class GroupPool:
         self._begin_waiting()
 
 
+async def while_served(rollouts: Awaitable[Any], check_server: Callable[[], None]) -> Any:
+    """Wait for rollouts and return their result. Look at the server meanwhile: if it hangs, or its
+    machine is lost, no request ever fails.
+
+    Raises:
+        Whatever `check_server` or the rollouts raise.
+    """
+    waiting = asyncio.ensure_future(rollouts)
+    try:
+        while not (await asyncio.wait({waiting}, timeout=LOOK_S))[0]:
+            await asyncio.to_thread(check_server)
+        return waiting.result()
+    finally:
+        waiting.cancel()
+
+
 async def evaluate(
     run: Callable[[int], Coroutine[Any, Any, list[Rollout]]],
     examples: Sequence[int],
@@ -261,7 +279,7 @@ async def evaluate(
     start = asyncio.get_running_loop().time()
     tasks = [asyncio.create_task(run(example)) for example in examples]
     try:
-        groups = await asyncio.gather(*tasks)
+        groups = await while_served(asyncio.gather(*tasks), check_server)
     finally:
         for task in tasks:
             task.cancel()

@@ -328,7 +328,7 @@ def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
     if not masks:
         return loss_fn
 
-    @needs(*needs_of(loss_fn))
+    @needs(*frozenset().union(*map(needs_of, (loss_fn, *masks.values()))))
     def masked(inputs: LossInputs) -> LossOutputs:
         is_masked = torch.zeros_like(inputs.weights, dtype=torch.bool)
         metrics = {}

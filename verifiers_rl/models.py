@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import warnings
@@ -63,10 +64,15 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
         model = _load_folder(model, dtype)
     _set_attention(model, args.attn_implementation)
     if hasattr(model, "peft_config"):
+        _warn_of_lora_options(args, "the adapter that the model has already is trained further")
         return model
     switch_off_dropout(model)
     if num_frozen := freeze_all_but_text(model):
         logger.info("%.1f M weights beside the text model stay as they are", num_frozen / 1e6)
+    if peft_config is not None:
+        _warn_of_lora_options(args, "peft_config says what the adapter is")
+    elif not args.use_lora:
+        _warn_of_lora_options(args, "use_lora=False trains all weights")
     if peft_config is None and not args.use_lora:
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             return model  # loaded under ZeRO-3: DeepSpeed keeps the master weights
@@ -92,6 +98,15 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
             "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
         )
         return get_peft_model(model, peft_config)
+
+
+def _warn_of_lora_options(args: RLConfig, why: str) -> None:
+    names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+             "lora_modules_to_save", "lora_use_rslora")  # fmt: skip
+    defaults = {one.name: one.default for one in dataclasses.fields(args)}
+    given = [f"{n}={getattr(args, n)!r}" for n in names if getattr(args, n) != defaults[n]]
+    if given:
+        logger.warning("%s has no effect: %s", ", ".join(given), why)
 
 
 def _load_folder(model: str, dtype: torch.dtype) -> Any:

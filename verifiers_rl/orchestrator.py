@@ -34,6 +34,7 @@ from verifiers_rl.group_pool import (
     evaluate,
     result_of_rollouts,
     tell_of_failures,
+    while_served,
 )
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.positions import Positions
@@ -52,8 +53,9 @@ class Orchestrator:
     Args:
         env: runs groups of rollouts.
         check_server: raises ServerLostError if the server is gone or has lost the policy. Called
-            when rollouts fail, to tell a dead server from a failing environment. Called also at the
-            end of each batch, because a restarted server samples from the wrong weights.
+            when rollouts fail, to tell a dead server from a failing environment; while they run,
+            because one that hangs fails none; and at the end of each batch, because a restarted
+            server samples from the wrong weights.
         batch_size: rollouts of a batch.
         rollouts_per_example: rollouts of a group.
         sampling_args: the sampling options in each rollout request.
@@ -65,6 +67,7 @@ class Orchestrator:
             `max_concurrent`; default: as many.
         rollout_timeout_s: deadline of one rollout. A batch runs in waves of `max_concurrent`
             rollouts, and each wave may take this long.
+        num_at_once: rollouts of a wave, if they are fewer: a teacher that plays takes no more.
         example_order: chooses the training examples; default: shuffled, environments in equal
             shares.
         group_filter: a finished group that does not pass is replaced by a new one. Replacements
@@ -90,6 +93,7 @@ class Orchestrator:
         eval_sampling_args: dict[str, Any] | None = None,
         eval_concurrent: int | None = None,
         rollout_timeout_s: float = 600.0,
+        num_at_once: int | None = None,
         example_order: ExampleOrder = order_examples,
         group_filter: GroupFilter | None = None,
         max_groups: int | None = None,
@@ -108,6 +112,7 @@ class Orchestrator:
         self.eval_sampling_args = eval_sampling_args or sampling_args
         self.eval_concurrent = min(eval_concurrent or self.max_concurrent, self.max_concurrent)
         self.rollout_timeout_s = rollout_timeout_s
+        self.num_at_once = min(num_at_once or self.max_concurrent, self.max_concurrent)
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
         self.max_groups = max_groups or self.num_groups
@@ -194,7 +199,7 @@ class Orchestrator:
     def _wait_for(self, batch: Future[Batch], step: int, num_batches: int) -> Batch:
         num_batches = max(num_batches, len(self._pending))
         num_rollouts = self.max_groups * self.rollouts_per_example * num_batches
-        waves = -(-num_rollouts // self.max_concurrent)
+        waves = -(-num_rollouts // self.num_at_once)
         return result_of_rollouts(
             batch, lambda: self._pool.progress(step), num_rollouts, waves, num_batches,
             self.rollout_timeout_s,
@@ -245,7 +250,7 @@ class Orchestrator:
         num_pending = len(self._pending)  # they share the server with it
         num_of_batches = self.max_groups * self.rollouts_per_example * num_pending
         waves = -(-progress.num_requested // self.eval_concurrent)
-        waves += -(-num_of_batches // self.max_concurrent)
+        waves += -(-num_of_batches // self.num_at_once)
         try:
             return result_of_rollouts(
                 future, lambda: str(progress), progress.num_requested, waves, num_pending + 1,
@@ -289,7 +294,7 @@ class Orchestrator:
         except ValueError as error:
             raise RolloutError(str(error)) from error
         async with self._taking:
-            requests = await self._pool.take(step)
+            requests = await while_served(self._pool.take(step), self.check_server)
             finished = sorted((done for r in requests for done in r.finished), key=lambda f: f[0])
             self._positions.assign([place for place, _, passes in finished if passes], step)
         await asyncio.to_thread(self.check_server)

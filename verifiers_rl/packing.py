@@ -163,6 +163,7 @@ def plan_batch(
     layout: Layout = "packed",
     hidden_size: int = 1024,
     share_prefixes: bool = False,
+    attention: str = "sdpa",
 ) -> tuple[list[list[Rows]], np.ndarray]:
     """Do as `plan_microbatches`, for the samples of a batch and their common beginnings.
 
@@ -171,12 +172,15 @@ def plan_batch(
         is_computed: (S,) bool, the samples to plan.
         max_tokens, num_ranks, layout, hidden_size: see `plan_microbatches`.
         share_prefixes: lay samples with a common beginning into one row, where that saves time.
+        attention: the model's implementation. "eager" computes whole rows, so they stay narrow.
 
     Returns:
         The plan, and `num_shared`: (S,) int64, how many tokens at its beginning each sample has in
         common with the sample before it in its row.
     """
     widest = max_tokens if share_prefixes else 0  # no row is narrow enough for a second sample
+    if attention == "eager":
+        widest = min(widest, MAX_MASKED_WIDTH)
     bundles, widths, num_shared = _bundle(sizes, is_computed, widest, hidden_size)
     plan = plan_microbatches(widths, max_tokens, num_ranks, layout, hidden_size)
     return [

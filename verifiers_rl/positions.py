@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,14 @@ from typing import Any
 from verifiers_rl.data import ExampleOrder, examples_at
 from verifiers_rl.types import BatchOrder
 
+logger = logging.getLogger(__name__)
+
 
 class Positions:
     """Gives examples to the groups of a batch. All methods may be called on any thread.
 
-    "planned": each step has `max_groups` positions to itself, used or not. So a resumed run needs
-    no saved position.
+    "planned": each step has `max_groups` positions to itself, used or not. A checkpoint keeps the
+    next one, which a resumed run needs if its steps have more groups, or fewer.
     "ready": each group takes the next position, and batches take groups in another order. So a
     checkpoint keeps the next position, and those that were begun and not trained.
 
@@ -31,6 +34,7 @@ class Positions:
         self.max_groups = max_groups
         self._lock = threading.Lock()
         self._next: int | None = None
+        self._skipped = 0  # "planned": positions that the steps before a checkpoint had more
         self._returned: deque[int] = deque()  # begun before, and to be begun again
         self._batch_of: dict[int, int | None] = {}  # not trained yet, each with its batch's step
 
@@ -40,7 +44,7 @@ class Positions:
         Raises:
             ValueError: `example_order` breaks its contract; see `examples_at`.
         """
-        first = step * self.max_groups
+        first = step * self.max_groups + self._skipped
         if self.batch_order == "planned":
             positions = range(first, first + self.max_groups)
             examples = examples_at(self.example_order, positions, sizes)
@@ -87,19 +91,28 @@ class Positions:
             self._batch_of = {p: b for p, b in self._batch_of.items() if not _is_left(b, step)}
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return what a run that continues at this step needs: {} for "planned"."""
+        """Return what a run that continues at this step needs."""
         if self.batch_order == "planned":
-            return {}
+            return {"step": step, "first_position": step * self.max_groups + self._skipped}
         with self._lock:
             left = sorted(p for p, batch in self._batch_of.items() if _is_left(batch, step))
             return {"next_position": self._next, "untrained": [*left, *self._returned]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what had not been trained. A state of the other order has no effect."""
-        if self.batch_order == "planned" or not state:
-            return
-        with self._lock:
-            self._next, self._returned = state["next_position"], deque(state["untrained"])
+        """Continue with what had not been trained. One group of a state of the other order may be
+        trained again or left out.
+        """
+        if "first_position" in state:
+            self._skipped = state["first_position"] - state["step"] * self.max_groups
+            if self._skipped:
+                logger.warning(
+                    "the steps of the checkpoint had more or fewer groups (batch_size, "
+                    "rollouts_per_example, max_oversampling): this run goes on with the example "
+                    "behind them, number %d in the order of examples", state["first_position"],
+                )  # fmt: skip
+        elif state and self.batch_order == "ready":
+            with self._lock:
+                self._next, self._returned = state["next_position"], deque(state["untrained"])
 
 
 def _is_left(batch: int | None, step: int) -> bool:

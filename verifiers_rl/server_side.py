@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +15,12 @@ from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
-from verifiers_rl.envs.make import longest_wait_s, make_runner, warn_of_replies_beyond_use
+from verifiers_rl.envs.make import (
+    answered_at_once,
+    longest_wait_s,
+    make_runner,
+    warn_of_replies_beyond_use,
+)
 from verifiers_rl.envs.routed import RoutedEnvironment
 from verifiers_rl.envs.seeded import SeededEnvironment
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
@@ -122,7 +128,7 @@ def connect(
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(
             make_orchestrator, runner, weight_sync, args, advantage_fn, replaced.example_order,
-            args.generation_timeout + longest_wait_s(env),
+            args.generation_timeout + longest_wait_s(env), answered_at_once(env),
         )  # fmt: skip
     assert orchestrator is not None
 
@@ -166,6 +172,7 @@ def check_determinism(status: dict[str, Any], url: str) -> None:
 
 def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args: Any) -> Any:
     numbers = {client.base_url: number for number, client in enumerate(clients)}
+    trainer = secrets.token_hex(8)  # a server that was lost may still count on the hold before
 
     def make_sync(client: InferenceClient) -> WeightSync:
         lora_sync = choose_lora_sync(args.lora_sync, client.status(), args.weight_sync_backend)
@@ -173,8 +180,9 @@ def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args
             numbers[client.base_url] = len(numbers)
         port = args.weight_sync_port and args.weight_sync_port + numbers[client.base_url]
         return WeightSync(
-            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout, port=port
-        )
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout, port=port,
+            trainer=trainer,
+        )  # fmt: skip
 
     def check(model: Any, client: InferenceClient, model_name: str) -> None:
         client.check_model(policy.config)
@@ -193,6 +201,7 @@ def _orchestrate(
     advantage_fn: AdvantageFn | None,
     example_order: ExampleOrder | None,
     rollout_timeout_s: float,
+    num_at_once: int | None,
 ) -> BatchSource:
     if example_order is None:
         example_order = partial(
@@ -210,6 +219,7 @@ def _orchestrate(
         eval_sampling_args=args.eval_sampling_args(),
         eval_concurrent=args.eval_concurrent,
         rollout_timeout_s=rollout_timeout_s,
+        num_at_once=num_at_once,
         example_order=example_order,
         group_filter=args.group_filter(),
         max_groups=args.max_groups_per_batch,

@@ -399,6 +399,7 @@ class SFTTrainer(RLTrainer):
         plans, num_shared = plan_batch(
             sizes, sizes.num_loss_tokens > 0, args.token_budget, args.world_size,
             self._layout, getattr(config, "hidden_size", 1024), self._shares_prefixes,
+            config._attn_implementation,
         )  # fmt: skip
         samples = scatter_samples(batch, plans, args.device)
         weights, pad = [1.0] * len(sizes.lengths), cast(Any, self.processing_class).pad_token_id

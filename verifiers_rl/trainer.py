@@ -294,7 +294,7 @@ class RLTrainer(SavingTrainer):
                     self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
                 cast(torch.optim.Optimizer, self.optimizer).step()
                 model.zero_grad()
-            batch_loss += self._train_on(model, batch, part, means) / len(parts)
+            batch_loss += self._train_on(model, batch, part, means, len(parts)) / len(parts)
         # This waits for the device.
         token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
         train_s = time.monotonic() - start
@@ -311,9 +311,9 @@ class RLTrainer(SavingTrainer):
         return batch_loss
 
     def _train_on(
-        self, model: nn.Module, batch: Batch, part: np.ndarray, means: TokenMeans
+        self, model: nn.Module, batch: Batch, part: np.ndarray, means: TokenMeans, num_parts: int
     ) -> Tensor:
-        """Run forward and backward on the samples of a part of the batch, (S,) bool.
+        """Run forward and backward on the samples of one of the batch's parts, (S,) bool.
 
         The loss of each microbatch is a sum. This method divides it once, by a number that belongs
         to the part on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
@@ -322,7 +322,7 @@ class RLTrainer(SavingTrainer):
         args, tokenizer, sizes = self.args, cast(Any, self.processing_class), batch.sizes
         weights, denominator = weigh_samples(
             np.where(part, sizes.num_loss_tokens, 0).tolist(), sizes.rollout_ids.tolist(),
-            args.loss_normalization, args.batch_size * args.max_seq_len / args.updates_per_batch,
+            args.loss_normalization, args.batch_size * args.max_seq_len / num_parts,
         )  # fmt: skip
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = part & (sizes.num_loss_tokens > 0)
@@ -332,6 +332,7 @@ class RLTrainer(SavingTrainer):
         plans, num_shared = plan_batch(
             sizes, is_computed, args.token_budget, args.world_size, cast(Layout, self._layout),
             getattr(config, "hidden_size", 1024), self._shares_prefixes,
+            config._attn_implementation,
         )  # fmt: skip
         samples = scatter_samples(batch, plans, args.device)
         # Without loss tokens there is no gradient, so the optimizer changes nothing.

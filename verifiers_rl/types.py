@@ -539,9 +539,10 @@ class Batch:
 
     def __post_init__(self) -> None:
         group, last = -1, None
+        groups = {id(rollout): n for n, group in enumerate(self.groups) for rollout in group}
         for number, rollout in enumerate(self.rollouts):
-            example = rollout.env, rollout.example_id
-            group, last = group + (example != last), example  # its rollouts are neighbours
+            own = groups.get(id(rollout), (rollout.env, rollout.example_id))
+            group, last = group + (own != last), own  # its rollouts are neighbours
             for sample in rollout.samples:
                 sample.rollout_id, sample.group_id = number, group
 

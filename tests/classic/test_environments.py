@@ -73,6 +73,8 @@ def test_mask_env_responses_decides_over_tokens_between_turns():
 def test_tokens_and_logprobs_of_different_number_are_refused():
     with pytest.raises(ValueError, match="turn 0: 2 tokens but 1 logprobs"):
         samples_from_trajectory([turn([1], [2, 3], [-1.0])], 0)
+    with pytest.raises(ValueError, match="logprob of a sampled token is NaN or infinite"):
+        samples_from_trajectory([turn([1], [2, 3], [-1.0, math.nan])], 0)
     with pytest.raises(ValueError, match="turn 0: the server returned no token ids"):
         samples_from_trajectory([{"tokens": None}], 0)
 

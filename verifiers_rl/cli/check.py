@@ -49,6 +49,7 @@ from verifiers_rl.inference.client import (
     InferenceServerError,
     generation_key,
 )
+from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.trackers import tracker_error
@@ -84,11 +85,6 @@ def check(
     finally:
         handle_signals(signal.SIG_IGN)  # let nothing interrupt the clean-up
         preflight.close()
-
-
-def handle_signals(handler: Any) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, handler)
 
 
 def end_check(number: int, frame: FrameType | None) -> None:

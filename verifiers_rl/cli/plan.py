@@ -393,7 +393,8 @@ def trainer_env(
     """
     env = {"CUDA_VISIBLE_DEVICES": gpus}
     # A launcher of several ranks kills them after this time, by default 30 s.
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
+    if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
     if len(servers) > 1 or (servers and node is not None):
         env[SERVERS_VARIABLE] = " ".join(servers)
     if node is not None and node.rank == 0 and node.num_envs:

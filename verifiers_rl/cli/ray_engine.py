@@ -37,6 +37,7 @@ from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.nodes import COMMAND_VARIABLE
 from verifiers_rl.cli.resolved import write_code
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.waiting import WaitingLine
 
 PROGRAM = ("-m", "verifiers_rl.cli.rl")
@@ -199,6 +200,9 @@ class RayRun:
         ).remote()  # fmt: skip
         self._actors[rank] = actor
         address, port = self._get(rank, actor.find_place.remote(max(gpus, 3)))
+        if self._stopped is not None:  # a signal came while Ray sought a place
+            self._events.put((rank, 128 + self._stopped))
+            return
         if rank == 0:
             self._master = (address, port)
         print(f"vf-rl: node {rank} of {self.size} is on {address}", flush=True)
@@ -216,6 +220,8 @@ class RayRun:
             variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(master_port)}
             variables |= {"WORLD_SIZE": str(self.size), "RANK": str(rank)}
         self._get(rank, actor.start.remote(words, variables))
+        if self._stopped is not None and rank == 0:  # the signal may have come before there was one
+            actor.signal.remote(signal.SIGTERM)
         threading.Thread(target=self._follow, args=(rank, actor), daemon=True).start()
 
     def _get(self, rank: int, call: Any) -> Any:
@@ -370,8 +376,7 @@ def run_on_ray(config: RunConfig, options: argparse.Namespace) -> int:
     run = RayRun(ray, config, words, command)
     try:
         run.place(config.option("vllm_server_timeout"))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, run.on_signal)
+        handle_signals(run.on_signal)
         return run.run()
     except ray.exceptions.RayError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)

@@ -140,8 +140,9 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
     import tomli_w
 
     def stays(parent: str, names: list[str]) -> set[str]:
-        secret = {path.name for path in config.env_files if path.parent == Path(parent)}
-        return _LEFT_BEHIND(parent, names) | secret
+        # The run's own TOMLs travel as the resolved one, which has no secrets.
+        own = {path.resolve() for path in (*config.env_files, *config.files)}
+        return _LEFT_BEHIND(parent, names) | {n for n in names if Path(parent, n).resolve() in own}
 
     text = resolved_text(config, output_dir)
     for line in text.splitlines():

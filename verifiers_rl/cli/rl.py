@@ -57,6 +57,7 @@ from verifiers_rl.cli.teacher_servers import TeacherServers, log_of_teacher
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.inference.port import PortError, port_error, reserve_port
+from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.report.run_folder import RunFolderError, closing_lines
 from verifiers_rl.report.trackers import tracker_error
 
@@ -225,8 +226,7 @@ def supervise(
     def on_signal(number: int, frame: FrameType | None) -> None:
         raise Stopped(signal.Signals(number).name)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+    handle_signals(on_signal)
     clients = [InferenceClient(host, port, timeout_s) for host, port in addresses]
     named = [client.base_url.removeprefix("http://") for client in clients]
     servers: list[SupervisedServer] = []

@@ -113,7 +113,8 @@ class AnsweredEnvironment:
         prompt, said = messages[: row["first_reply"]], messages[row["first_reply"] :]
         rollout = Rollout(
             index, text_of(prompt), text_of(said), env=self._env.name, role=row["agent"],
-            generation_s=seconds, num_turns=sum(one["role"] == "assistant" for one in said),
+            generation_s=seconds,
+            num_turns=sum(one["role"] == "assistant" and one.get("weight", 1) for one in said),
         )  # fmt: skip
         try:
             tokens = self._tokenization.of_row(row)

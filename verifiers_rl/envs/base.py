@@ -68,6 +68,20 @@ def beside(folders: Sequence[Path]) -> str:
     return f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
 
 
+def check_logprobs(logprobs: Any) -> None:
+    """Refuse logprobs of sampled tokens that are no numbers. NaN would mean that no policy sampled
+    them, see `Sample`.
+
+    Raises:
+        ValueError: one is NaN or infinite.
+    """
+    if not np.isfinite(np.asarray(logprobs, np.float32)).all():
+        raise ValueError(
+            "the server's logprob of a sampled token is NaN or infinite: its logits overflow; use "
+            "another dtype there"
+        )
+
+
 def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
     """Return the policy version of each token, (num_tokens,) int32, from (first token, version)
     pairs in order.

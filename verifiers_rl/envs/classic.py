@@ -25,6 +25,7 @@ from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     NotPortableError,
     RunnerOptions,
+    check_logprobs,
     how_to_install,
     module_name,
     text_of,
@@ -118,6 +119,7 @@ def samples_from_trajectory(
         logprobs = np.asarray(tokens["completion_logprobs"], np.float32)
         if len(completion) != len(logprobs):
             raise ValueError(f"turn {turn}: {len(completion)} tokens but {len(logprobs)} logprobs")
+        check_logprobs(logprobs)
         n = len(samples[-1].token_ids) if samples else 0
         if samples and np.array_equal(prompt[:n], samples[-1].token_ids):
             sample = samples.pop()

@@ -203,9 +203,13 @@ class GeneratingEnvironment(V1Environment):
         # What follows the last reply, such as an answer of the environment, teaches nothing.
         messages = [_as_row_has(node.message) for node in nodes[: last + 1]]
         row: dict[str, Any] = {"messages": messages}
+        # Replies that nobody sampled are not learned: the task's own examples, or what the
+        # environment says in the assistant's name.
         if any(message["role"] == "assistant" for message in messages[:first]):
-            # The task's own examples of replies: nobody sampled them, so they are not learned.
             row = {"prompt": messages[:first], "completion": messages[first:]}
+        for message, node in zip(messages[first:], nodes[first:], strict=False):
+            if message["role"] == "assistant" and not node.sampled:
+                message["weight"] = 0
         if tools := getattr(trace, "tools", []):
             row["tools"] = [_tool(tool) for tool in tools]
         if self._template:

@@ -188,6 +188,14 @@ def longest_wait_s(env: Any) -> float:
     return max((teacher.timeout_s for teacher in teachers), default=0.0)
 
 
+def answered_at_once(env: Any) -> int | None:
+    """Return how many rollouts the slowest teacher of "sft" plays at a time; None without one."""
+    mixed = env if isinstance(env, list | tuple) else ()
+    return min((one.teacher.max_concurrent for one in mixed
+                if isinstance(one, WeightedEnv) and one.algorithm == "sft" and one.teacher),
+               default=None)  # fmt: skip
+
+
 def _distilled(
     runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args: Any, example: Any
 ) -> EnvRunner:
@@ -206,7 +214,9 @@ def _distilled(
     if one.algorithm == "sft":
         return _answered(runner, one, options, args)
     what = f"environment {one.name!r}: algorithm={one.algorithm!r}"
-    changed = args.sampling_changes_probabilities()
+    plain = copy.copy(args)
+    plain.sampling_mask = False  # a teacher has no mask
+    changed = plain.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
     if args.temperature != 1.0:
         changed = [f"temperature={args.temperature:g}", *changed]
     if changed:

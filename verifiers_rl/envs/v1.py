@@ -32,6 +32,7 @@ from verifiers_rl.data import ENDLESS, describe_sizes
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
+    check_logprobs,
     text_of,
     versions_of_tokens,
 )
@@ -705,6 +706,7 @@ def samples_from_trace(
             num_sampled = int(np.count_nonzero(is_sampled))
             if len(node.logprobs) != num_sampled:
                 raise ValueError(f"{num_sampled} sampled tokens but {len(node.logprobs)} logprobs")
+            check_logprobs(node.logprobs)
             in_loss = is_sampled & is_new
             logprobs = np.zeros(len(is_sampled), np.float32)
             logprobs[is_sampled] = node.logprobs

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from verifiers_rl.inference.client import TOKEN_VARIABLE, token_file
 from verifiers_rl.process.parent import die_with_parent
 
-Step = Literal["connect", "close", "count", "swap", "open"]
+Step = Literal["connect", "close", "count", "swap", "fail", "open"]
 STEP_PATH = "/weight_sync/step"
 CONNECT_S = 10.0
 CLOSE_S = 5  # at the end, connections to a process get so long to be closed

@@ -24,6 +24,7 @@ class Request:
     Args:
         policy_version: of the weights when it came; None if the server has none of a trainer.
         on_begin: called when its first token was sampled.
+        arrived: when it came (`time.monotonic`); None for now.
 
     Attributes:
         spans: (first token, policy version) of each policy that has sampled tokens of the request.
@@ -32,12 +33,15 @@ class Request:
     """
 
     def __init__(
-        self, policy_version: int | None, on_begin: Callable[[], None] = lambda: None
+        self,
+        policy_version: int | None,
+        on_begin: Callable[[], None] = lambda: None,
+        arrived: float | None = None,
     ) -> None:
         self.spans = [] if policy_version is None else [(0, policy_version)]
         self.state: Any = None
         self.queued_s: float | None = None
-        self._arrived = time.monotonic()
+        self._arrived = time.monotonic() if arrived is None else arrived
         self._on_begin = on_begin
 
     def begin(self) -> None:
@@ -145,6 +149,15 @@ class InFlight:
                 f"vLLM did not process within {timeout_s:g} s what its engines had sampled; "
                 "see the server's log"
             ) from error
+
+    def forget_versions(self) -> None:
+        """Claim no version for the requests that go on: a push has failed, so their next tokens may
+        be of two versions mixed. Called as `swap` is.
+        """
+        for request in list(self.requests):
+            if request.state is None or request.state.request_id in self._states:
+                request.spans.clear()
+                self.requests.discard(request)
 
     def swap(self, policy_version: int) -> None:
         """Record that another policy samples from here on. Called while the engines are paused and

@@ -243,6 +243,7 @@ class WeightSyncRoutes:
         if scope["path"] == TOKENS_PATH:
             tokens = self.token_request(fields, scope["app"].state)
             scope = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}
+        arrived = time.monotonic()
         await self.open.wait()
         # From here until the request is counted nothing is awaited, so no update can miss it.
         self.in_flight.watch(scope["app"].state.engine_client)
@@ -262,7 +263,7 @@ class WeightSyncRoutes:
 
         request, has_begun = None, False
         if is_one_completion(fields):
-            request = Request(self.policy_version, start_deadline)
+            request = Request(self.policy_version, start_deadline, arrived)
 
         async def send_with_versions(message: Any) -> None:
             nonlocal has_begun
@@ -555,14 +556,24 @@ class WeightSyncRoutes:
             await self.all_step(engine, state, "close")
             async with paused(engine, timeout_s) if freezes else nullcontext():
                 await self.all_step(engine, state, "count")
-                carried = () if data is None else (data,)
-                await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s, *carried)
-                await self.drop_caches(engine, running, body["in_flight"] == "recompute")
-                swapped = {"policy_version": body["policy_version"], "is_salted": self.is_salted}
-                await self.all_step(engine, state, "swap", **swapped)
+                try:
+                    await self.load(engine, state, body, running, data)
+                except BaseException:
+                    await self.all_step(engine, state, "fail")
+                    raise
         finally:
             await self.all_step(engine, state, "open")
         return 200, {"policy_version": self.policy_version}
+
+    async def load(
+        self, engine: Any, state: Any, body: dict[str, Any], running: bool, data: bytes | None
+    ) -> None:
+        """Let the workers load a push; from then on, requests continue on its weights."""
+        timeout_s, carried = body["timeout_s"], () if data is None else (data,)
+        await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s, *carried)
+        await self.drop_caches(engine, running, body["in_flight"] == "recompute")
+        swapped = {"policy_version": body["policy_version"], "is_salted": self.is_salted}
+        await self.all_step(engine, state, "swap", **swapped)
 
     async def all_step(self, engine: Any, state: Any, step: Step, **fields: Any) -> None:
         """Do a step of a push in all API processes."""
@@ -610,6 +621,8 @@ class WeightSyncRoutes:
         elif step == "swap":
             self.policy_version, self.is_salted = policy_version, is_salted
             self.in_flight.swap(policy_version)
+        elif step == "fail":
+            self.in_flight.forget_versions()
         else:
             self.open.set()
 

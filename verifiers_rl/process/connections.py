@@ -130,17 +130,24 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 def keep(connection: socket.socket) -> None:
     """Let the connection stay open in silence, and end when the other machine is lost."""
     connection.settimeout(None)
+    probe(connection)
+    idle_s, interval_s, count = KEEPALIVE
+    # While data is under way nothing is probed: this bounds how long it may stay unreceived.
+    _set_tcp(connection, "TCP_USER_TIMEOUT", 18, 1000 * (idle_s + interval_s * count))
+
+
+def probe(connection: socket.socket) -> None:
+    """Let a read on this connection fail when the other machine is lost."""
     idle_s, interval_s, count = KEEPALIVE
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Linux's numbers, where Python's module has no names for them.
-    for name, number, value in (
-        ("TCP_KEEPIDLE", 4, idle_s),
-        ("TCP_KEEPINTVL", 5, interval_s),
-        ("TCP_KEEPCNT", 6, count),
-        # While data is under way nothing is probed: this bounds how long it may stay unreceived.
-        ("TCP_USER_TIMEOUT", 18, 1000 * (idle_s + interval_s * count)),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name, number), value)
+    _set_tcp(connection, "TCP_KEEPIDLE", 4, idle_s)
+    _set_tcp(connection, "TCP_KEEPINTVL", 5, interval_s)
+    _set_tcp(connection, "TCP_KEEPCNT", 6, count)
+
+
+def _set_tcp(connection: socket.socket, name: str, number: int, value: int) -> None:
+    """Set an option; the number is Linux's, where Python's module has no name for it."""
+    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name, number), value)
 
 
 def close_all(connections: Iterable[socket.socket]) -> None:

@@ -18,13 +18,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 # Launchers pass on what the terminal or the scheduler has sent to the ranks already. So a further
 # signal in this time after the first one is the same one.
 SAME_S = 1.0
 _NO_SIGNAL = 0  # tells the listener to end
 EXIT_S = 120.0  # deadline for rank 0 to close its files and its environment; the others wait for it
+
+
+def handle_signals(handler: Any) -> None:
+    """Let this handler take what ends a process, but not a SIGHUP that `nohup` has switched off."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):

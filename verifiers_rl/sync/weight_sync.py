@@ -16,13 +16,14 @@ reach the trainer there is no meeting: the request that announces an adapter car
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from verifiers_rl.inference import InferenceServerError, RequestRefusedError, ServerLostError
+from verifiers_rl.process.connections import close_all
 from verifiers_rl.process.waiting import result_of
 from verifiers_rl.sync.transports.meeting import new_secret
 
@@ -50,6 +52,8 @@ from verifiers_rl.sync.transports import Meeting, Transport, gpu_uuid, make_tran
 from verifiers_rl.sync.transports.http import BodyTransport
 
 logger = logging.getLogger(__name__)
+
+LAST_WORD_S = 60.0  # for the server's answer, when our part of a push has failed
 
 
 def _own_address(peer: str) -> str:
@@ -92,6 +96,7 @@ class WeightSync:
         bucket_bytes: upper bound of one message; larger ones are slower on a CPU, which has to find
             fresh memory for each (benchmarks/README.md).
         port: of this machine, where the server's workers meet this process; 0: any free one.
+        trainer: this process's id for the server, which belongs to one trainer at a time.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class WeightSync:
         timeout_s: float = 300.0,
         bucket_bytes: int = 16 * 2**20,
         port: int = 0,
+        trainer: str | None = None,
     ) -> None:
         self.client = client
         self.backend = backend
@@ -112,7 +118,7 @@ class WeightSync:
         self.policy_version: int | None = None
         self._plan: TransferPlan | None = None
         self._transport: Transport | None = None
-        self._trainer = secrets.token_hex(8)  # this trainer's id for the server
+        self._trainer = trainer or secrets.token_hex(8)
         self._hold: Hold | None = None
         self._connection: str | None = None  # the server's name for this trainer's last connect()
 
@@ -188,9 +194,14 @@ class WeightSync:
             except RuntimeError as error:
                 raise WorkersLeftError(f"the server's workers did not come: {error}") from error
 
-        reply, self._transport = self._together(
-            lambda: self.client.connect_weight_sync(request, self.timeout_s), meet
-        )
+        try:
+            reply, self._transport = self._together(
+                lambda: self.client.connect_weight_sync(request, self.timeout_s), meet
+            )
+        except BaseException:
+            if listener is not None:  # nobody comes any more, and the next one needs the port
+                close_all([listener])
+            raise
         self._connection = reply["connection"]
         logger.info(
             "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
@@ -352,11 +363,16 @@ class WeightSync:
         """
         answer: Future[Any] = Future()
 
+        def conclude(reply: Any, error: Exception | None) -> None:
+            with contextlib.suppress(InvalidStateError):  # the other thread was first
+                # An error is raised below, in the caller's thread.
+                answer.set_exception(error) if error is not None else answer.set_result(reply)
+
         def ask() -> None:
             try:
-                answer.set_result(call())
+                conclude(call(), None)
             except Exception as error:
-                answer.set_exception(error)  # raised below, in the caller's thread
+                conclude(None, error)
 
         result: list[Any] = []
         errors: list[Exception] = []
@@ -367,6 +383,10 @@ class WeightSync:
             except Exception as error:
                 errors.append(error)  # raised below, in the caller's thread
                 give_up()
+                # The server knows why, unless its machine is lost.
+                if not wait([answer], LAST_WORD_S).done:
+                    what = f"{self.client.base_url} does not answer after {error}"
+                    conclude(None, ServerLostError(what))
 
         thread = threading.Thread(target=run, name="weight-sync", daemon=True)
         thread.start()

@@ -33,6 +33,7 @@ from verifiers_rl.process.connections import (
     check_trainer,
     check_worker,
     close_all,
+    probe,
     receive_exactly,
 )
 
@@ -75,6 +76,7 @@ def host_meeting(
                     raise MeetingError(f"rank {rank} is not awaited")
                 connection.settimeout(timeout_s)
                 connection.setsockopt(*_NO_DELAY)
+                probe(connection)
                 found[rank] = connection
                 if len(found) == num_workers:
                     last_came.send(b"1")
@@ -132,6 +134,7 @@ def join_meeting(host: str, port: int, rank: int, secret: str, timeout_s: float)
         check_trainer(connection, rank, secret)
         connection.settimeout(timeout_s)
         connection.setsockopt(*_NO_DELAY)
+        probe(connection)
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError):
