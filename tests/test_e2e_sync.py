@@ -71,24 +71,22 @@ def models(tmp_path_factory):
 # trainer. A test that needs other flags, or ends its server, starts one of its own and says why.
 
 
-@pytest.fixture(scope="module")
-def full_server(models, tmp_path_factory):
-    """Of the untied model."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(models[False], log, *SMALL_BLOCKS) as server:
-        yield models[False], server
+def pytest_generate_tests(metafunc):
+    """The untied model stands for both where it makes no difference."""
+    if "full_server" in metafunc.fixturenames:
+        of_both = ("test_full_weights_arrive_exactly", "test_merged_weights_arrive_exactly")
+        is_of_both = metafunc.definition.name.startswith(of_both)
+        tied = {"untied": False} | ({"tied": True} if is_of_both else {})
+        metafunc.parametrize(
+            "full_server", [*tied.values()], indirect=True, ids=[*tied], scope="module"
+        )
 
 
 @pytest.fixture(scope="module")
-def tied_server(models, tmp_path_factory):
+def full_server(request, models, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(models[True], log, *SMALL_BLOCKS) as server:
-        yield models[True], server
-
-
-@pytest.fixture(params=["full_server", "tied_server"], ids=["untied", "tied"])
-def either_server(request):
-    return request.getfixturevalue(request.param)
+    with running_server(models[request.param], log, *SMALL_BLOCKS) as server:
+        yield models[request.param], server
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +169,8 @@ def largest_difference(model, server, model_name, engine=None):
     return difference
 
 
-def test_full_weights_arrive_exactly_ten_times_in_a_row(either_server, connect):
-    folder, server = either_server
+def test_full_weights_arrive_exactly_ten_times_in_a_row(full_server, connect):
+    folder, server = full_server
     model, sync = load(folder), connect(server)
     # No policy yet: the server claims no version.
     before = LongRequest(server, sync.model_name, max_tokens=1)
@@ -214,8 +212,8 @@ def test_adapters_arrive_exactly_ten_times_in_a_row(lora_server, connect):
 
 
 @pytest.mark.parametrize("with_whole_modules", [False, True])
-def test_merged_weights_arrive_exactly(either_server, connect, with_whole_modules):
-    folder, server = either_server
+def test_merged_weights_arrive_exactly(full_server, connect, with_whole_modules):
+    folder, server = full_server
     options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_rslora": True}
     if with_whole_modules:
         tied = load(folder).config.tie_word_embeddings
