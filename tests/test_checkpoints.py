@@ -182,10 +182,10 @@ class TwoGroups(StubSource):
 
 def test_a_signal_between_two_updates_of_a_batch_waits_for_the_end_of_the_step(make_trainer):
     class BehindAnUpdate(RLTrainer):
-        def _train_on(self, model, batch, part, means):
+        def _train_on(self, *args):
             if self.state.global_step == 1 and not self.checkpoints.can_repeat_step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return super()._train_on(model, batch, part, means)
+            return super()._train_on(*args)
 
     options = {"source": TwoGroups(), "updates_per_batch": 2, "save_steps": 100}
     trainer = make_trainer(kind=BehindAnUpdate, **options)
