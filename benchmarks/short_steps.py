@@ -4,10 +4,9 @@
 
 A step trains all weights of a model of 0.9 M parameters on 64 rollouts: 8 prompts of 33 tokens, 8
 replies of 6 tokens to each. The real vf-vllm serves the model and has the first core, the real
-RLTrainer and its rollout workers have the rest. One thread each. The environment is one of
-verifiers.v1, and a classic one too where verifiers has those. Runs of all settings take turns; each
-figure is the median over the steps of all rounds, without the first 5 of each run. With --unshared,
-each rollout's prompt is computed for itself (`share_prefixes=False`).
+RLTrainer and its rollout workers have the rest. One thread each. Runs of all settings take turns;
+each figure is the median over the steps of all rounds, without the first 5 of each run. With
+--unshared, each rollout's prompt is computed for itself (`share_prefixes=False`).
 """
 
 import argparse
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ import verifiers.v1 as vf1
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 BATCH_SIZE, GROUP, PROMPT_TOKENS, REPLY_TOKENS, NUM_WARMUP = 64, 8, 33, 6, 5
-HAS_CLASSIC = find_spec("verifiers.legacy") is not None
 
 __all__ = ["ShortTaskset"]  # verifiers.v1 loads this module as a plugin
 
@@ -61,25 +58,7 @@ class ShortTaskset(vf1.Taskset[ShortTask, ShortConfig]):
             yield ShortTask(vf1.TaskData(idx=i, prompt=prompt), self.config.task)
 
 
-def load_environment(prompt_length: int) -> Any:
-    import verifiers as vf
-    from datasets import Dataset
-
-    def lower_case(completion: Any) -> float:
-        return score(completion[-1]["content"])
-
-    questions = [prompt_of(i, prompt_length) for i in range(1024)]
-    dataset = Dataset.from_dict({"question": questions, "answer": [""] * len(questions)})
-    return vf.SingleTurnEnv(
-        dataset=dataset, eval_dataset=dataset, rubric=vf.Rubric(funcs=[lower_case])
-    )
-
-
-def make_env(kind: str, prompt_length: int) -> Any:
-    if kind == "classic":
-        import verifiers as vf
-
-        return vf.load_environment("short-steps", prompt_length=prompt_length)
+def make_env(prompt_length: int) -> Any:
     from verifiers_rl.envs import load_v1_environment
 
     taskset = {"id": "short_steps", "prompt_length": prompt_length}
@@ -147,23 +126,21 @@ def main() -> None:
             [{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=False
         )
         prompt_length = PROMPT_TOKENS - len(empty)
-        kinds = ["v1", "classic"] if HAS_CLASSIC else ["v1"]
-        settings = [(kind, workers) for kind in kinds for workers in options.env_workers]
-        seconds: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
+        seconds: dict[int, list[float]] = {workers: [] for workers in options.env_workers}
         flags = ("--max-num-seqs", "256")
         with running_server(Path(folder, "model"), Path(folder, "log"), *flags) as server:
             for _ in range(options.rounds):
-                for kind, workers in settings:
-                    env = make_env(kind, prompt_length)
-                    seconds[kind, workers] += time_steps(
+                for workers in options.env_workers:
+                    env = make_env(prompt_length)
+                    seconds[workers] += time_steps(
                         f"{folder}/model", env, server.port, folder, workers, options
                     )
-    print("| environment | env_workers | step s | over the first row |")
-    print("| --- | --- | --- | --- |")
-    first = statistics.median(seconds[settings[0]])
-    for (kind, workers), times in seconds.items():
+    print("| env_workers | step s | over the first row |")
+    print("| --- | --- | --- |")
+    first = statistics.median(seconds[options.env_workers[0]])
+    for workers, times in seconds.items():
         median = statistics.median(times)
-        print(f"| {kind} | {workers} | {median:.3f} | {median / first:.2f} |")
+        print(f"| {workers} | {median:.3f} | {median / first:.2f} |")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.helpers import CLASSIC_REASON, EXAMPLE_MODULE, HAS_CLASSIC, ROOT
+from tests.helpers import EXAMPLE_MODULE, ROOT
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
 from verifiers_rl.orchestrator import Orchestrator
 
@@ -47,8 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_header() -> str:
-    left_out = "" if HAS_CLASSIC else f", so tests/classic is left out: {CLASSIC_REASON}"
-    return f"verifiers {version('verifiers')}{left_out}"
+    return f"verifiers {version('verifiers')}"
 
 
 @pytest.fixture

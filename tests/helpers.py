@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from aiohttp import web
 from transformers import (
@@ -34,12 +33,8 @@ from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.types import Batch, Rollout, Sample
 
 ROOT = Path(__file__).parent.parent
-# The installed verifiers decides which kind of environment tests of other things use.
-HAS_CLASSIC = importlib.util.find_spec("verifiers.legacy") is not None
-CLASSIC_REASON = "classic environments need verifiers<0.4; `make test-all` runs this with it"
-needs_classic = pytest.mark.skipif(not HAS_CLASSIC, reason=CLASSIC_REASON)
-EXAMPLE = ROOT / "examples" / ("classic" if HAS_CLASSIC else "reverse_text")
-EXAMPLE_MODULE = EXAMPLE / ("classic_reverse_text.py" if HAS_CLASSIC else "reverse_text.py")
+EXAMPLE = ROOT / "examples" / "reverse_text"
+EXAMPLE_MODULE = EXAMPLE / "reverse_text.py"
 
 
 def load_example(name: str) -> ModuleType:
@@ -60,9 +55,6 @@ def load_example(name: str) -> ModuleType:
 
 def example_table(num_train: int = 4096, num_eval: int = 256) -> EnvTable:
     """The example's environment as a TOML would name it."""
-    if HAS_CLASSIC:
-        args = {"num_train": num_train, "num_eval": num_eval, "instruction": ""}
-        return EnvTable(EXAMPLE_MODULE.stem, args)
     v1 = {
         "taskset": {"id": "reverse_text", "num_tasks": num_train, "instruction": ""},
         "eval_taskset": {"held_out": True, "num_tasks": num_eval},
@@ -86,10 +78,6 @@ def make_env(
         reward: of question, reply and answer.
         setup: runs at the beginning of each rollout, as code of the environment's own.
     """
-    if HAS_CLASSIC:
-        from tests.classic.env import make_classic_env
-
-        return make_classic_env(questions, reward, setup)
     if str(ROOT / "tests" / "v1") not in sys.path:  # where verifiers looks for its id
         sys.path.insert(0, str(ROOT / "tests" / "v1"))
     from given_tasks import make_taskset
@@ -101,17 +89,11 @@ def write_environment(
     folder: Path, name: str, questions: Mapping[str, str], setup: str = "None"
 ) -> str:
     """A module with `make_env` of these arguments, and the lines of a TOML that name it."""
-    kind = "classic/env.py" if HAS_CLASSIC else "v1/given_tasks.py"
-    (folder / "given.py").write_text((Path(__file__).parent / kind).read_text())
+    (folder / "given.py").write_text((ROOT / "tests" / "v1" / "given_tasks.py").read_text())
     head = f"import given\n\n\ndef setup():\n    {setup}\n\n\n"
-    if HAS_CLASSIC:
-        body = "def load_environment():\n"
-        body += f"    return given.make_classic_env({dict(questions)}, lambda *a: 1.0, setup)\n"
-        lines = f'[env]\nid = "{name}"\n'
-    else:
-        body = '__all__ = ["Given"]\n\n\nclass Given(given.GivenTaskset):\n'
-        body += f"    questions = {dict(questions)}\n    functions = (lambda *a: 1.0, setup)\n"
-        lines = f'[env.taskset]\nid = "{name}"\n[env.harness]\nid = "null"\n'
+    body = '__all__ = ["Given"]\n\n\nclass Given(given.GivenTaskset):\n'
+    body += f"    questions = {dict(questions)}\n    functions = (lambda *a: 1.0, setup)\n"
+    lines = f'[env.taskset]\nid = "{name}"\n[env.harness]\nid = "null"\n'
     (folder / f"{name}.py").write_text(head + body)
     return lines
 

@@ -9,11 +9,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.helpers import HAS_CLASSIC, ROOT, needs_classic
+from tests.helpers import ROOT
 
 FOLDER = ROOT / "benchmarks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
-COMPARES_WITH_CLASSIC = ("rollouts",)
 
 
 # Torch and transformers are imported once. Each benchmark is imported in a fork of its own, so
@@ -46,10 +45,9 @@ for child, name in children.items():
 def imported(tmp_path_factory):
     """The exit status and the errors of importing each benchmark."""
     folder = tmp_path_factory.mktemp("imported")
-    names = [name for name in NAMES if HAS_CLASSIC or name not in COMPARES_WITH_CLASSIC]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT, str(folder), *names],
+        [sys.executable, "-c", IMPORT, str(folder), *NAMES],
         cwd=FOLDER,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -58,14 +56,11 @@ def imported(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(line.split() for line in done.stdout.splitlines())
-    return {name: (int(found[name]), (folder / name).read_text()) for name in names}
+    return {name: (int(found[name]), (folder / name).read_text()) for name in NAMES}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=needs_classic if n in COMPARES_WITH_CLASSIC else ()) for n in NAMES],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_finds_what_it_imports(imported, name):
     status, errors = imported[name]
     assert status == 0, errors[-3000:]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.conftest import free_port
-from tests.helpers import EXAMPLE, HAS_CLASSIC, example_table, load_example, make_tiny_model
+from tests.helpers import EXAMPLE, example_table, load_example, make_tiny_model
 from tests.test_e2e_train import processes_of, write_run
 from verifiers_rl.cli.check import Preflight, check_versions
 from verifiers_rl.cli.config import EnvTable, RunConfig, toml_arguments
@@ -171,10 +171,6 @@ def test_an_environment_that_does_not_load(make_preflight, lines):
     assert "id='nowhere': no module 'nowhere' is installed" in line and "'nowhere'" in line
     line = said(EnvTable("nowhere"))
     assert ": [env] id='nowhere': no module 'nowhere' is installed nor beside the TOML in" in line
-    if not HAS_CLASSIC:
-        return
-    line = said(EnvTable("classic_reverse_text", {"size": 3}))
-    assert "'size': 3" in line and "unexpected keyword argument 'size'" in line
 
 
 def test_prompts_that_do_not_fit(make_preflight, lines):

@@ -17,12 +17,9 @@ import pytest
 
 from tests.conftest import free_port, processes_of
 from tests.helpers import (
-    EXAMPLE_MODULE,
-    HAS_CLASSIC,
     ROOT,
     load_example,
     make_tiny_model,
-    needs_classic,
     write_environment,
 )
 from verifiers_rl.cli import children, plan, rl, session, train
@@ -112,42 +109,6 @@ def test_several_environments_are_read(write_toml):
     second = EnvTable("e", {"a": 1}, "f", 1.0, {"max_tokens": 4})
     assert config.envs == [EnvTable("e", weight=3), second]
     assert config.envs[0].name == "e"
-
-
-@needs_classic
-def test_the_environments_of_a_toml_come_with_their_weights(write_toml):
-    path = write_toml(
-        '[[env]]\nid = "classic_reverse_text"\nweight = 3\n'
-        "args = { num_train = 8, num_eval = 2 }\n"
-        '[[env]]\nid = "classic_letter_hunt"\nname = "game"\nsampling = { max_tokens = 4 }\n'
-    )
-    config = load_run_config(path)
-    for module in (EXAMPLE_MODULE, ROOT / "tests" / "classic" / "classic_letter_hunt.py"):
-        shutil.copy(module, path.parent)
-    first, second = config.load_envs()
-    assert (first.name, first.weight) == ("classic_reverse_text", 3)
-    assert len(first.env.get_dataset()) == 8
-    assert (second.name, second.weight) == ("game", 1.0)
-    assert second.sampling_args == {"max_tokens": 4} and second.env.max_turns == 5
-
-
-@needs_classic
-def test_environments_of_v1_and_classic_ones_come_from_one_toml(write_toml):
-    path = write_toml(
-        '[[env]]\nid = "classic_reverse_text"\nargs = { num_train = 8, num_eval = 2 }\n'
-        '[[env]]\nname = "new"\nweight = 2\ntaskset = { id = "reverse_text", num_tasks = 5 }\n'
-        'agent = { max_turns = 3 }\nharness = { id = "null" }\n'
-        "eval_taskset = { held_out = true, num_tasks = 3 }\n"
-    )
-    for module in (EXAMPLE_MODULE, ROOT / "examples" / "reverse_text" / "reverse_text.py"):
-        shutil.copy(module, path.parent)
-    classic, new = load_run_config(path).load_envs()
-    assert (classic.name, new.name, new.weight) == ("classic_reverse_text", "new", 2)
-    agent = new.env.config.agent
-    assert (agent.harness.id, agent.max_turns) == ("null", 3)
-    assert len(list(new.env.taskset)) == 5 and len(list(new.env.eval_taskset)) == 3
-    held_out = {task.data.prompt for task in new.env.eval_taskset}
-    assert not held_out & {task.data.prompt for task in new.env.taskset}
 
 
 @pytest.mark.parametrize(
@@ -1119,6 +1080,6 @@ def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(
     done = run_here("rl", "@", toml, "--no-tmux")
     assert done.returncode == 1
     said = [line for line in done.stdout.splitlines() if line.startswith("[trainer]")]
-    why = "the environment's training dataset is empty" if HAS_CLASSIC else "'env': it has no tasks"
+    why = "'env': it has no tasks"
     assert said[-1].startswith("[trainer] vf-train: error: ") and said[-1].endswith(why)
     assert processes_of(tmp_path) == {}

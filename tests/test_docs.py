@@ -23,7 +23,7 @@ import transformers
 
 import verifiers_rl
 from tests.fake_run import write_fake_run
-from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model
+from tests.helpers import ROOT, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer, SFTConfig, SFTTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.arguments import Replaced, check_arguments
@@ -49,7 +49,6 @@ PAGES = [
     )
 ]
 ENVIRONMENTS = ROOT / "examples" / "environments"
-default_stack = pytest.mark.skipif(HAS_CLASSIC, reason="the pages are about the default stack")
 
 
 def read(page):
@@ -242,7 +241,6 @@ def write_adapter(folder):
     tokenizer.save_pretrained(folder / "outputs" / "rl")
 
 
-@default_stack
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_runs(page, in_docs_folder):
     """Each block is run as a script, with a trainer that only checks what it is given."""
@@ -284,7 +282,6 @@ def test_the_environments_page_has_the_files_as_they_are():
 # --- TOML, JSON -----------------------------------------------------------------------------------
 
 
-@default_stack
 @pytest.mark.parametrize("page", pages_with("toml"))
 def test_toml_is_a_run_that_vf_rl_takes(page, in_docs_folder):
     """A block without a model or an environment gets one; an environment of ours is loaded too."""
@@ -402,7 +399,7 @@ def check_command(words, page):
             assert (ROOT / rest[rest.index("--config_file") + 1]).is_file(), words
     elif program == "python" and rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / path).is_file() for path in rest[2:]), words
-    elif program in ("python", ".venv/bin/python", ".venv-classic/bin/python"):
+    elif program in ("python", ".venv/bin/python"):
         script = ROOT / rest[0]
         in_workspace = workspace_files("skeleton").get(rest[0], b"").decode()
         assert script.is_file() or in_workspace, words  # after vf-setup
@@ -417,7 +414,6 @@ def check_command(words, page):
             assert {*extras.split(",")} <= {*known}, words
 
 
-@default_stack
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands_and_their_options_exist(page, in_docs_folder):

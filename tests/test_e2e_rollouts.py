@@ -23,7 +23,7 @@ from aiohttp import web
 from transformers import set_seed
 
 from tests.conftest import running_server
-from tests.helpers import HAS_CLASSIC, ROOT, load_example, needs_classic, serving, values_of
+from tests.helpers import ROOT, load_example, serving
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.make import make_runner
@@ -33,16 +33,11 @@ from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sa
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.types import Slots
 
-if HAS_CLASSIC:
-    from tests.classic.env import Conversation, make_tool_env
-
 pytestmark = pytest.mark.e2e
 
 # The template would render this call with a space after each colon and comma.
 CALL = '<tool_call>{"name":"double","arguments":{"x":4}}</tool_call>'
 EXTRA_TOKENS = ["<|tool|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
-TRUNCATED = "truncated"
-
 
 NULL = {"id": "null"}
 V1_ENVIRONMENTS = {
@@ -198,92 +193,31 @@ def check_tokens(rollout, replies):
     assert [context for context, *_ in trained] == [context for context, *_ in expected]
 
 
-CLIENT_TYPES = ["openai_chat_completions", "openai_chat_completions_token", "renderer"]
-
-
-@needs_classic
-@pytest.mark.parametrize("client_type", CLIENT_TYPES)
-def test_every_sampled_token_of_several_turns_is_trained_once(
-    server, tokenizer, tmp_path, client_type
-):
-    args = make_args(server, tmp_path, client_type=client_type)
-    found = roll_out(server, tokenizer, Conversation(), args, choices=["yes", "no, sir", "b c"])
-    for rollout, replies in found:
+def test_every_sampled_token_of_several_turns_is_trained_once(server, tokenizer, tmp_path, v1_path):
+    """Also where the template drops the thinking of past turns."""
+    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
+    choices = ["yes", "no, sir", "<think>hm</think>a"]
+    for rollout, replies in roll_out(server, tokenizer, env, make_args(server, tmp_path), choices):
         check_tokens(rollout, replies)
         assert rollout.num_turns == 3
-        assert len(rollout.samples) == 1  # this template only ever adds
         (sample,) = rollout.samples
         versions = zip(sample.policy_versions, sample.loss_mask, strict=True)
         assert {version for version, in_loss in versions if not in_loss} == {-1}
 
 
-@needs_classic
-@pytest.mark.parametrize("client_type", CLIENT_TYPES)
-def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tokenizer, tmp_path, client_type):
+def test_unrestrained_replies_cut_off_anywhere_stay_exact(server, tokenizer, tmp_path, v1_path):
     """Any bytes, most replies truncated. Breaks are allowed, wrong tokens are not."""
-    args = make_args(server, tmp_path, client_type=client_type, max_tokens=30, temperature=2.0)
-    found = roll_out(server, tokenizer, Conversation(), args)
+    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
+    args = make_args(server, tmp_path, max_tokens=30, temperature=2.0)
+    found = roll_out(server, tokenizer, env, args)
     for rollout, replies in found:
         check_tokens(rollout, replies)
     assert any(rollout.is_truncated for rollout, _ in found), found
 
 
-@needs_classic
-@pytest.mark.parametrize(
-    ("client_type", "num_samples"),
-    [("openai_chat_completions", 3), ("openai_chat_completions_token", 1)],
-)
-def test_a_template_that_drops_thinking_breaks_messages_but_not_tokens(
-    server, tokenizer, tmp_path, client_type, num_samples, caplog
-):
-    args = make_args(server, tmp_path, client_type=client_type)
-    choices = ["<think>hm</think>a", "<think>well</think>bc"]
-    found = roll_out(server, tokenizer, Conversation(), args, choices, num_rollouts=3)
-    for rollout, replies in found:
-        check_tokens(rollout, replies)
-        assert len(rollout.samples) == num_samples
-    warns = "drops the thinking of past turns" in caplog.text
-    assert warns == (client_type == "openai_chat_completions")
-
-
-@needs_classic
-@pytest.mark.parametrize(
-    "client_type", ["openai_chat_completions", "openai_chat_completions_token"]
-)
-def test_tool_calls_parsed_by_the_server_and_their_results(
-    server, tokenizer, tmp_path, client_type
-):
-    args = make_args(server, tmp_path, client_type=client_type)
-    found = roll_out(server, tokenizer, make_tool_env(), args, num_rollouts=10)
-    for rollout, replies in found:
-        check_tokens(rollout, replies)
-    several = [rollout for rollout, _ in found if rollout.num_turns == 2]
-    assert len(several) >= 3
-    assert any("double(" in r.completion and "tool: 8" in r.completion for r in several), several
-    exact = client_type == "openai_chat_completions_token"
-    for rollout in several:
-        assert len(rollout.samples) == (1 if exact else rollout.num_turns)
-
-
-@needs_classic
-@pytest.mark.parametrize("has_tools", [False, True])
-def test_a_prompt_becomes_the_tokens_here_that_the_server_makes_of_it(
-    server, tokenizer, tmp_path, has_tools
-):
-    make_env = make_tool_env if has_tools else Conversation
-    prompts = []
-    for client_type in ("openai_chat_completions", "openai_chat_completions_token"):
-        args = make_args(server, tmp_path, client_type=client_type)
-        ((_, replies),) = roll_out(server, tokenizer, make_env(), args, num_rollouts=1)
-        assert ("tokens" in replies[0][0]) == (client_type != "openai_chat_completions")
-        prompts.append(sampled_of(*replies[0])[0])
-    assert prompts[0] == prompts[1]
-
-
 def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path, v1_path):
-    """Classic environments declare tools as strict, under which vLLM would sample by a grammar."""
     args = make_args(server, tmp_path, max_off_policy_steps=0, max_steps=1)
-    env = make_tool_env() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["tools"])
+    env = load_v1_environment(V1_ENVIRONMENTS["tools"])
     trainer = RLTrainer(str(model_folder), env, args, advantage_fn=all_different)
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
@@ -292,24 +226,13 @@ def test_tools_do_not_change_what_is_sampled(server, model_folder, tmp_path, v1_
     assert row["mismatch_kl"] < 1e-6
 
 
-KINDS = ["v1", *(pytest.param(name, marks=needs_classic) for name in CLIENT_TYPES)]
-
-
-def conversation(kind):
-    """An environment of three turns, and the client_type with which it is run."""
-    if kind == "v1":
-        return load_v1_environment(V1_ENVIRONMENTS["a user"]), CLIENT_TYPES[1]
-    return Conversation(), kind
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
-    server, tokenizer, tmp_path, v1_path, kind, is_kept
+    server, tokenizer, tmp_path, v1_path, is_kept
 ):
-    env, client_type = conversation(kind)
+    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     stop = {"stop": [";", "#"], "include_stop_str_in_output": is_kept}
-    args = make_args(server, tmp_path, client_type=client_type, **stop)
+    args = make_args(server, tmp_path, **stop)
     for reply, sampled, text in (
         ("yes;no", "yes;", "yes"),
         ("one#two;", "one#", "one"),
@@ -320,25 +243,19 @@ def test_a_reply_ends_at_a_stop_string_whose_tokens_are_trained(
         assert rollout.num_turns == 3 and not rollout.is_truncated
         for turn in replies:
             assert tokenizer.decode(sampled_of(*turn)[1], skip_special_tokens=True) == sampled
-            if kind != "renderer":  # it makes the text from the tokens itself
-                message = turn[1]["choices"][0]["message"]
-                assert message["content"] == (sampled if is_kept else text)
+            message = turn[1]["choices"][0]["message"]
+            assert message["content"] == (sampled if is_kept else text)
         # The turns are one sequence: what ends a reply in the template is added to it.
-        assert len(rollout.samples) == 1 or kind == "openai_chat_completions"
-        if kind == "v1":
-            (sample,) = rollout.samples
-            whole = tokenizer.decode(sample.token_ids)
-            assert whole.count(f"<|assistant|>{sampled}<|end|><|user|>") == 2
+        (sample,) = rollout.samples
+        whole = tokenizer.decode(sample.token_ids)
+        assert whole.count(f"<|assistant|>{sampled}<|end|><|user|>") == 2
 
 
-@pytest.mark.parametrize("kind", KINDS[:-1])
-def test_variables_reach_the_chat_template_in_every_turn(
-    server, tokenizer, tmp_path, v1_path, kind
-):
-    env, client_type = conversation(kind)
+def test_variables_reach_the_chat_template_in_every_turn(server, tokenizer, tmp_path, v1_path):
+    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     asked = {}
     for name, given in (("on", {}), ("off", {"enable_thinking": False})):
-        args = make_args(server, tmp_path, client_type=client_type, chat_template_kwargs=given)
+        args = make_args(server, tmp_path, chat_template_kwargs=given)
         ((rollout, replies),) = roll_out(server, tokenizer, env, args, ["a"], num_rollouts=1)
         check_tokens(rollout, replies)
         asked[name] = [tokenizer.decode(sampled_of(*turn)[0]) for turn in replies]
@@ -444,8 +361,7 @@ def test_a_reply_is_ended_at_its_limit_and_says_how_long_it_was_queued(server):
 
 def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_path, v1_path):
     tools = load_v1_environment(V1_ENVIRONMENTS["tools"])
-    # Of either kind, where there are both.
-    talk = Conversation() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["a user"])
+    talk = load_v1_environment(V1_ENVIRONMENTS["a user"])
     mixed = [
         WeightedEnv(talk, "talk", weight=3, sampling_args={"max_tokens": 5}),
         WeightedEnv(tools, "tools", sampling_args={"max_tokens": 9}),
@@ -459,7 +375,7 @@ def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_p
     names = {f"eval_{name}/reward" for name in ("talk", "tools", "new")}
     assert names | {"eval_reward"} <= evaluated.keys()
     # All examples of both that are trained on, and two of the third.
-    assert evaluated["eval_num_rollouts"] == (5 if HAS_CLASSIC else 6) + 2
+    assert evaluated["eval_num_rollouts"] == 6 + 2
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == 4
@@ -477,50 +393,6 @@ def test_environments_mixed_by_weight_train_together(server, model_folder, tmp_p
         for env in ("talk", "tools")
     }
     assert longest["talk"] <= 5 < longest["tools"] <= 9
-
-
-@needs_classic
-def test_both_kinds_of_environment_sample_and_score_alike(server, tokenizer, tmp_path, v1_path):
-    from given_tasks import make_taskset
-
-    from tests.classic.env import make_classic_env
-
-    questions = {"ab": "ba", "cd": "dc", "four": "ruof"}
-
-    def reward(question, reply, answer):
-        return float(len(reply))
-
-    def nothing():
-        pass
-
-    def rollouts(env, num_rollouts, **options):
-        args = make_args(server, tmp_path, max_tokens=12, **options)
-        runner, sampling = make_runner(env, server.url, tokenizer, args), args.sampling_args()
-
-        async def run():
-            try:
-                await runner.open()
-                where = (model_name(server), sampling, 3, Slots(64))
-                return [
-                    rollout
-                    for index in range(len(questions))
-                    for rollout in await runner.run_group("train", index, num_rollouts, *where)
-                ]
-            finally:
-                await runner.close()
-
-        return asyncio.run(run())
-
-    kinds = [make(questions, reward, nothing) for make in (make_classic_env, make_taskset)]
-    for classic, new in zip(*(rollouts(env, 1, top_k=1) for env in kinds), strict=True):  # greedy
-        assert classic.error is None and new.error is None
-        assert (new.prompt, new.completion) == (classic.prompt, classic.completion)
-        assert new.reward == classic.reward and new.is_truncated == classic.is_truncated
-        assert [*map(values_of, new.samples)] == [*map(values_of, classic.samples)]
-    classic, new = (torch.tensor([r.reward for r in rollouts(env, 64)]) for env in kinds)
-    error_of_the_difference = (classic.var() / len(classic) + new.var() / len(new)).sqrt()
-    assert classic.var() > 0
-    assert abs(classic.mean() - new.mean()) < 4 * error_of_the_difference
 
 
 @pytest.mark.parametrize("max_off_policy_steps", [0, 2])
@@ -541,7 +413,7 @@ def test_no_token_is_older_than_the_bound(
             seen.append({v for s in samples for v in s.policy_versions.tolist() if v >= 0})
             return loss
 
-    env = Conversation() if HAS_CLASSIC else load_v1_environment(V1_ENVIRONMENTS["a user"])
+    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     trainer = Watching(str(model_folder), env, args)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
@@ -557,16 +429,10 @@ def test_no_token_is_older_than_the_bound(
         assert any(len(versions) > 1 for versions in seen)
 
 
-@pytest.mark.parametrize("kind", ["v1", pytest.param("classic", marks=needs_classic)])
 def test_workers_roll_out_as_the_trainer_does_and_train(
-    server, model_folder, tokenizer, tmp_path, v1_path, kind
+    server, model_folder, tokenizer, tmp_path, v1_path
 ):
-    if kind == "classic":
-        from verifiers_rl.envs.classic import load_environment
-
-        env = load_environment("classic_letter_hunt", None, ROOT / "tests" / "classic")
-    else:
-        env = load_v1_environment(V1_ENVIRONMENTS["a user"])
+    env = load_v1_environment(V1_ENVIRONMENTS["a user"])
     options = {"max_tokens": 4, "top_k": 1}  # greedy: the same replies each time
 
     def groups(env_workers):
@@ -712,7 +578,6 @@ def test_the_first_example_of_the_readme_runs_as_it_stands(server, model_folder,
     assert [row["error_share"] for row in steps] == [0, 0]
 
 
-@pytest.mark.skipif(HAS_CLASSIC, reason="the page is about the vf-gepa of verifiers 0.4")
 def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):
     """As docs/prompt_optimisation.md says. The teacher that proposes prompts is a stand-in, because
     its prompt is too long for the tiny model.

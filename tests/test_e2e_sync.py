@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import running_server
 from tests.helpers import (
-    HAS_CLASSIC,
     ROOT,
     example_env,
     load_example,
@@ -631,15 +630,12 @@ def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect
     model, sync = load(folder), connect(server)
     chat = {"model": sync.model_name, "messages": [{"role": "user", "content": "a"}]}
     chat |= {"max_tokens": 80, "ignore_eos": True}
-    generate = {"token_ids": PROMPT[:40], "sampling_params": {"max_tokens": 80, "ignore_eos": True}}
     bodies = {
         "/v1/completions": {**chat, "prompt": "a"},
         "/v1/chat/completions": chat,
         "/v1/chat/completions/tokens": {**chat, "tokens": PROMPT[:40]},
     }
     bodies["/v1/completions"].pop("messages")
-    if HAS_CLASSIC:  # the vLLM of that stack serves it without a flag
-        bodies["/inference/v1/generate"] = {"model": sync.model_name, **generate}
 
     async def ask_all(version):
         async with httpx.AsyncClient(timeout=60, trust_env=False) as http:

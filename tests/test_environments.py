@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import HAS_CLASSIC, StubRunner, load_example, make_samples
+from tests.helpers import StubRunner, load_example, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
@@ -198,7 +198,6 @@ def test_what_is_no_environment_is_refused(tmp_path, env):
         make_runner(env, "http://unused", None, args)
 
 
-@pytest.mark.skipif(HAS_CLASSIC, reason="this verifiers has classic environments")
 def test_a_classic_environment_where_there_are_none_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "old_one.py").write_text("def load_environment():\n    ...\n")

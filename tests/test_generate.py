@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from tests.helpers import HAS_CLASSIC, ROOT, load_example, make_tiny_model, serving
+from tests.helpers import ROOT, load_example, make_tiny_model, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.cli import generate as module
 from verifiers_rl.cli.config import load_run_config
@@ -20,8 +20,6 @@ from verifiers_rl.cli.plan import assign_gpus, server_command
 from verifiers_rl.conversations import Tokenization, read_dataset
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.types import Slots
-
-needs_v1 = pytest.mark.skipif(HAS_CLASSIC, reason="the TOML names a taskset of the default stack")
 
 
 @contextmanager
@@ -60,7 +58,6 @@ def rl_toml(tmp_path, monkeypatch):
     return tmp_path / "rl.toml"
 
 
-@needs_v1
 def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeypatch):
     asked = []
 
@@ -106,7 +103,6 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
     assert len(made.rows) == 2
 
 
-@needs_v1
 def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
     rl_toml, tmp_path, capsys, monkeypatch
 ):
@@ -125,7 +121,6 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
     assert keys and "secret" not in " ".join(filter(None, keys))  # it is OpenAI's alone
 
 
-@needs_v1
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -158,7 +153,6 @@ def test_openais_key_goes_to_openai_unless_it_is_named(monkeypatch):
 # --- Requests and rollouts ------------------------------------------------------------------------
 
 
-@needs_v1
 def test_requests_to_our_server_have_all_sampling_options():
     """An option that is left out would have the value in the model's generation_config.json."""
     from verifiers_rl.envs.generate import sampling_of
@@ -207,7 +201,6 @@ def row_of(number, reward=1.0):
     return {"example": number, "reward": reward, "is_truncated": False, "first_reply": 1}
 
 
-@needs_v1
 def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
     from verifiers_rl.envs.generate import Endpoint, make_generating_environments
 
@@ -242,7 +235,6 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
     assert not {"prompt", "first_reply", "is_truncated"} & plain.keys()
 
 
-@needs_v1
 def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
     import verifiers.v1 as vf
 
@@ -259,7 +251,6 @@ def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
     assert [message.get("weight") for message in row["messages"]] == [None, None, 0, None]
 
 
-@needs_v1
 def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
     async def run():
         others, written = asyncio.Event(), []
@@ -281,7 +272,6 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
     assert asyncio.run(run()) == [1, 2, 0]
 
 
-@needs_v1
 @pytest.mark.parametrize(("failing", "num_played"), [(500, 10), (9, 500), (0, 500)])
 def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_played):
     from verifiers_rl.envs.generate import GenerationError
@@ -305,7 +295,6 @@ def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_pl
     assert num_played <= len(played) <= num_played + 2
 
 
-@needs_v1
 def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path, monkeypatch):
     server = SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import verifiers_rl
-from tests.helpers import HAS_CLASSIC, ROOT
+from tests.helpers import ROOT
 from verifiers_rl.cli import plan, setup
 from verifiers_rl.cli.config import load_run_config
 
@@ -89,7 +89,6 @@ def test_the_tomls_of_a_workspace_are_runs(name, make_workspace, monkeypatch):
         assert tomllib.loads(text)
 
 
-@pytest.mark.skipif(HAS_CLASSIC, reason="the examples are of the default stack")
 @pytest.mark.parametrize("name", OURS)
 def test_the_environment_of_a_workspace_loads(name, make_workspace, monkeypatch):
     monkeypatch.setattr("verifiers_rl.cli.config.model_error", lambda name: None)
@@ -131,7 +130,6 @@ def test_without_an_example_it_is_an_environment_of_ones_own(tmp_path, run_setup
     assert f"    cd {tmp_path}\n    {first}\n" in said
 
 
-@pytest.mark.skipif(HAS_CLASSIC, reason="the examples are of the default stack")
 def test_the_script_of_a_workspace_is_the_run_of_its_toml(make_workspace, monkeypatch):
     made, calls = {}, []
 

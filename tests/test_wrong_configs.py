@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from tests.helpers import HAS_CLASSIC
 from verifiers_rl.cli import rl
 
 HEAD = 'model = "org/model"\n[env.taskset]\nid = "number_guess"\n'
@@ -329,7 +328,6 @@ def test_a_wrong_configuration_is_one_line_that_says_what_to_change(said, what):
     assert len(WRONG) > 25
 
 
-@pytest.mark.skipif(HAS_CLASSIC, reason="the messages are those of the default stack")
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
