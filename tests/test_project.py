@@ -1,15 +1,18 @@
 """Promises of the project as a whole."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
 import time
+import tokenize
 from importlib import import_module
 from pathlib import Path
 
 import verifiers_rl
 from tests.helpers import ROOT
+from verifiers_rl import RLConfig
 
 PACKAGE = ROOT / "verifiers_rl"
 
@@ -168,3 +171,103 @@ def test_a_worker_of_vllm_loads_only_what_receives_weights():
         roots = {name.split(".")[0] for name in imports(known[module])}
         assert not roots & {"transformers", "verifiers", "peft", "accelerate", "httpx"}, module
         assert not any("fsdp" in name for name in imports(known[module])), module
+
+
+# --- How large it is ------------------------------------------------------------------------------
+
+# Each number may only be lowered. Who needs a larger one finds something to take away first.
+LARGEST = {
+    "library without view, code tokens": 186_000,
+    "reached from trainer.py, code tokens": 112_000,
+    "modules reached from trainer.py": 85,
+    "options of RLConfig itself": 92,
+    "places that change a library from inside": 17,
+}
+FREE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(tokenize.ENCODING, tokenize.ENDMARKER),
+}
+
+
+def code_tokens(path: Path) -> int:
+    """Tokens of a module without comments, docstrings and line breaks, so joining lines does not
+    make it smaller.
+    """
+    source = path.read_text()
+    docstrings = {
+        (statement.lineno, statement.col_offset)
+        for node in ast.walk(ast.parse(source))
+        for statement in (node.body if isinstance(getattr(node, "body", None), list) else [])
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in FREE and token.start not in docstrings for token in tokens)
+
+
+def reached_with_packages(start: str) -> set[str]:
+    """The modules that one loads, at any time, with the `__init__` of each room on the way."""
+    known = modules()
+    found: set[str] = set()
+    new = {start}
+    while new:
+        found |= new
+        names = {name for module in new for name in imports(known[module])}
+        names = {name.removeprefix("verifiers_rl.") for name in names if "verifiers_rl" in name}
+        names |= {name.rpartition(".")[0] for name in names}
+        names.discard("verifiers_rl")
+        new = (names & known.keys()) - found
+    return found
+
+
+def places_that_change_libraries(path: Path) -> list[str]:
+    """Statements that set an attribute of what a module imports from elsewhere."""
+    tree = ast.parse(path.read_text())
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or node.names[0].name
+            if module.split(".")[0] not in ("verifiers_rl", "__future__"):
+                foreign |= {(a.asname or a.name).split(".")[0] for a in node.names}
+
+    def root(node: ast.expr) -> str:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) else ""
+
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and root(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".Library"):
+            targets = [ast.Attribute(node.func, "")]  # declares operators in another's name
+        found += [
+            f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+            for target in targets
+            if isinstance(target, ast.Attribute) and root(target) in foreign
+        ]
+    return found
+
+
+def test_it_grows_no_larger():
+    known = modules()
+    reach = reached_with_packages("trainer")
+    changes = [line for path in known.values() for line in places_that_change_libraries(path)]
+    view = [module for module in known if "view" in module.split(".")]
+    sizes = {module: code_tokens(path) for module, path in known.items()}
+    measured = {
+        "library without view, code tokens": sum(sizes.values()) - sum(map(sizes.get, view)),
+        "reached from trainer.py, code tokens": sum(sizes[module] for module in reach),
+        "modules reached from trainer.py": len(reach),
+        # Also those of transformers that it gives another default.
+        "options of RLConfig itself": len(RLConfig.__annotations__),
+        "places that change a library from inside": len(changes),
+    }
+    print(measured, *changes, sep="\n")
+    assert {name: n for name, n in measured.items() if n > LARGEST[name]} == {}
