@@ -1,19 +1,16 @@
 """What does a teacher save? Rollouts and seconds until 0.8 held-out exact match.
 
-    python benchmarks/distillation.py [--methods rl opd sft ...] [--seeds 0 1 2]
-        [--students noisy early] [--folder outputs/distillation] [--plot FILE]
+    python benchmarks/distillation.py [--methods rl opd sft] [--seeds 0 1 2]
+        [--folder outputs/distillation] [--plot FILE]
 
 A student learns to reverse strings (examples/reverse_text), LoRA, lr 1e-3:
 
     rl        from rewards: `make demo`, batches of 128 rollouts, 16 of each prompt
-    rl-32     the same with batches of 32 rollouts, 8 of each prompt
     opd       from the teacher's logprobs of its own rollouts, 32 a batch, 4 of each prompt
-    opd-topk  the same from the teacher's 20 likeliest tokens (distill_loss = "topk")
     sft       from the teacher's answers, which `vf-rl generate` writes: 32 a batch, each once
-    sft-right the same, of the right answers only; those that were thrown away count too
 
-noisy: the student is the warm start of `make demo`. early: it is a warm start of 100 clean steps.
-The teacher of both is a warm start of another seed: 300 clean steps. A run ends at the first
+The student is the warm start of `make demo`. The teacher is a warm start of another seed, of 300
+clean steps. A run ends at the first
 evaluation (256 held-out prompts, one answer each at temperature 1) that reaches --target, or after
 the steps of its method. Its rollouts are those of the student, or with sft the teacher's answers.
 Its seconds are those of the steps up to there (with sft also those of generating these answers)
@@ -40,27 +37,16 @@ from compare_losses import DEMO, REVERSE_TEXT, ROOT, exact_match_at_start, make_
 
 WARM_STARTS = {  # arguments of examples/warm_start.py
     "teacher": ["--clean-steps", "300", "--noisy-steps", "0", "--seed", "1"],
-    "noisy": [],
-    "early": ["--clean-steps", "100", "--noisy-steps", "0"],
+    "student": [],
 }
 NUM_PROMPTS = 2048  # that the teacher answers for sft
 SMALL = {**DEMO, "batch_size": 32, "rollouts_per_example": 4, "warmup_steps": 2}
-BY_DEFAULT = ["rl", "opd", "opd-topk", "sft"]
 METHODS: dict[str, dict[str, Any]] = {
     "rl": {"args": DEMO, "eval_steps": 5},
-    "rl-32": {"args": {**SMALL, "rollouts_per_example": 8, "max_steps": 300}, "eval_steps": 10},
-    "opd": {"args": SMALL, "eval_steps": 5, "env": {"algorithm": "opd"}},
-    "opd-topk": {
-        "args": SMALL, "eval_steps": 5, "env": {"algorithm": "opd", "distill_loss": "topk"},
-    },
-    "sft": {"args": SMALL, "eval_steps": 5, "min_reward": None},
-    "sft-right": {"args": SMALL, "eval_steps": 5, "min_reward": 1.0},
-}  # fmt: skip
-COLORS = dict(zip(METHODS, ("C0", "C9", "C1", "C3", "C2", "C8"), strict=True))
-
-
-def is_sft(method: str) -> bool:
-    return "min_reward" in METHODS[method]
+    "opd": {"args": SMALL, "eval_steps": 5},
+    "sft": {"args": SMALL, "eval_steps": 5},
+}
+COLORS = dict(zip(METHODS, ("C0", "C1", "C2"), strict=True))
 
 
 def stop_at(target: float) -> Any:
@@ -88,24 +74,19 @@ def options_of(method: str, seed: int, folder: Path, port: int) -> dict[str, Any
     return {**common, **METHODS[method]["args"]}
 
 
-def generate(
-    method: str, seed: int, teacher: Any, folder: Path
-) -> tuple[list[dict[str, Any]], float]:
+def generate(seed: int, teacher: Any, folder: Path) -> tuple[list[dict[str, Any]], float]:
     """Let the teacher answer each training prompt, through `vf-rl generate`. Return the rows and
     its seconds.
     """
     from verifiers_rl.inference.client import TOKEN_VARIABLE
 
-    min_reward = METHODS[method]["min_reward"]
-    data = folder / f"{method}_{seed}.jsonl"
+    data = folder / f"sft_{seed}.jsonl"
     data.unlink(missing_ok=True)
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "generate"]
     command += ["@", str(REVERSE_TEXT / "rl.toml"), "--model", teacher.model, "-o", str(data)]
     command += ["-n", "1", "--examples", str(NUM_PROMPTS)]
     command += ["--base-url", f"{teacher.base_url}/v1", "--served-model", teacher.model]
     command += ["--api-key-var", TOKEN_VARIABLE]
-    if min_reward is not None:
-        command += ["--min-reward", str(min_reward)]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     seconds = time.monotonic() - start
@@ -116,18 +97,18 @@ def generate(
 
 
 def train(
-    student: str, method: str, seed: int, model: Path, port: int, teacher: Any, folder: Path,
-    target: float,
-) -> dict[str, Any]:  # fmt: skip
+    method: str, seed: int, model: Path, port: int, teacher: Any, folder: Path, target: float
+) -> dict[str, Any]:
     """Train once; return the row."""
     from verifiers_rl import RLConfig, RLTrainer, SFTConfig, SFTTrainer, WeightedEnv
+    from verifiers_rl.distill import Distillation
 
     options = options_of(method, seed, folder, port)
     env, callbacks = make_env("demo"), [stop_at(target)]
     trainer: Any
     rollouts_per_step, extra_s = float(options["batch_size"]), 0.0
-    if is_sft(method):
-        rows, generation_s = generate(method, seed, teacher, folder)
+    if method == "sft":
+        rows, generation_s = generate(seed, teacher, folder)
         rollouts_per_step *= NUM_PROMPTS / len(rows)
         extra_s = generation_s / len(rows) * options["batch_size"]  # for a step
         for name in ("rollouts_per_example", "max_tokens", "max_steps"):
@@ -135,14 +116,14 @@ def train(
         options["eval_max_tokens"] = 16
         trainer = SFTTrainer(str(model), SFTConfig(**options), rows, env=env, callbacks=callbacks)
     else:
-        if "env" in METHODS[method]:
-            env = [WeightedEnv(env, "reverse_text", teacher=teacher, **METHODS[method]["env"])]
+        if method == "opd":
+            env = [WeightedEnv(env, "reverse_text", scorer=Distillation(teacher, "opd"))]
         args = RLConfig(**options, temperature=1.0, num_rollouts_to_print=0)
         trainer = RLTrainer(str(model), env, args, callbacks=callbacks)
     start = time.monotonic()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    row = {"student": student, "method": method, "seed": seed, "run_s": time.monotonic() - start}
+    row = {"method": method, "seed": seed, "run_s": time.monotonic() - start}
     history = trainer.state.log_history
     steps = {entry["step"]: entry for entry in history if "step_s" in entry}
     evaluations = {e["step"]: e for e in history if "eval_exact_match" in e}
@@ -152,7 +133,8 @@ def train(
         seconds -= sum(evaluations[s]["eval_wait_s"] for s in evaluations if s < step)
         point = (step * rollouts_per_step, seconds, evaluations[step]["eval_exact_match"])
         curve.append([round(value, 4) for value in point])
-    kls = [steps[s]["teacher_kl"] for s in sorted(steps) if "teacher_kl" in steps[s]]
+    name = "reverse_text/teacher_kl"
+    kls = [steps[s][name] for s in sorted(steps) if name in steps[s]]
     return {**row, "curve": curve, "teacher_kl": kls[:: max(len(kls) // 8, 1)]}
 
 
@@ -163,26 +145,25 @@ def reached(row: dict[str, Any], target: float) -> tuple[float, float] | None:
 
 def print_table(rows: list[dict[str, Any]], target: float) -> None:
     names = f"rollouts to {target:g} | seconds to {target:g} | of each seed"
-    print(f"| student | method | seeds | reached | {names} | of rl's rollouts | exact, best |")
-    print("|", " | ".join(["---"] * 9), "|")
-    for student in dict.fromkeys(row["student"] for row in rows):
-        base: float | None = None
-        for method in METHODS:
-            own = [r for r in rows if (r["student"], r["method"]) == (student, method)]
-            found = [at for row in own if (at := reached(row, target))]
-            if not own:
-                continue
-            best = statistics.median(max(exact for *_, exact in row["curve"]) for row in own)
-            head = f"| {student} | {method} | {len(own)} | {len(found)} |"
-            if not found:
-                print(f"{head} never | never | | | {best:.3f} |")
-                continue
-            num_rollouts = statistics.median(r for r, _ in found)
-            base = num_rollouts if method == "rl" else base
-            share = f"{num_rollouts / base:.2f}" if base else ""
-            each = ", ".join(f"{r:.0f}" for r, _ in found)
-            seconds = statistics.median(s for _, s in found)
-            print(f"{head} {num_rollouts:.0f} | {seconds:.0f} | {each} | {share} | {best:.3f} |")
+    print(f"| method | seeds | reached | {names} | of rl's rollouts | exact, best |")
+    print("|", " | ".join(["---"] * 8), "|")
+    base: float | None = None
+    for method in METHODS:
+        own = [row for row in rows if row["method"] == method]
+        found = [at for row in own if (at := reached(row, target))]
+        if not own:
+            continue
+        best = statistics.median(max(exact for *_, exact in row["curve"]) for row in own)
+        head = f"| {method} | {len(own)} | {len(found)} |"
+        if not found:
+            print(f"{head} never | never | | | {best:.3f} |")
+            continue
+        num_rollouts = statistics.median(r for r, _ in found)
+        base = num_rollouts if method == "rl" else base
+        share = f"{num_rollouts / base:.2f}" if base else ""
+        each = ", ".join(f"{r:.0f}" for r, _ in found)
+        seconds = statistics.median(s for _, s in found)
+        print(f"{head} {num_rollouts:.0f} | {seconds:.0f} | {each} | {share} | {best:.3f} |")
 
 
 def draw(rows: list[dict[str, Any]], target: float, path: Path) -> None:
@@ -190,27 +171,25 @@ def draw(rows: list[dict[str, Any]], target: float, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    students = list(dict.fromkeys(row["student"] for row in rows))
-    figure = Figure(figsize=(11, 4.2 * len(students)), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(len(students), 2, squeeze=False)
-    for student, (by_rollouts, by_seconds) in zip(students, grid, strict=True):
-        for axes, column, name in ((by_rollouts, 0, "rollouts"), (by_seconds, 1, "seconds")):
-            labelled = set[str]()
-            for row in (r for r in rows if r["student"] == student):
-                label = None if row["method"] in labelled else row["method"]
-                labelled.add(row["method"])
-                x = [point[column] for point in row["curve"]]
-                y = [point[2] for point in row["curve"]]
-                axes.plot(x, y, ".-", color=COLORS[row["method"]], label=label, alpha=0.8)
-            axes.axhline(target, color="0.5", linestyle=":")
-            axes.set_xscale("symlog", linthresh=100 if column == 0 else 10)
-            axes.set_xlim(left=0)
-            axes.set_xlabel(name)
-            axes.set_ylabel("held-out exact match")
-            axes.set_title(f"student: {student}")
-            axes.grid(alpha=0.3)
-            axes.legend()
+    for axes, column, name in zip(
+        figure.subplots(1, 2), (0, 1), ("rollouts", "seconds"), strict=True
+    ):
+        labelled = set[str]()
+        for row in rows:
+            label = None if row["method"] in labelled else row["method"]
+            labelled.add(row["method"])
+            x = [point[column] for point in row["curve"]]
+            y = [point[2] for point in row["curve"]]
+            axes.plot(x, y, ".-", color=COLORS[row["method"]], label=label, alpha=0.8)
+        axes.axhline(target, color="0.5", linestyle=":")
+        axes.set_xscale("symlog", linthresh=100 if column == 0 else 10)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(name)
+        axes.set_ylabel("held-out exact match")
+        axes.grid(alpha=0.3)
+        axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -219,8 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=BY_DEFAULT)
-    parser.add_argument("--students", nargs="+", choices=["noisy", "early"], default=["noisy"])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "distillation")
@@ -230,7 +208,7 @@ def main() -> None:
     import torch
 
     from tests.conftest import running_server
-    from verifiers_rl import Teacher
+    from verifiers_rl.distill import Teacher
     from verifiers_rl.inference.client import TOKEN_VARIABLE
 
     torch.set_num_threads(1)
@@ -240,33 +218,28 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "rows.jsonl"
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    for name in ("teacher", *options.students):
+    for name in WARM_STARTS:
         if not (folder / name).exists():
             command = [sys.executable, str(ROOT / "examples" / "warm_start.py")]
             command += [str(REVERSE_TEXT / "reverse_text.py"), str(folder / name)]
             subprocess.run([*command, *WARM_STARTS[name]], check=True, capture_output=True)
-    done = {(row["student"], row["method"], row["seed"]) for row in rows}
-    todo = [(st, m, seed) for st in options.students for seed in options.seeds
-            for m in options.methods if (st, m, seed) not in done]  # fmt: skip
+    done = {(row["method"], row["seed"]) for row in rows}
+    todo = [(m, seed) for seed in options.seeds for m in options.methods if (m, seed) not in done]
     if todo:
-        model, log = folder / "teacher", folder / "teacher.log"
-        with running_server(model, log, "--max-num-seqs", "256") as teaching:
+        model, own = folder / "teacher", folder / "student"
+        with running_server(model, folder / "teacher.log", "--max-num-seqs", "256") as teaching:
             exact = exact_match_at_start("demo", model, teaching.port, folder)["exact_match"]
             print(f"the teacher's exact match: {exact:.3f}", flush=True)
             teacher = Teacher(str(model), teaching.url, "teacher", TOKEN_VARIABLE)
-            for student in dict.fromkeys(st for st, *_ in todo):
-                own, log = folder / student, folder / "student.log"
-                with running_server(own, log, "--max-num-seqs", "256") as server:
-                    for _, method, seed in (one for one in todo if one[0] == student):
-                        row = train(student, method, seed, own, server.port, teacher, folder,
-                                    options.target)  # fmt: skip
-                        rows.append(row)
-                        with kept.open("a") as file:
-                            file.write(json.dumps(row) + "\n")
-                        at = reached(row, options.target) or ("never", "never")
-                        print(f"{student} {method} seed {seed}: rollouts and seconds to "
-                              f"{options.target:g}: {at[0]}, {at[1]}; {row['run_s']:.0f} s in all",
-                              flush=True)  # fmt: skip
+            with running_server(own, folder / "student.log", "--max-num-seqs", "256") as server:
+                for method, seed in todo:
+                    row = train(method, seed, own, server.port, teacher, folder, options.target)
+                    rows.append(row)
+                    with kept.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    at = reached(row, options.target) or ("never", "never")
+                    print(f"{method} seed {seed}: rollouts and seconds to {options.target:g}: "
+                          f"{at[0]}, {at[1]}; {row['run_s']:.0f} s in all", flush=True)  # fmt: skip
     print_table(rows, options.target)
     draw(rows, options.target, options.plot or folder / "curves.png")
 

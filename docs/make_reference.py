@@ -19,10 +19,11 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from verifiers_rl import RLConfig, SFTConfig, Teacher, WeightedEnv, config
+from verifiers_rl import RLConfig, SFTConfig, config
 from verifiers_rl.cli import config as cli_config
 from verifiers_rl.cli import flat
 from verifiers_rl.cli import sft as cli_sft
+from verifiers_rl.distill import Distillation, Teacher
 from verifiers_rl.option_rules import rules_of, type_rule
 
 PAGE = Path(__file__).parent / "reference.md"
@@ -218,7 +219,7 @@ def toml_keys() -> str:
 def _toml_defaults() -> dict[tuple[str, str], str]:
     env = {option.name: option for option in fields(cli_config.EnvTable)}
     run = {option.name: option for option in fields(cli_config.RunConfig)}
-    mixed = {option.name: option for option in fields(WeightedEnv)}
+    learning = {option.name: option for option in fields(Distillation)}
     teacher = {option.name: option for option in fields(Teacher)}
     return {
         ("", "model"): "required",
@@ -231,12 +232,9 @@ def _toml_defaults() -> dict[tuple[str, str], str]:
         ("[env]", "sampling"): default_of(env["sampling"]),
         ("[env]", "only"): "for both",
         ("[env]", "eval_examples"): "`eval_examples` of the run",
-        ("[env]", "algorithm"): default_of(mixed["algorithm"]),
+        ("[env]", "algorithm"): '`"rl"`',
         ("[env]", "teacher"): "none",
-        ("[env]", "distill_coef"): default_of(mixed["distill_coef"]),
-        ("[env]", "distill_loss"): default_of(mixed["distill_loss"]),
-        ("[env]", "distill_top_k"): default_of(mixed["distill_top_k"]),
-        ("[env]", "distill_mask_tokens"): "none",
+        ("[env]", "distill_coef"): default_of(learning["distill_coef"]),
         ("[teacher]", "name"): "required",
         ("[teacher]", "model"): "required",
         ("[teacher]", "key_variable"): "none",

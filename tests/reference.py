@@ -11,24 +11,6 @@ def reference_policy(model, token_ids, temperature):
     return torch.log_softmax(logits / temperature, -1)
 
 
-def reference_divergence(policy, token_ids, teacher_logprobs):
-    """Reverse KL of one token from a teacher, over the tokens that it names and all others as one.
-
-    Args:
-        policy: (vocabulary,) float64, log probabilities.
-        token_ids, teacher_logprobs: what the teacher names; -inf where nothing.
-    """
-    named = {int(v): float(q) for v, q in zip(token_ids, teacher_logprobs, strict=True)
-             if q > -math.inf}  # fmt: skip
-    if not named:
-        return 0.0 * policy.sum()
-    total = sum(policy[v].exp() * (policy[v] - q) for v, q in named.items())
-    others = [v for v in range(len(policy)) if v not in named]
-    rest = policy[others].exp().sum()
-    rest_of_teacher = max(1 - sum(math.exp(q) for q in named.values()), 1e-6)
-    return total + rest * (rest.clamp(min=1e-6).log() - math.log(rest_of_teacher))
-
-
 def token_loss(name, logprob, sampled, advantage, options, sequence_ratio):
     """What one token adds; `logprob` carries the gradient, `sampled` is the server's."""
     options = {"eps_high": 1.0, **options} if name == "truncated_is" else options
@@ -118,9 +100,6 @@ def reference_loss(
             if entropy_beta:
                 before = policy[t - 1]
                 loss = loss + entropy_beta * (before.exp() * before).sum()
-            if (top := sample.teacher_top) is not None:
-                ids, theirs = top.token_ids[t], top.logprobs[t]
-                loss = loss + top.coef * reference_divergence(policy[t - 1], ids, theirs)
             total = total + weight * loss
         num_tokens += len(places)
     denominators = {"token": num_tokens, "sequence": num_rollouts, "constant": constant}

@@ -1,6 +1,5 @@
 """The teachers of a TOML: from its tables to the `Teacher`s of a run, and the servers between."""
 
-import dataclasses
 import json
 import os
 import re
@@ -19,11 +18,9 @@ from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.nodes import node_of
 from verifiers_rl.cli.teachers import KEY_VARIABLE, TEACHERS_VARIABLE, TeacherTable
+from verifiers_rl.distill import TeacherError
 from verifiers_rl.envs import base
-from verifiers_rl.inference import teacher as teacher_module
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.inference.teacher import TeacherError
-from verifiers_rl.process import secret_names
 from verifiers_rl.process.secret_names import is_secret
 
 ENVS = """
@@ -86,7 +83,8 @@ def test_environments_of_a_toml_learn_from_its_teachers(
     monkeypatch.setenv(KEY_VARIABLE, "of vf-rl")
     monkeypatch.setenv("BIG_KEY", "of the user")
     letters, words, sums = config.load_envs()
-    assert (letters.env, letters.algorithm, letters.teacher) == ("env letters", "rl", None)
+    assert (letters.env, letters.scorer) == ("env letters", None)
+    words, sums = words.scorer, sums.scorer
     assert (words.algorithm, words.distill_coef, words.hint) == ("opd", 0.5, "")
     assert (sums.algorithm, sums.distill_coef, sums.hint) == ("opsd", 1.0, "It is {answer}.")
     big, old = words.teacher, sums.teacher
@@ -101,26 +99,13 @@ def test_environments_of_a_toml_learn_from_its_teachers(
 def test_where_nothing_learns_no_teacher_is_needed(read, no_environments):
     envs = read(OURS + ENVS + TEACHERS).load_envs(with_teachers=False)
     assert [env.name for env in envs] == ["letters", "words", "sums"]
-    assert {(env.algorithm, env.teacher, env.hint) for env in envs} == {("rl", None, "")}
+    assert not any(env.scorer for env in envs)
 
 
 def test_a_teacher_that_only_vf_rl_starts_is_one_line_elsewhere(read, no_environments):
     config = read(OURS + ENVS + TEACHERS)
     with pytest.raises(TomlError, match=r"rl\.toml: \[\[teacher\]\] 2: teacher 'old' has no base_"):
         config.load_envs()
-
-
-def test_a_new_field_of_weighted_env_is_a_key_of_env(read, monkeypatch, no_environments):
-    @dataclasses.dataclass
-    class Wider(base.WeightedEnv):
-        distill_shape: str = "round"
-
-    monkeypatch.setattr(base, "WeightedEnv", Wider)
-    _, words, sums = read(
-        OURS + ENVS.replace("distill_coef", 'distill_shape = "flat"\ndistill_coef')
-        + TEACHERS.replace("gpus = 2\n[teacher.args]\nmax-num-seqs = 16", 'base_url = "http://a"')
-    ).load_envs()  # fmt: skip
-    assert (words.distill_shape, sums.distill_shape) == ("flat", "round")
 
 
 def test_keys_of_the_command_line_reach_a_teacher_and_an_environment(read):
@@ -326,54 +311,6 @@ def test_a_check_compares_vocabularies_and_asks_those_that_run(tmp_path):
     tokenizer.add_tokens("<more>")
     with pytest.raises(TeacherError, match="teacher 'big': its vocabulary is not the student's"):
         preflight.check_teachers()
-
-
-def test_the_model_of_a_teacher_that_only_answers_is_a_name_at_its_server(tmp_path, monkeypatch):
-    def problem(model):
-        return "model 'gpt-x': nowhere" if model == "gpt-x" else None
-
-    def load(algorithm, where):
-        path = tmp_path / "rl.toml"
-        path.write_text(
-            f'{OURS}[[env]]\nid = "words"\nalgorithm = "{algorithm}"\nteacher = "big"\n'
-            f'[[teacher]]\nname = "big"\nmodel = "gpt-x"\n{where}\n'
-        )
-        return load_run_config(path)
-
-    monkeypatch.setattr(config_module, "model_error", problem)
-    away = 'base_url = "https://host/v1"'
-    assert load("sft", away).teachers[0].model == "gpt-x"
-    for algorithm, where in (("opd", away), ("rl", away), ("sft", "gpus = 0")):
-        with pytest.raises(TomlError, match=r"\[\[teacher\]\] 1.* model 'gpt-x': nowhere"):
-            load(algorithm, where)
-
-
-def test_a_check_asks_little_of_a_teacher_that_only_answers(tmp_path, monkeypatch):
-    asked = []
-
-    class Client:
-        def __init__(self, teacher, min_model_len):
-            asked.append((teacher.name, teacher.key(), min_model_len))
-
-        async def open(self): ...
-        async def close(self): ...
-
-    monkeypatch.setattr(teacher_module, "TeacherClient", Client)
-    monkeypatch.setattr(secret_names, "_set_here", set())
-    monkeypatch.setenv(secret_names.LISTED, "")
-    monkeypatch.setenv("FAR_KEY", "for monkeypatch to remove")
-    monkeypatch.delenv("FAR_KEY")
-    (tmp_path / "secrets.env").write_text("FAR_KEY=of the file\n")
-    options = {"base_url": "http://host", "key_variable": "FAR_KEY"}
-    far = TeacherTable(0, "far", "gpt-x", options=options)
-    envs = [EnvTable("words", learning={"algorithm": "sft", "teacher": "far"})]
-    config = RunConfig(
-        Path("/a/rl.toml"), "m", envs, teachers=[far], env_files=[tmp_path / "secrets.env"]
-    )
-    preflight = check.Preflight(config)
-    preflight.tokenizer, preflight.args = None, RLConfig(use_cpu=True)  # it compares no vocabulary
-    assert preflight.check_teachers() == "'far' answers"
-    assert asked == [("far", "of the file", 0)]
 
 
 def test_a_check_sees_what_a_run_with_teachers_refuses(read, tmp_path, monkeypatch):

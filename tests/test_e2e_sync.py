@@ -29,7 +29,8 @@ from tests.helpers import (
     write_tiny_qwen3_5,
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
-from verifiers_rl.inference import Teacher, TeacherClient, routed_experts
+from verifiers_rl.distill.teacher import Teacher, TeacherClient
+from verifiers_rl.inference import routed_experts
 from verifiers_rl.inference.api_processes import socket_folder
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
@@ -557,23 +558,15 @@ def test_the_server_as_a_teacher_gives_the_models_own_logprobs(full_server, conn
         client = TeacherClient(teacher, min_model_len=len(PROMPT))
         await client.open()
         try:
-            return await client.score(np.array(PROMPT), 5), await client.score(np.array(PROMPT))
+            return await client.logprobs(np.array(PROMPT))
         finally:
             await client.close()
 
-    scores, sampled = asyncio.run(ask())
+    logprobs = asyncio.run(ask())
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     own = expected.gather(1, torch.tensor(PROMPT)[1:, None])
-    np.testing.assert_allclose(scores.logprobs[1:], own[:, 0], atol=1e-4)
-    np.testing.assert_allclose(scores.top.logprobs[1:], expected.topk(5).values, atol=1e-4)
-    ids = torch.from_numpy(scores.top.token_ids[1:].astype(np.int64))
-    np.testing.assert_allclose(expected.gather(1, ids), expected.topk(5).values, atol=1e-4)
-    ranks = (expected > own + 1e-4).sum(1) + 1, (expected >= own - 1e-4).sum(1)
-    assert ((ranks[0].numpy() <= scores.ranks[1:]) & (scores.ranks[1:] <= ranks[1].numpy())).all()
-    assert sampled.top is None
-    np.testing.assert_allclose(sampled.logprobs[1:], scores.logprobs[1:], atol=1e-6)
-    np.testing.assert_array_equal(sampled.ranks[1:], scores.ranks[1:])
+    np.testing.assert_allclose(logprobs[1:], own[:, 0], atol=1e-4)
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])

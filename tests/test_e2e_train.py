@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from tests.conftest import free_port, processes_of, running_server
 from tests.helpers import EXAMPLE, EXAMPLE_MODULE, ROOT, example_env, make_env, write_environment
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+from verifiers_rl.distill import Distillation
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.orchestrator import RolloutError
 
@@ -222,7 +223,8 @@ def test_a_server_with_other_weights_of_the_same_shapes_is_refused(
 
 
 def test_a_server_with_lora_on_a_cpu_refuses_to_be_its_own_teacher_and_lives(make_trainer, server):
-    env = WeightedEnv(example_env(), "words", algorithm="opsd", hint="Backwards.")
+    scorer = Distillation(algorithm="opsd", hint="Backwards.")
+    env = WeightedEnv(example_env(), "words", scorer=scorer)
     with pytest.raises(InferenceServerError, match=r"prompt_logprobs: .* --enable-lora; start"):
         make_trainer([env]).train()
     assert InferenceClient("127.0.0.1", server.port).status()["world_size"] == 1

@@ -31,13 +31,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, is_of_advantages
 from verifiers_rl.packing import collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
-from verifiers_rl.types import (
-    SampleSizes,
-    SamplingMask,
-    Targets,
-    TeacherTop,
-    order_by_beginning,
-)
+from verifiers_rl.types import SampleSizes, SamplingMask, Targets, order_by_beginning
 
 
 def plan_all(samples, max_tokens, **options):
@@ -489,9 +483,7 @@ def test_a_microbatch_goes_to_the_device_in_one_copy(monkeypatch):
         length = len(sample.token_ids)
         sample.sampling_mask = SamplingMask([0] + [2] * (length - 1), range(2 * length - 2))
         sample.routed_experts = np.arange(3 * length, dtype=np.int16).reshape(-1, 3, 1)
-        top_ids = np.arange(2 * length).reshape(length, 2)
-        sample.teacher_top = TeacherTop(top_ids, -1.0 - top_ids, 0.25)
-    microbatch = collate(samples, [[0], [1, 2]], [0.5] * len(samples), 9, teacher_k=2)
+    microbatch = collate(samples, [[0], [1, 2]], [0.5] * len(samples), 9)
     moves = []
     real = torch.Tensor.to
 
@@ -509,13 +501,11 @@ def test_a_microbatch_goes_to_the_device_in_one_copy(monkeypatch):
     for name in ("input_ids", "position_ids", "visible_until"):
         assert torch.equal(getattr(copied, name), getattr(microbatch, name))
     pairs = [(copied.routed_experts, microbatch.routed_experts)]
-    for name in {*Targets.__slots__} - {"allowed", "teacher"}:
+    for name in {*Targets.__slots__} - {"allowed"}:
         pairs.append((getattr(copied.targets, name), getattr(microbatch.targets, name)))
     here, there = copied.targets.allowed, microbatch.targets.allowed
     assert here.offsets.tolist() == there.offsets.tolist()
     pairs += [(getattr(here, n), getattr(there, n)) for n in ("is_limited", "rows", "token_ids")]
-    for name in ("token_ids", "logprobs", "coefs"):
-        pairs.append(tuple(getattr(o.targets.teacher, name) for o in (copied, microbatch)))
     for value, expected in pairs:
         assert value.dtype == expected.dtype and torch.equal(value, expected)
     assert packing.copy_to(microbatch, torch.device("cpu")) is microbatch

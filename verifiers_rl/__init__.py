@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from verifiers_rl.envs.base import WeightedEnv
     from verifiers_rl.envs.chat_harness import ChatHarness
     from verifiers_rl.envs.dataset import env_from
-    from verifiers_rl.inference.teacher import Teacher
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
     from verifiers_rl.report.rollouts import read_rollouts
@@ -30,7 +29,6 @@ __all__ = [
     "RLTrainer",
     "SFTConfig",
     "SFTTrainer",
-    "Teacher",
     "WeightedEnv",
     "cispo",
     "env_from",
@@ -46,7 +44,6 @@ HOME = {
     "RLTrainer": "trainer",
     "SFTConfig": "sft_config",
     "SFTTrainer": "sft",
-    "Teacher": "inference.teacher",
     "WeightedEnv": "envs.base",
     "cispo": "losses",
     "env_from": "envs.dataset",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verifiers_rl.data import group_by_role
-from verifiers_rl.types import Rollout, Sample, TeacherScore
+from verifiers_rl.types import Rollout
 
 # Takes the surviving rollouts of one group (and of one agent, if an episode has several). Returns
 # for each rollout a number, or (for process rewards) a sequence with a number for each token of its
@@ -110,7 +110,7 @@ def set_advantages(
     zero_truncated: bool = False,
 ) -> None:
     """Set the advantages of a group's surviving rollouts, each agent's with its own baseline.
-    Advantages that an environment has set itself are kept. A teacher adds its own to either.
+    Advantages that an environment has set itself are kept. To either, `added_advantages` are added.
 
     Args:
         mask_truncated, zero_truncated: `RLConfig.mask_truncated_completions` and
@@ -131,61 +131,8 @@ def set_advantages(
                 if not rollout.has_own_advantages:
                     rollout.set_advantage(advantage)
         for rollout in survivors:
-            if rollout.teacher is not None:
+            if rollout.added_advantages is not None:
                 own = np.concatenate([sample.advantages for sample in rollout.samples])
-                rollout.set_advantage(own + rollout.teacher.advantages)
+                rollout.set_advantage(own + rollout.added_advantages)
         if wrong := [r.advantage for r in survivors if not math.isfinite(r.advantage)]:
             raise ValueError(f"an advantage is {wrong[0]}")
-
-
-def taught_tokens(sample: Sample, masked_ids: Sequence[int] = ()) -> np.ndarray:
-    """Return (T,) bool, the tokens of a sample about which a teacher has a say: those in the loss
-    that were sampled, without these ids.
-    """
-    is_sampled = sample.loss_mask & (sample.policy_versions >= 0)
-    return is_sampled & ~np.isin(sample.token_ids, masked_ids)
-
-
-def score_by_teacher(
-    samples: Sequence[Sample],
-    teacher_logprobs: Sequence[np.ndarray],
-    distill_coef: float,
-    teacher_s: float = 0.0,
-    masked_ids: Sequence[int] = (),
-) -> TeacherScore:
-    """Compute what a teacher adds to the advantages of one rollout's tokens.
-
-    A_t = -distill_coef * (log pi - log pi_T), the reverse KL of each sampled token alone (Thinking
-    Machines, "On-policy distillation"): its expectation under the policy is the gradient of
-    KL(pi || pi_T) at this token, and later tokens do not count (discount 0). Tokens that were not
-    sampled, or that are not in the loss, get 0.
-
-    Args:
-        samples: of the rollout.
-        teacher_logprobs: for each sample (T,), log pi_T of its tokens; NaN is allowed where the
-            token was not sampled.
-        distill_coef: weight of the teacher.
-        teacher_s: seconds that the teacher took.
-        masked_ids: tokens about which the teacher has no say.
-
-    Raises:
-        ValueError: a teacher's logprob of a sampled token is missing or not finite.
-    """
-    gaps, counted = [], []
-    for sample, theirs in zip(samples, teacher_logprobs, strict=True):
-        if theirs.shape != sample.token_ids.shape:
-            raise ValueError(
-                f"{len(theirs)} teacher logprobs for a sample of {len(sample.token_ids)} tokens"
-            )
-        has_say = taught_tokens(sample, masked_ids)
-        gap = np.where(has_say, sample.inference_logprobs.astype(np.float64) - theirs, 0.0)
-        if not np.isfinite(gap).all():
-            at = np.flatnonzero(~np.isfinite(gap))[0]
-            raise ValueError(
-                f"a teacher's logprob is {theirs[at]}, and the student's of the same token is "
-                f"{sample.inference_logprobs[at]}"
-            )
-        gaps.append(gap)
-        counted.append(has_say)
-    gap, num_tokens = np.concatenate(gaps), int(np.concatenate(counted).sum())
-    return TeacherScore(-distill_coef * gap, gap.sum() / max(num_tokens, 1), num_tokens, teacher_s)

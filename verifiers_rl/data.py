@@ -122,8 +122,8 @@ def group_by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
 class GroupFilter:
     """Decides by the rewards of surviving rollouts whether a group is worth training on. A group of
     several agents passes if the rewards of any agent pass. A group without survivors passes,
-    because replacing it would delay the error of an environment that always fails. A group with a
-    teacher passes, because it can be learned from whatever its rewards are.
+    because replacing it would delay the error of an environment that always fails. A group with
+    `added_advantages` passes, because it can be learned from whatever its rewards are.
 
     Attributes:
         min_reward_variance: a group with a smaller variance (over n) does not pass; 0: all pass.
@@ -139,7 +139,7 @@ class GroupFilter:
         return self == GroupFilter()
 
     def passes(self, group: Sequence[Rollout]) -> bool:
-        if self.lets_all_pass or any(rollout.teacher is not None for rollout in group):
+        if self.lets_all_pass or any(r.added_advantages is not None for r in group):
             return True
         roles = group_by_role(group)
         return not roles or any(map(self._passes, roles))

@@ -31,10 +31,8 @@ def predict_targets(
     shares_prefixes: bool,
     needs_full_logits: bool,
     entropy: Entropy = "value",
-) -> tuple[Tensor, ...]:
-    """Compute the logprob of each target, and the entropy of its prediction, (N,) each. If the
-    batch has a teacher's likeliest tokens, compute also the divergence from the teacher, (N,), see
-    `logprobs.py`.
+) -> tuple[Tensor, Tensor]:
+    """Compute the logprob of each target, and the entropy of its prediction, (N,) each.
 
     Args:
         model: as it was prepared for training.
@@ -55,7 +53,7 @@ def predict_targets(
         logits = model(**model_inputs).logits  # (B, T, vocabulary)
         return token_logprobs_and_entropy(
             logits[targets.rows, targets.columns], targets.token_ids, temperature, entropy,
-            overwrite=True, allowed=targets.allowed, teacher=targets.teacher,
+            overwrite=True, allowed=targets.allowed,
         )  # fmt: skip
     head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
     with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
@@ -68,5 +66,5 @@ def predict_targets(
     return chunked_logprobs_and_entropy(
         hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
         head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
-        allowed=targets.allowed, teacher=targets.teacher,
+        allowed=targets.allowed,
     )  # fmt: skip

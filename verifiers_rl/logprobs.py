@@ -1,5 +1,5 @@
-"""Log-probabilities and entropy of given tokens, and divergence from a teacher, from hidden states
-and the LM head. Pure functions.
+"""Log-probabilities and entropy of given tokens, from hidden states and the LM head.
+Pure functions.
 
 The full logits (tokens x vocabulary) are the largest tensor of a training step: 8 sequences of 2048
 tokens over Qwen3's 151,936 entries take 10 GB in float32, several times that with gradients. Here
@@ -18,13 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from verifiers_rl.types import AllowedTokens, TeacherTargets
+from verifiers_rl.types import AllowedTokens
 
 # How to return the entropy: not at all (zeros), its value, or its value with gradient.
 Entropy = Literal["none", "value", "gradient"]
-# Smaller probabilities of all tokens together that are not among a teacher's likeliest count as
-# this one. The teacher's is 1 minus a sum of rounded numbers, so it may even be below 0.
-TAIL_FLOOR = 1e-6
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -42,8 +39,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_mode: Entropy,
         overwrite: bool,
         allowed: AllowedTokens | None,
-        teacher: TeacherTargets | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         with_entropy = entropy_mode != "none"
         x = logits.to(torch.float32, copy=not overwrite)
         if allowed is not None:  # the others get logit -inf, so probability and gradient 0
@@ -54,7 +50,6 @@ class _TokenLogprobs(torch.autograd.Function):
             x.div_(temperature)
         x.sub_(x.amax(-1, keepdim=True))
         x_target = x.gather(-1, targets[:, None])[:, 0]
-        x_top = None if teacher is None else x.gather(-1, teacher.token_ids)  # (N, k)
         exp_x = x.exp() if with_entropy else x.exp_()
         z = exp_x.sum(-1)
         log_z = z.log()
@@ -64,18 +59,12 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = (x_target - log_z).clamp(min=-1e30)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.entropy_has_gradient = entropy_mode == "gradient"
-        ctx.has_teacher = teacher is not None
-        outputs, saved = (logprobs, entropy), [exp_x, z, targets]
         if ctx.entropy_has_gradient:
-            saved.append(entropy)
+            ctx.save_for_backward(exp_x, z, targets, entropy)
         else:
+            ctx.save_for_backward(exp_x, z, targets)
             ctx.mark_non_differentiable(entropy)
-        if teacher is None or x_top is None:
-            ctx.save_for_backward(*saved)
-            return outputs
-        divergence, of_all, of_top = _divergence(x_top, exp_x, z, teacher)
-        ctx.save_for_backward(*saved, teacher.token_ids, of_all, of_top)
-        return *outputs, divergence
+        return logprobs, entropy
 
     @staticmethod
     @once_differentiable
@@ -83,61 +72,15 @@ class _TokenLogprobs(torch.autograd.Function):
         # d logprob / d logit_v = (1 if v is the target, else 0) - p(v), over the temperature
         exp_x, z, targets, *saved = ctx.saved_tensors
         grad = grads[0] / ctx.temperature
-        factor = -grad  # of p(v) at all tokens v
-        if ctx.has_teacher:
-            *saved, top_ids, of_all, of_top = saved
-            of_divergence = grads[2] / ctx.temperature
-            factor = factor + of_divergence * of_all
-        grad_logits = exp_x * (factor / z)[:, None]
+        grad_logits = exp_x * (-grad / z)[:, None]
         grad_logits.scatter_add_(1, targets[:, None], grad[:, None])
-        if ctx.has_teacher:
-            grad_logits.scatter_add_(1, top_ids, of_divergence[:, None] * of_top)
         if ctx.entropy_has_gradient:
             # d H / d logit_v = - p(v) (log p(v) + H), over the temperature; p = exp_x / z
             (entropy,) = saved
             of_entropy = torch.xlogy(exp_x, exp_x)
             of_entropy.addcmul_(exp_x, (entropy - z.log())[:, None])
             grad_logits.sub_(of_entropy.mul_((grads[1] / ctx.temperature / z)[:, None]))
-        return grad_logits.to(ctx.dtype), *[None] * 6
-
-
-def _divergence(
-    x_top: Tensor, exp_x: Tensor, z: Tensor, teacher: TeacherTargets
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the truncated reverse KL from a teacher and the parts of its gradient.
-
-    With K the teacher's likeliest tokens, p the policy and q the teacher, and everything outside K
-    as one entry "rest" on both sides:
-
-        D = sum over v in K and the rest of p(v) * s(v),   s(v) = log p(v) - log q(v)
-        d D / d logit_v = p(v) * (s(v) - D),   s(v) = s(rest) outside K
-
-    Both sides sum to 1, so D >= 0, and 0 only where they agree (verl #5041 says what happens
-    otherwise). In the logarithm, a rest below TAIL_FLOOR counts as TAIL_FLOOR on both sides.
-
-    Args:
-        x_top: (N, k), logits of K minus the largest logit of the row, over the temperature.
-        exp_x: (N, vocabulary), exp of these for all tokens. It is changed and restored.
-        z: (N,), its sums.
-
-    Returns:
-        D (N,); s(rest) - D, the factor of p(v) for all v, (N,); what is added for K,
-        p(v) * (s(v) - s(rest)), (N, k). Zeros where the teacher has no say.
-    """
-    ids, is_entry = teacher.token_ids, teacher.logprobs > -torch.inf
-    has_say = is_entry.any(-1)
-    of_top = exp_x.gather(-1, ids)
-    # Summed, not 1 minus a sum, which would be rounded.
-    rest = exp_x.scatter_(-1, ids, 0.0).sum(-1) / z
-    exp_x.scatter_(-1, ids, of_top)
-    log_p = x_top - z.log()[:, None]
-    p = log_p.exp().masked_fill(~is_entry, 0.0)
-    s = (log_p - teacher.logprobs).masked_fill(~is_entry | (p == 0), 0.0)
-    rest_of_teacher = (1 - teacher.logprobs.double().exp().sum(-1)).to(rest.dtype)
-    s_rest = rest.clamp(min=TAIL_FLOOR).log() - rest_of_teacher.clamp(min=TAIL_FLOOR).log()
-    divergence = ((p * s).sum(-1) + rest * s_rest).masked_fill(~has_say, 0.0)
-    of_all = (s_rest - divergence).masked_fill(~has_say, 0.0)
-    return divergence, of_all, p * (s - s_rest[:, None])
+        return grad_logits.to(ctx.dtype), None, None, None, None, None
 
 
 def token_logprobs_and_entropy(
@@ -147,11 +90,9 @@ def token_logprobs_and_entropy(
     entropy: Entropy = "value",
     overwrite: bool = False,
     allowed: AllowedTokens | None = None,
-    teacher: TeacherTargets | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target, and the entropy of its distribution,
-    softmax(logits / temperature), over the tokens that are allowed. With a teacher, return also the
-    divergence of the distribution from the teacher's, see `_divergence`.
+    softmax(logits / temperature), over the tokens that are allowed.
 
     Args:
         logits: (N, vocabulary), any float dtype; computed in float32.
@@ -162,21 +103,19 @@ def token_logprobs_and_entropy(
             they are float32, and if the operation that made them does not need them in backward
             (tanh needs them).
         allowed: the tokens from which the target was sampled; None: the whole vocabulary.
-        teacher: what a teacher finds likeliest in place of the targets.
 
     Returns:
-        logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats; with a teacher
-        also the divergence (N,) float32 in nats, with gradient.
+        logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats.
     """
     # An autograd node has this attribute if it saves its own output, as the node of tanh does.
     overwrite = overwrite and not hasattr(logits.grad_fn, "_raw_saved_result")
-    return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite, allowed, teacher)
+    return _TokenLogprobs.apply(logits, targets, temperature, entropy, overwrite, allowed)
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Logprobs, entropy and divergence for a head without trained weights. Each value depends on
-    one hidden state only, so forward computes its gradient with respect to that state, except for a
-    factor. Backward recomputes no logits.
+    """Logprobs and entropy for a head without trained weights. Each value depends on one hidden
+    state only, so forward computes its gradient with respect to that state, except for a factor.
+    Backward recomputes no logits.
     """
 
     @staticmethod
@@ -189,47 +128,36 @@ class _FrozenHead(torch.autograd.Function):
         num_chunks: int,
         entropy_mode: Entropy,
         allowed: AllowedTokens | None,
-        teacher: TeacherTargets | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         results = []
         # A pass for each output that has a gradient: only one backward follows each call of the
         # head, as the hooks of ZeRO-3 expect, and the memory of a pass is free for the next one.
-        # The last pass computes all outputs.
-        has_gradient = (True, entropy_mode == "gradient", teacher is not None)
-        ctx.numbers = [number for number, has in enumerate(has_gradient) if has]
-        of_last: Entropy = "none" if entropy_mode == "none" else "value"
-        for chunk, chunk_targets, chunk_allowed, chunk_teacher in _chunks(
-            hidden, targets, allowed, teacher, num_chunks
-        ):
+        modes: list[Entropy] = [entropy_mode]
+        if entropy_mode == "gradient":
+            modes = ["none", "gradient"]
+        for chunk, chunk_targets, chunk_allowed in _chunks(hidden, targets, allowed, num_chunks):
             chunk = chunk.detach().requires_grad_()
             gradients: list[Tensor] = []
-            for number in ctx.numbers:
-                is_last = number == ctx.numbers[-1]
-                mode: Entropy = of_last if is_last else "none"
+            for number, mode in enumerate(modes):
                 with torch.enable_grad():
                     outputs = token_logprobs_and_entropy(
-                        head(chunk), chunk_targets, temperature,
-                        "gradient" if number == 1 else mode, overwrite=True,
-                        allowed=chunk_allowed, teacher=chunk_teacher if is_last else None,
+                        head(chunk), chunk_targets, temperature, mode, overwrite=True,
+                        allowed=chunk_allowed,
                     )  # fmt: skip
                     gradients += torch.autograd.grad(outputs[number].sum(), chunk)
             results.append((*(output.detach() for output in outputs), *gradients))
-        num_outputs = 2 if teacher is None else 3
-        found = [torch.cat(parts) for parts in zip(*results, strict=True)]
-        ctx.save_for_backward(*found[num_outputs:])
+        logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.save_for_backward(*gradients)
         if entropy_mode != "gradient":
-            ctx.mark_non_differentiable(found[1])
-        return tuple(found[:num_outputs])
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors  # of the outputs that have one
-        terms = [
-            grads[number][:, None] * gradient
-            for number, gradient in zip(ctx.numbers, gradients, strict=True)
-        ]
-        return sum(terms[1:], terms[0]).to(gradients[0].dtype), *[None] * 7
+        gradients = ctx.saved_tensors  # of the logprobs, and of the entropy if it has one
+        terms = [grad[:, None] * gradient for grad, gradient in zip(grads, gradients, strict=False)]
+        return sum(terms[1:], terms[0]).to(gradients[0].dtype), *[None] * 6
 
 
 def chunked_logprobs_and_entropy(
@@ -242,8 +170,7 @@ def chunked_logprobs_and_entropy(
     head_is_trained: bool = True,
     min_chunks: int = 1,
     allowed: AllowedTokens | None = None,
-    teacher: TeacherTargets | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Like `token_logprobs_and_entropy`, from hidden states, `chunk_size` tokens at a time.
     Backward recomputes the logits of every chunk except the last; with a frozen head it recomputes
     none.
@@ -257,27 +184,21 @@ def chunked_logprobs_and_entropy(
         entropy: as in `token_logprobs_and_entropy`.
         head_is_trained: False if no weight of the head requires a gradient.
         min_chunks: call the head at least this often, if necessary with no tokens.
-        allowed, teacher: as in `token_logprobs_and_entropy`.
+        allowed: as in `token_logprobs_and_entropy`.
 
     Returns:
-        logprobs, entropy and with a teacher the divergence, as from `token_logprobs_and_entropy`.
+        logprobs (N,) and entropy (N,), as from `token_logprobs_and_entropy`.
     """
     num_chunks = max(-(-len(targets) // chunk_size), min_chunks)
     if hidden.requires_grad and torch.is_grad_enabled() and not head_is_trained:
-        return _FrozenHead.apply(
-            hidden, head, targets, temperature, num_chunks, entropy, allowed, teacher
-        )
+        return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, entropy, allowed)
 
     def run_chunk(
-        chunk: Tensor,
-        chunk_targets: Tensor,
-        chunk_allowed: AllowedTokens | None,
-        chunk_teacher: TeacherTargets | None,
-        is_last: bool,
-    ) -> tuple[Tensor, ...]:
+        chunk: Tensor, chunk_targets: Tensor, chunk_allowed: AllowedTokens | None, is_last: bool
+    ) -> tuple[Tensor, Tensor]:
         is_recomputed = False
 
-        def project(chunk: Tensor) -> tuple[Tensor, ...]:
+        def project(chunk: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal is_recomputed
             # Backward does not need an entropy that has no gradient.
             mode = "none" if is_recomputed and entropy == "value" else entropy
@@ -286,7 +207,7 @@ def chunked_logprobs_and_entropy(
             torch.clear_autocast_cache()
             return token_logprobs_and_entropy(
                 head(chunk), chunk_targets, temperature, mode, overwrite=True,
-                allowed=chunk_allowed, teacher=chunk_teacher,
+                allowed=chunk_allowed,
             )  # fmt: skip
 
         # Backward begins with the last chunk, so a checkpoint of it would save nothing.
@@ -294,29 +215,21 @@ def chunked_logprobs_and_entropy(
 
     chunks = [
         run_chunk(*parts, is_last=i == num_chunks - 1)
-        for i, parts in enumerate(_chunks(hidden, targets, allowed, teacher, num_chunks))
+        for i, parts in enumerate(_chunks(hidden, targets, allowed, num_chunks))
     ]
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
 
 
 def _chunks(
-    hidden: Tensor,
-    targets: Tensor,
-    allowed: AllowedTokens | None,
-    teacher: TeacherTargets | None,
-    num_chunks: int,
-) -> Iterator[tuple[Tensor, Tensor, AllowedTokens | None, TeacherTargets | None]]:
-    """Split hidden states (N, hidden_size), targets (N,) and what belongs to them into chunks."""
+    hidden: Tensor, targets: Tensor, allowed: AllowedTokens | None, num_chunks: int
+) -> Iterator[tuple[Tensor, Tensor, AllowedTokens | None]]:
+    """Split hidden states (N, hidden_size), targets (N,) and what is allowed into chunks."""
     start = 0
     for chunk, chunk_targets in zip(
         hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
     ):
         stop = start + len(chunk)
-        of_chunk = (
-            None if allowed is None else allowed.part(start, stop),
-            None if teacher is None else teacher.part(start, stop),
-        )
-        yield chunk, chunk_targets, *of_chunk
+        yield chunk, chunk_targets, None if allowed is None else allowed.part(start, stop)
         start = stop
 
 

@@ -131,23 +131,6 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
     return of_advantages(total) if all(map(is_of_advantages, (loss_fn, *terms))) else total
 
 
-def add_distillation(
-    outputs: LossOutputs, inputs: LossInputs, coefs: Tensor, divergence: Tensor
-) -> LossOutputs:
-    """Return the loss plus sum_t w_t * c_t * D_t, without masks, with the metric `distill_loss`.
-
-    Args:
-        outputs: of a loss.
-        inputs: one microbatch, whose `weights` are w.
-        coefs: (N,), c, weight of the teacher; 0 where there is none.
-        divergence: (N,) with gradient, D, the truncated reverse KL from the teacher, see
-            `logprobs.py`.
-    """
-    per_token = coefs * divergence
-    loss = outputs.loss + (inputs.weights * per_token).sum()
-    return LossOutputs(loss, outputs.metrics | {"distill_loss": per_token.detach()})
-
-
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:
     """Raise TypeError or ValueError if a loss function does not keep its contract."""
     if not isinstance(outputs, LossOutputs):

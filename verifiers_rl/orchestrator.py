@@ -67,7 +67,6 @@ class Orchestrator:
             `max_concurrent`; default: as many.
         rollout_timeout_s: deadline of one rollout. A batch runs in waves of `max_concurrent`
             rollouts, and each wave may take this long.
-        num_at_once: rollouts of a wave, if they are fewer: a teacher that plays takes no more.
         example_order: chooses the training examples; default: shuffled, environments in equal
             shares.
         group_filter: a finished group that does not pass is replaced by a new one. Replacements
@@ -93,7 +92,6 @@ class Orchestrator:
         eval_sampling_args: dict[str, Any] | None = None,
         eval_concurrent: int | None = None,
         rollout_timeout_s: float = 600.0,
-        num_at_once: int | None = None,
         example_order: ExampleOrder = order_examples,
         group_filter: GroupFilter | None = None,
         max_groups: int | None = None,
@@ -112,7 +110,6 @@ class Orchestrator:
         self.eval_sampling_args = eval_sampling_args or sampling_args
         self.eval_concurrent = min(eval_concurrent or self.max_concurrent, self.max_concurrent)
         self.rollout_timeout_s = rollout_timeout_s
-        self.num_at_once = min(num_at_once or self.max_concurrent, self.max_concurrent)
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
         self.max_groups = max_groups or self.num_groups
@@ -199,7 +196,7 @@ class Orchestrator:
     def _wait_for(self, batch: Future[Batch], step: int, num_batches: int) -> Batch:
         num_batches = max(num_batches, len(self._pending))
         num_rollouts = self.max_groups * self.rollouts_per_example * num_batches
-        waves = -(-num_rollouts // self.num_at_once)
+        waves = -(-num_rollouts // self.max_concurrent)
         return result_of_rollouts(
             batch, lambda: self._pool.progress(step), num_rollouts, waves, num_batches,
             self.rollout_timeout_s,
@@ -250,7 +247,7 @@ class Orchestrator:
         num_pending = len(self._pending)  # they share the server with it
         num_of_batches = self.max_groups * self.rollouts_per_example * num_pending
         waves = -(-progress.num_requested // self.eval_concurrent)
-        waves += -(-num_of_batches // self.num_at_once)
+        waves += -(-num_of_batches // self.max_concurrent)
         try:
             return result_of_rollouts(
                 future, lambda: str(progress), progress.num_requested, waves, num_pending + 1,

@@ -40,7 +40,6 @@ from verifiers_rl.types import (
     SamplingMask,
     Segment,
     Targets,
-    TeacherTargets,
 )
 
 Layout = Literal["flat", "packed", "padded"]
@@ -235,7 +234,6 @@ def collate(
     weights: Sequence[float],
     pad_token_id: int,
     num_shared: Sequence[int] | np.ndarray | None = None,
-    teacher_k: int = 0,
 ) -> Microbatch:
     """Lay out samples as rows of equal width. Without rows, return one padding row without loss.
 
@@ -245,8 +243,6 @@ def collate(
         weights: weight of each sample's loss tokens in the batch's loss.
         pad_token_id: fills the rest of each row.
         num_shared: from `plan_batch`; by default, no sample shares tokens.
-        teacher_k: the largest k of a `teacher_top` in the whole batch; 0: there is none. With one,
-            each microbatch has `Targets.teacher`, because all ranks must do the same.
     """
     shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
     # At least 2, because a row of one token predicts nothing.
@@ -261,7 +257,6 @@ def collate(
     fields: list[tuple[np.ndarray, ...]] = []  # of the targets
     sample_ids: list[int] = []
     masks: list[tuple[int, SamplingMask | None]] = []  # of the targets of each sample
-    taught: list[tuple[np.ndarray, ...]] = []  # also of them
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -284,7 +279,6 @@ def collate(
             if len(targets[0]):
                 fields.append(targets)
                 masks.append((len(targets[0]), _mask_of_targets(sample)))
-                taught.append(_teacher_of_targets(sample, teacher_k))
                 sample_ids.append(i)
         num_tokens += stop
         if stop < width:
@@ -299,15 +293,13 @@ def collate(
         # predicted, and its loss is not used.
         number, value = np.zeros(1, np.int64), np.zeros(1, np.float32)
         fields = [(number, number, input_ids[0, 1:2], number, value, value, value)]
-        taught = [_no_teacher(1, teacher_k)]
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
         targets=Targets(
-            *map(_joined, zip(*fields, strict=True)),
+            *(torch.from_numpy(np.concatenate(parts)) for parts in zip(*fields, strict=True)),
             allowed=allowed_tokens(SamplingMask.join(masks)),
-            teacher=TeacherTargets(*map(_joined, zip(*taught, strict=True))) if teacher_k else None,
         ),
         has_loss=has_loss,
         segments=segments,
@@ -316,10 +308,6 @@ def collate(
         sample_ids=sample_ids,
         routed_experts=None if experts is None else torch.from_numpy(experts),
     )
-
-
-def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts))
 
 
 def _room_for_experts(samples: Sequence[Sample], shape: tuple[int, int]) -> np.ndarray | None:
@@ -357,29 +345,6 @@ def _mask_of_targets(sample: Sample) -> SamplingMask | None:
     return SamplingMask(mask.counts[sample.loss_mask], mask.token_ids[is_kept])
 
 
-def _no_teacher(num_tokens: int, k: int) -> tuple[np.ndarray, ...]:
-    """Return the fields of `TeacherTargets` for tokens about which no teacher has a say."""
-    shape = (num_tokens, k)
-    return (
-        np.zeros(shape, np.int64),
-        np.full(shape, -np.inf, np.float32),
-        np.zeros(num_tokens, np.float32),
-    )
-
-
-def _teacher_of_targets(sample: Sample, k: int) -> tuple[np.ndarray, ...]:
-    """Return the fields of `TeacherTargets` for the tokens of a sample that are in the loss."""
-    top, at = sample.teacher_top, sample.loss_mask
-    token_ids, logprobs, coefs = _no_teacher(int(at.sum()), k)
-    if top is not None and k:
-        own_k = top.logprobs.shape[1]
-        token_ids[:] = top.token_ids[at][:, :1]  # what is missing repeats the first
-        token_ids[:, :own_k] = top.token_ids[at]
-        logprobs[:, :own_k] = top.logprobs[at]
-        coefs[:] = top.coef
-    return token_ids, logprobs, coefs
-
-
 def allowed_tokens(mask: SamplingMask | None) -> AllowedTokens | None:
     """Return a mask in the form that logprobs need; None if it limits no token."""
     if mask is None or not len(mask.token_ids):
@@ -399,16 +364,14 @@ def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
     if device.type == "cpu":
         return microbatch
     names = ("input_ids", "position_ids", "visible_until")
-    of_targets = [name for name in Targets.__slots__ if name not in ("allowed", "teacher")]
-    allowed, teacher = microbatch.targets.allowed, microbatch.targets.teacher
+    of_targets = [name for name in Targets.__slots__ if name != "allowed"]
+    allowed = microbatch.targets.allowed
     of_allowed = [] if allowed is None else [allowed.rows, allowed.token_ids]
     # Those of 8 bytes an element come first, so each begins at a multiple of its size.
     tensors = [
-        *([] if teacher is None else [teacher.token_ids]),
         *of_allowed,
         *(getattr(microbatch, name) for name in names),
         *(getattr(microbatch.targets, name) for name in of_targets),
-        *([] if teacher is None else [teacher.logprobs, teacher.coefs]),
         *([] if microbatch.routed_experts is None else [microbatch.routed_experts]),
         *([] if allowed is None else [allowed.is_limited]),
     ]
@@ -421,18 +384,13 @@ def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
         part.view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]
-    if teacher is not None:
-        ids_of_teacher, *copies = copies
     if allowed is not None:
         rows, token_ids, *copies, is_limited = copies
         allowed = AllowedTokens(is_limited, rows, token_ids, allowed.offsets)
     experts = None if microbatch.routed_experts is None else copies.pop()
-    if teacher is not None:
-        *copies, logprobs, coefs = copies
-        teacher = TeacherTargets(ids_of_teacher, logprobs, coefs)
     return replace(
         microbatch,
         **dict(zip(names, copies[:3], strict=True)),
-        targets=Targets(*copies[3:], allowed=allowed, teacher=teacher),
+        targets=Targets(*copies[3:], allowed=allowed),
         routed_experts=experts,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verifiers_rl.types import HEAD_BYTES, Sample, SamplingMask, TeacherTop
+from verifiers_rl.types import HEAD_BYTES, Sample, SamplingMask
 
 # The fields of a token as they are sent. Booleans are last, because the others must begin at a
 # multiple of 4 bytes.
@@ -59,20 +59,17 @@ def unflatten_samples(
 
 
 def _put_optional(sample: Sample, room: np.ndarray) -> None:
-    """Write the fields that may be None: the sizes of all (-1 ids: there is no mask), the mask, the
-    teacher's tokens with their weight, the experts.
+    """Write the fields that may be None: the sizes of both (-1 ids: there is no mask), the mask,
+    the experts.
     """
     if not len(room):
         return
-    mask, experts, top = sample.sampling_mask, sample.routed_experts, sample.teacher_top
+    mask, experts = sample.sampling_mask, sample.routed_experts
     head = np.array([-1, 0, 0, 0], np.int32)
     parts = [head]
     if mask is not None:
         head[0] = len(mask.token_ids)
         parts += [mask.counts, mask.token_ids]
-    if top is not None:
-        head[3] = top.logprobs.shape[1]
-        parts += [top.token_ids.ravel(), top.logprobs.ravel(), np.array([top.coef], np.float32)]
     if experts is not None:
         head[1:3] = experts.shape[1:]
         parts.append(experts.ravel())
@@ -84,21 +81,12 @@ def _take_optional(sample: Sample, content: np.ndarray) -> None:
     """Read what `_put_optional` wrote."""
     if not len(content):
         return
-    num_ids, num_layers, top_k, teacher_k = content[:HEAD_BYTES].view(np.int32).tolist()
+    num_ids, num_layers, top_k, _ = content[:HEAD_BYTES].view(np.int32).tolist()
     length, start = len(sample.token_ids), HEAD_BYTES
     if num_ids >= 0:
         start += 4 * (length + num_ids)
         numbers = content[HEAD_BYTES:start].view(np.int32)
         sample.sampling_mask = SamplingMask(numbers[:length], numbers[length:])
-    if teacher_k:
-        middle = start + 4 * length * teacher_k
-        stop = middle + 4 * length * teacher_k
-        sample.teacher_top = TeacherTop(
-            content[start:middle].view(np.int32).reshape(length, teacher_k),
-            content[middle:stop].view(np.float32).reshape(length, teacher_k),
-            float(content[stop : stop + 4].view(np.float32)[0]),
-        )
-        start = stop + 4
     if num_layers:
         experts = content[start : start + 2 * length * num_layers * top_k].view(np.int16)
         sample.routed_experts = experts.reshape(length, num_layers, top_k)

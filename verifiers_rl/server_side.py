@@ -16,7 +16,6 @@ from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
 from verifiers_rl.envs.make import (
-    answered_at_once,
     longest_wait_s,
     make_runner,
     warn_of_replies_beyond_use,
@@ -128,7 +127,7 @@ def connect(
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(
             make_orchestrator, runner, weight_sync, args, advantage_fn, replaced.example_order,
-            args.generation_timeout + longest_wait_s(env), answered_at_once(env),
+            args.generation_timeout + longest_wait_s(env),
         )  # fmt: skip
     assert orchestrator is not None
 
@@ -201,7 +200,6 @@ def _orchestrate(
     advantage_fn: AdvantageFn | None,
     example_order: ExampleOrder | None,
     rollout_timeout_s: float,
-    num_at_once: int | None,
 ) -> BatchSource:
     if example_order is None:
         example_order = partial(
@@ -219,7 +217,6 @@ def _orchestrate(
         eval_sampling_args=args.eval_sampling_args(),
         eval_concurrent=args.eval_concurrent,
         rollout_timeout_s=rollout_timeout_s,
-        num_at_once=num_at_once,
         example_order=example_order,
         group_filter=args.group_filter(),
         max_groups=args.max_groups_per_batch,

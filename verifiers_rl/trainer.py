@@ -25,7 +25,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -60,7 +59,6 @@ from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import (
     LossFn,
     LossInputs,
-    add_distillation,
     is_of_advantages,
     needs_of,
     weigh_samples,
@@ -347,14 +345,7 @@ class RLTrainer(SavingTrainer):
                 # for this rank's gradients, so there _next_batch raises the error on all.
                 self.checkpoints.save_on_error(self.orchestrator.raise_if_failed)
             microbatch = copy_to(
-                collate(
-                    samples,
-                    rows,
-                    weights,
-                    tokenizer.pad_token_id or 0,
-                    num_shared,
-                    int(sizes.teacher_k.max(initial=0)),
-                ),
+                collate(samples, rows, weights, tokenizer.pad_token_id or 0, num_shared),
                 args.device,
             )
             self._counts.add_microbatch(microbatch)
@@ -391,7 +382,7 @@ class RLTrainer(SavingTrainer):
     ) -> Tensor:
         """Compute logprobs of a microbatch's loss tokens only, and their loss: a scalar, a sum."""
         targets = microbatch.targets
-        logprobs, entropy, *divergence = self.token_logprobs(
+        logprobs, entropy = self.token_logprobs(
             model, microbatch, "gradient" if "entropy_gradient" in self._needs else "value"
         )
         has_reference = "reference_logprobs" in self._needs
@@ -409,16 +400,14 @@ class RLTrainer(SavingTrainer):
             reference_logprobs=reference_logprobs,
         )
         outputs = add_balance_loss(self.loss_fn(inputs), self._base_of(model), microbatch)
-        if targets.teacher is not None:
-            outputs = add_distillation(outputs, inputs, targets.teacher.coefs, *divergence)
         means.add(inputs, outputs.metrics, microbatch)
         return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 
     def token_logprobs(
         self, model: nn.Module, microbatch: Microbatch, entropy: Entropy = "value"
-    ) -> tuple[Tensor, ...]:
-        """Compute the logprob of each target, and the entropy of its prediction, (N,) each; where a
-        teacher says more than logprobs, also the divergence from it, (N,). See forward.py.
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the logprob of each target, and the entropy of its prediction, (N,) each. See
+        forward.py.
         """
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
@@ -432,8 +421,6 @@ class RLTrainer(SavingTrainer):
         """Compute the targets' logprobs (N,) under the reference: the model without its adapter, or
         the frozen copy of the model at the start.
         """
-        # Without the teacher: its divergence from the reference is of no use.
-        microbatch = replace(microbatch, targets=replace(microbatch.targets, teacher=None))
         if self._reference is not None:
             return self.token_logprobs(self._reference, microbatch, "none")[0]
         model: Any = self.accelerator.unwrap_model(self.model)

@@ -69,36 +69,6 @@ class SamplingMask:
 
 
 @dataclass(slots=True, eq=False)
-class TeacherTop:
-    """The tokens that a teacher finds likeliest in the place of each token of a sequence, for
-    `distill_loss = "topk"`.
-
-    Attributes:
-        token_ids: (T, k) int32. An entry that is missing repeats the first id of its row.
-        logprobs: (T, k) float32, log pi_T; -inf for an entry that is missing, and for all entries
-            of a token about which the teacher has no say.
-        coef: weight of the teacher.
-    """
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.token_ids = np.asarray(self.token_ids, np.int32)
-        self.logprobs = np.asarray(self.logprobs, np.float32)
-        if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
-            raise ValueError(
-                f"TeacherTop: token_ids of shape {self.token_ids.shape} and logprobs of shape "
-                f"{self.logprobs.shape}; both must be (tokens, k)"
-            )
-
-    @property
-    def num_bytes(self) -> int:
-        return self.token_ids.nbytes + self.logprobs.nbytes + 4  # and the weight
-
-
-@dataclass(slots=True, eq=False)
 class Sample:
     """One token sequence to train on: arrays of one length, T. Sequences of numbers are converted;
     an array that has the type already is kept, not copied.
@@ -120,8 +90,6 @@ class Sample:
         sampling_mask: of T tokens; None if any token could be chosen everywhere.
         routed_experts: (T, layers, top_k) int16, the experts that the server chose when it computed
             the token; -1 where it returned none, as for the last token of a reply.
-        teacher_top: of T tokens; None without a teacher, or if it says nothing but the logprobs of
-            the sampled tokens.
     """
 
     DTYPES: ClassVar[dict[str, type]] = {
@@ -141,7 +109,6 @@ class Sample:
     group_id: int = field(default=-1, kw_only=True)
     sampling_mask: SamplingMask | None = field(default=None, kw_only=True)
     routed_experts: np.ndarray | None = field(default=None, kw_only=True)
-    teacher_top: TeacherTop | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.advantages):
@@ -154,11 +121,6 @@ class Sample:
         if self.sampling_mask is not None and len(self.sampling_mask.counts) != len(self.token_ids):
             raise ValueError(
                 f"Sample: a sampling_mask of {len(self.sampling_mask.counts)} tokens for "
-                f"{len(self.token_ids)} tokens"
-            )
-        if self.teacher_top is not None and len(self.teacher_top.logprobs) != len(self.token_ids):
-            raise ValueError(
-                f"Sample: a teacher_top of {len(self.teacher_top.logprobs)} tokens for "
                 f"{len(self.token_ids)} tokens"
             )
         if self.routed_experts is not None:
@@ -183,8 +145,6 @@ class Sample:
         size = 0
         if self.sampling_mask is not None:
             size += 4 * (len(self.token_ids) + len(self.sampling_mask.token_ids))
-        if self.teacher_top is not None:
-            size += self.teacher_top.num_bytes
         if self.routed_experts is not None:
             size += self.routed_experts.nbytes
         return HEAD_BYTES + -(-size // 4) * 4 if size else 0
@@ -197,28 +157,6 @@ class Sample:
                 f"advantages of shape {values.shape} for a sample of {len(self.token_ids)} tokens"
             )
         self.advantages = np.where(self.loss_mask, values, np.float32(0))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TeacherScore:
-    """What a teacher says of one rollout, see `advantages.score_by_teacher`.
-
-    Attributes:
-        advantages: (T,) float64, the teacher's part of the advantage of each token of the rollout's
-            samples, one sample after the other; 0 where the teacher has no say.
-        kl: mean over the sampled tokens in the loss of log pi - log pi_T: an estimate of
-            KL(policy || teacher) of a token, nats.
-        num_tokens: how many tokens that mean has.
-        teacher_s: seconds from the request to the teacher's last reply.
-        num_outside_top_k: how many of these tokens are not among the teacher's likeliest
-            `distill_top_k`; None if the teacher does not say.
-    """
-
-    advantages: np.ndarray
-    kl: float
-    num_tokens: int
-    teacher_s: float
-    num_outside_top_k: int | None = None
 
 
 def join_experts(num_tokens: int, replies: Sequence[np.ndarray | None]) -> np.ndarray | None:
@@ -267,7 +205,8 @@ class Rollout:
         record: what people look at besides, for rollouts.jsonl: messages, turns, times and parts
             of the reward, as a JSON object in UTF-8; b"" where nothing is known. See
             `envs/records.py`.
-        teacher: what a teacher says of it, which adds to its advantages; None without a teacher.
+        added_advantages: for each token of its samples, one sample after the other, (sum of T,)
+            float64: added to the advantages that its group gives it. None: nothing is added.
     """
 
     example_id: int
@@ -288,7 +227,7 @@ class Rollout:
     advantage: float = 0.0
     has_own_advantages: bool = False
     record: bytes = b""
-    teacher: TeacherScore | None = None
+    added_advantages: np.ndarray | None = None
 
     def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set the advantage of the rollout and of the loss tokens of its samples.
@@ -441,13 +380,11 @@ class SampleSizes:
         num_loss_tokens: number of tokens in the loss.
         rollout_ids: a number that exactly the samples of one rollout share.
         group_ids: a number that exactly the samples of one group share.
-        has_advantage: 1 if a token in the loss has an advantage other than 0, or if the sample has
-            a `teacher_top`, else 0.
+        has_advantage: 1 if a token in the loss has an advantage other than 0, else 0.
         order: the samples in an order in which those with a common beginning are neighbours.
         num_shared: how many tokens at its beginning the sample at this place of `order` has in
             common with the sample before it.
         num_optional_bytes: what its fields that may be None take when it is sent.
-        teacher_k: k of its `teacher_top`; 0 without one.
     """
 
     lengths: np.ndarray
@@ -458,7 +395,6 @@ class SampleSizes:
     order: np.ndarray
     num_shared: np.ndarray
     num_optional_bytes: np.ndarray
-    teacher_k: np.ndarray
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleSizes:
@@ -468,20 +404,18 @@ class SampleSizes:
                 s.num_loss_tokens,
                 s.rollout_id if s.rollout_id >= 0 else -1 - i,
                 s.group_id if s.group_id >= 0 else -1 - i,
-                np.any(s.advantages[s.loss_mask]) or s.teacher_top is not None,
+                np.any(s.advantages[s.loss_mask]),
                 s.num_optional_bytes,
-                0 if s.teacher_top is None else s.teacher_top.logprobs.shape[1],
             )
             for i, s in enumerate(samples)
         ]
-        lengths, loss_tokens, rollouts, groups, has_advantage, optional_bytes, teacher_k = (
-            np.array(numbers, np.int64).reshape(-1, 7).T
+        lengths, loss_tokens, rollouts, groups, has_advantage, optional_bytes = (
+            np.array(numbers, np.int64).reshape(-1, 6).T
         )
         order, num_shared = order_by_beginning([sample.token_ids for sample in samples])
         return cls(
-            lengths, loss_tokens, rollouts, groups, has_advantage, order, num_shared,
-            optional_bytes, teacher_k,
-        )  # fmt: skip
+            lengths, loss_tokens, rollouts, groups, has_advantage, order, num_shared, optional_bytes
+        )
 
     def parts(self, number: int) -> list[np.ndarray]:
         """Split the groups into this many parts of about as many groups, or as many parts as there
@@ -603,26 +537,6 @@ class AllowedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherTargets:
-    """`TeacherTop` of N tokens, as their divergence needs it.
-
-    Attributes:
-        token_ids: (N, k) int64.
-        logprobs: (N, k) float32; -inf as in `TeacherTop`.
-        coefs: (N,) float32, weight of the teacher.
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
-    coefs: Tensor
-
-    def part(self, start: int, stop: int) -> TeacherTargets:
-        """Return those of the tokens from `start` to `stop`."""
-        of_part = slice(start, stop)
-        return TeacherTargets(self.token_ids[of_part], self.logprobs[of_part], self.coefs[of_part])
-
-
-@dataclass(frozen=True, slots=True)
 class Targets:
     """The N tokens of a microbatch that carry loss, and where the model predicts each of them.
 
@@ -633,8 +547,6 @@ class Targets:
         inference_logprobs, advantages: (N,) float32, see `Sample`.
         weights: (N,) float32, weight of the token in the batch's loss.
         allowed: what the server could sample in place of the tokens; None: the whole vocabulary.
-        teacher: what a teacher would have said in place of the tokens; None if no sample of the
-            whole batch has a `teacher_top`.
     """
 
     rows: Tensor
@@ -645,7 +557,6 @@ class Targets:
     advantages: Tensor
     weights: Tensor
     allowed: AllowedTokens | None = field(default=None, kw_only=True)
-    teacher: TeacherTargets | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -759,6 +670,39 @@ class EnvRunner(Protocol):
             sampling_args: sampling options of a request, unless the environment has its own.
             policy_version: version of tokens for which the server reports none.
             slots: each rollout enters it while it uses the server.
+        """
+        ...
+
+
+class GroupScorer(Protocol):
+    """Scores the training rollouts of one environment beside their rewards, as a teacher does.
+    `WeightedEnv(scorer=...)` takes one.
+
+    Attributes:
+        longest_wait_s: a group may wait so long for it, beside the time of its rollouts.
+    """
+
+    longest_wait_s: float
+
+    def connect(self, options: Any, args: Any, example: Any) -> None:
+        """Learn of the run.
+
+        Args:
+            options: `envs.base.RunnerOptions` of the environment.
+            args: the `RLConfig` with the environment's own sampling options.
+            example: `async example(split, index)` returns the fields of an example; or None.
+        """
+        ...
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+
+    async def score(self, group: Sequence[Rollout], index: int, model: str) -> None:
+        """Set `added_advantages` of rollouts of one example that have not failed.
+
+        Args:
+            index: of the example.
+            model: the model name in requests to the policy's server.
         """
         ...
 

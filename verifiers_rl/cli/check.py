@@ -42,7 +42,6 @@ from verifiers_rl.cli.plan import (
     split_gpus,
     teachers_to_start,
 )
-from verifiers_rl.cli.teachers import gives_logprobs
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -300,7 +299,7 @@ class Preflight:
 
     def check_teachers(self) -> str:
         """Compare vocabularies, and ask the teachers that run already. None is started."""
-        from verifiers_rl.inference.teacher import TeacherClient, check_vocabulary
+        from verifiers_rl.distill.teacher import TeacherClient, check_vocabulary
 
         set_secrets(read_env_files(self.config.env_files))  # a key may be there
 
@@ -311,11 +310,9 @@ class Preflight:
         told = []
         for table in self.config.teachers:
             told.append(f"{table.name!r} {'would be started' if table.is_started else 'answers'}")
-            longest = 0  # one that only answers may be of any kind
-            if gives_logprobs(self.config, table):
-                check_vocabulary(table.teacher(), self.tokenizer)
-                told[-1] += " and has the student's vocabulary"
-                longest = self.args.max_seq_len + 1
+            check_vocabulary(table.teacher(), self.tokenizer)
+            told[-1] += " and has the student's vocabulary"
+            longest = self.args.max_seq_len + 1
             if not table.is_started:
                 limit_s = min(table.teacher().timeout_s, ANSWER_S)
                 asyncio.run(ask(TeacherClient(table.teacher(timeout_s=limit_s), longest)))

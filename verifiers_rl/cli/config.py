@@ -24,14 +24,11 @@ id = "reverse_text"              # a taskset, or a classic environment (verifier
                                  # algorithm = "opd"  how it learns: docs/distillation.md
                                  # teacher = "big"  name of the [[teacher]] that it learns from
                                  # distill_coef = 0.5  weight of the teacher
-                                 # distill_loss = "topk"  what is compared: "sampled" or "topk"
-                                 # distill_top_k = 20  the teacher's likeliest tokens, for "topk"
-                                 # distill_mask_tokens = ["<think>"]  not judged by the teacher
                                  # hint = "It is {answer}."  what the teacher of "opsd" knows
 
 [[teacher]]                      # a model that environments learn from
 name = "big"                     # of letters, digits, "_", "-" and "."
-model = "Qwen/Qwen3-8B"          # with the tokenizer of the model above, except for "sft"
+model = "Qwen/Qwen3-8B"          # with the tokenizer of the model above
 gpus = 1                         # vf-rl starts its server on GPUs of its own; 0: CPU
                                  # base_url = "http://10.0.0.2:8000"  of a server that runs already,
                                  # in place of gpus
@@ -96,11 +93,10 @@ from verifiers_rl.cli.layers import (
     values_in,
 )
 from verifiers_rl.cli.teachers import (
+    LEARNING,
     TeacherTable,
-    check_learning,
     check_use,
-    learning_options,
-    make_teachers,
+    make_scorers,
     read_teachers,
 )
 from verifiers_rl.inference.checkpoint import model_error
@@ -115,7 +111,7 @@ class EnvTable:
     """One [env] or [[env]], by its `id` and `args`, or by the keys of verifiers.v1's, `v1`.
 
     Attributes:
-        learning: fields of `WeightedEnv` by their names; `teacher` is the name of a [[teacher]].
+        learning: fields of `Distillation` by their names; `teacher` is the name of a [[teacher]].
     """
 
     id: str = ""
@@ -140,12 +136,6 @@ class EnvTable:
         from verifiers_rl.envs.v1 import load_v1_environment
 
         return load_v1_environment(self.v1, *folders)
-
-    def learning_from(self, teachers: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return `learning` with the teacher in place of its name; {} if `teachers` is None."""
-        if teachers is None or "teacher" not in self.learning:
-            return {} if teachers is None else self.learning
-        return {**self.learning, "teacher": teachers[self.learning["teacher"]]}
 
 
 @dataclass
@@ -392,7 +382,7 @@ class RunConfig:
 
         Args:
             with_teachers: False: where environments only run, and nothing learns from them.
-            urls: see `make_teachers`.
+            urls: see `make_scorers`.
 
         Raises:
             InvalidEnvironmentError: one cannot be loaded; the message names its file.
@@ -401,7 +391,7 @@ class RunConfig:
         from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
         set_secrets(read_env_files(self.env_files))
-        teachers = make_teachers(self, urls) if with_teachers else None
+        scorers = make_scorers(self, urls) if with_teachers else {}
         loaded = []
         for number, env in enumerate(self.envs):
             try:
@@ -412,8 +402,8 @@ class RunConfig:
             return loaded[0]
         return [
             WeightedEnv(env, table.name, table.weight, table.sampling, table.only,
-                        table.eval_examples, **table.learning_from(teachers))
-            for env, table in zip(loaded, self.envs, strict=True)
+                        table.eval_examples, scorers.get(number))
+            for number, (env, table) in enumerate(zip(loaded, self.envs, strict=True))
         ]  # fmt: skip
 
     def _of_env(self, number: int, message: str) -> str:
@@ -671,9 +661,7 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
         )
     tables: list[EnvTable] = []
     of_mix = ["name", "weight", "sampling", "only", "eval_examples"]
-    learning = learning_options(tuple(f.name for f in fields(EnvTable))) if is_mix else {}
-    texts = [name for name, default in learning.items() if isinstance(default, str)]
-    kinds: dict[str, type] = dict.fromkeys(["id", "name", "teacher", *texts], str)
+    kinds: dict[str, type] = dict.fromkeys(["id", "name", "algorithm", "teacher", "hint"], str)
     kinds |= dict.fromkeys(["args", "sampling"], dict)
     for number in range(len(found) if is_mix else 1):
         at = ("env", str(number)) if is_mix else ("env",)
@@ -684,8 +672,8 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             return config.place(*at, key)
 
         # One environment alone has no share, and its sampling is the run's.
-        ours = [*of_mix, *learning] if is_mix else []
-        learns = sorted((learning.keys() if is_mix else {"algorithm", "teacher"}) & env.keys())
+        ours = [*of_mix, *LEARNING] if is_mix else []
+        learns = [key for key in (LEARNING if is_mix else LEARNING[:2]) if key in env]
         if learns and "teacher" not in config.TABLES:
             raise TomlError(
                 f"{place(learns[0])}: {config.PROGRAM} reads no {learns[0]!r}: its environments "
@@ -728,14 +716,12 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             raise TomlError(
                 f"{place('eval_examples')}: eval_examples={limit!r} must be an integer >= 1"
             )
-        learned = {key: env.pop(key) for key in learning if key in env}
+        learned = {key: env.pop(key) for key in LEARNING if is_mix and key in env}
         tables.append(EnvTable(**env, learning=learned))
         if any(_share_a_name(tables[-1], other) for other in tables[:-1]):
             raise TomlError(
                 f"{place('name')}: two [[env]] are named {tables[-1].name!r}; give one another name"
             )
-        if learned:
-            check_learning(config, at, tables[-1])
     return tables
 
 

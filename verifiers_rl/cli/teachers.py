@@ -1,7 +1,9 @@
-"""[[teacher]] of a TOML, and what an [[env]] says about learning from one.
+"""[[teacher]] of a TOML, and the keys of an [[env]] that learns from one.
 
 [[teacher]] with base_url ──────────────────────────────────────────────► Teacher
 [[teacher]] with gpus ──► vf-rl starts a server ──► TEACHERS_VARIABLE ──► Teacher, in vf-train
+
+What a teacher does is of the leaf `verifiers_rl.distill`, which only a TOML that has one loads.
 """
 
 from __future__ import annotations
@@ -9,18 +11,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verifiers_rl.cli.layers import Tables, TomlError, Value, find, nearest_hint
 
 if TYPE_CHECKING:
-    from verifiers_rl.cli.config import EnvTable, RunConfig
-    from verifiers_rl.inference.teacher import Teacher
+    from verifiers_rl.cli.config import RunConfig
+    from verifiers_rl.distill import Distillation, Teacher
 
 TEACHERS_VARIABLE = "VERIFIERS_RL_TEACHERS"  # JSON: the URLs of those that vf-rl has started
 KEY_VARIABLE = "VERIFIERS_RL_TEACHER_KEY"  # their API key
+LEARNING = ("algorithm", "teacher", "distill_coef", "hint")  # keys of an [[env]]
+_OPTIONS = ("base_url", "key_variable", "timeout_s", "max_concurrent")  # of `Teacher`
 _UNUSED_URL = "http://127.0.0.1"  # where only the other values of a teacher are checked
 # Flags of a teacher's server that have a place of their own, or none.
 _ELSEWHERE = {
@@ -64,7 +68,7 @@ class TeacherTable:
         """Make the `Teacher`; these fields replace those of the table. Without a URL in either, it
         cannot be asked.
         """
-        from verifiers_rl.inference.teacher import Teacher
+        from verifiers_rl.distill import Teacher
 
         options = {"base_url": _UNUSED_URL, **self.options, **others}
         return Teacher(self.model, name=self.name, **options)
@@ -84,48 +88,50 @@ def read_teachers(config: RunConfig) -> list[TeacherTable]:
             f"{config.source('teacher')}: teacher must be one or several [[teacher]], each with a "
             "name, a model, and gpus or base_url"
         )
-    tables: list[TeacherTable] = []
-    for number in range(len(found)):
-        tables.append(_read_teacher(config, number))
-        if tables[-1].name in {table.name for table in tables[:-1]}:
+    tables = [_read_teacher(config, number) for number in range(len(found))]
+    names = [table.name for table in tables]
+    for table in tables:
+        if table.name in names[: table.number]:
             raise TomlError(
-                f"{config.place(*tables[-1].at, 'name')}: two [[teacher]] are named "
-                f"{tables[-1].name!r}; give one another name"
+                f"{config.place(*table.at, 'name')}: two [[teacher]] are named {table.name!r}; "
+                "give one another name"
             )
     return tables
 
 
 def _read_teacher(config: RunConfig, number: int) -> TeacherTable:
-    from verifiers_rl.inference.teacher import Teacher, TeacherError
+    from verifiers_rl.distill import TeacherError
 
     at = ("teacher", str(number))
-    of_teacher = [f.name for f in fields(Teacher)]
-    config.check_keys(at, [*of_teacher, "gpus", "args"], "flags of its server belong into "
-                      "[teacher.args]")  # fmt: skip
-    given = with_texts(config, at, ("name", "base_url", "key_variable"))
+    advice = "flags of its server belong into [teacher.args]"
+    config.check_keys(at, ["name", "model", *_OPTIONS, "gpus", "args"], advice)
+    given = config.table(*at)
+    for key in ("name", "base_url", "key_variable"):
+        value = find(config.tree, (*at, key))
+        if isinstance(value, Value) and value.text is not None:
+            given[key] = value.text  # on the command line, strings need no quotes
+    name, args = given.get("name"), given.get("args", {})
 
     def error(key: str, problem: str) -> TomlError:
-        shown = f"{key}={given[key]!r} " if key in given else ""
+        shown = f"{key}={given[key]!r} " if key in given else f"{key} "
         return TomlError(f"{config.place(*at, key)}: {shown}{problem}")
 
-    if "name" not in given:
-        raise error("name", "name is missing; set it to what [[env]] calls it")
-    name = given["name"]
-    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+    if name is None:
+        raise error("name", "is missing; set it to what [[env]] calls it")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         raise error("name", "must be a short name of letters, digits, '_', '-' and '.'")
-    gpus, args = given.get("gpus"), given.get("args", {})
+    gpus = given.get("gpus")
     if "base_url" in given:
-        for key in ("gpus", "args"):
-            if key in given:
-                raise error(key, "is of a server that vf-rl starts, and base_url is of one that "
-                            "runs already; remove one of the two")  # fmt: skip
-    elif "gpus" not in given and (config.inference_gpus or config.trainer_gpus):
+        for key in given.keys() & {"gpus", "args"}:
+            raise error(key, "is of a server that vf-rl starts, and base_url is of one that runs "
+                        "already; remove one of the two")  # fmt: skip
+    elif gpus is None and (config.inference_gpus or config.trainer_gpus):
         raise TomlError(
             f"{config.source(*at)}: {config.name_of(*at)}: teacher {name!r} has neither gpus nor "
             "base_url; set gpus, for a server that vf-rl starts, or base_url, of one that runs"
         )
     else:
-        gpus = 0 if gpus is None else gpus
+        gpus = gpus or 0
         if type(gpus) is not int or gpus < 0:
             raise error("gpus", "must be an integer >= 0 (0: CPU)")
         if "key_variable" in given:
@@ -136,91 +142,43 @@ def _read_teacher(config: RunConfig, number: int) -> TeacherTable:
         for key in _ELSEWHERE.keys() & args.keys():
             raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
     model = config.find_model((*at, "model"), checks_model=False)
-    own = ("name", "model", "gpus", "args")
-    options = {key: value for key, value in given.items() if key not in own}
+    options = {key: given[key] for key in _OPTIONS if key in given}
     table = TeacherTable(number, name, model, gpus, args, options)
     try:
         table.teacher()
     except TeacherError as problem:
-        text = str(problem).removeprefix(f"teacher {name!r}: ")
-        key = (re.match(r"\w+", text) or [""])[0]
-        raise TomlError(f"{config.place(*at, key)}: {text}") from problem
+        raise of_key(config, at, problem, f"teacher {name!r}: ") from problem
     return table
 
 
-def with_texts(config: RunConfig, at: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return the data of a table, in which these keys are strings: on the command line, strings
-    need no quotes.
-
-    Raises:
-        TomlError: one of them is no string.
-    """
-    given = config.table(*at)
-    for key in keys:
-        if key in given and not isinstance(given[key], str):
-            value = find(config.tree, (*at, key))
-            if not isinstance(value, Value) or value.text is None:
-                place = config.place(*at, key)
-                raise TomlError(f"{place}: {key}={given[key]!r} must be a string")
-            given[key] = value.text
-    return given
-
-
-# --- The environments that learn from them --------------------------------------------------------
-
-
-def learning_options(others: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of `WeightedEnv` that an [[env]] sets by their own names, and their
-    defaults.
-
-    Args:
-        others: fields of `EnvTable`, which have other meanings or checks.
-    """
-    from verifiers_rl.envs.base import WeightedEnv
-
-    elsewhere = ("env", "sampling_args", *others)
-    return {f.name: f.default for f in fields(WeightedEnv) if f.name not in elsewhere}
-
-
-def check_learning(config: RunConfig, at: tuple[str, ...], table: EnvTable) -> None:
-    """Raise TomlError if what an [[env]] says about learning cannot work."""
-    from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
-
-    teacher = table.learning.get("teacher")
-    names = [one.name for one in config.teachers]
-    if teacher is not None and teacher not in names:
-        hint = nearest_hint(teacher, names) if names else "there is no [[teacher]]; add one"
-        raise TomlError(
-            f"{config.place(*at, 'teacher')}: teacher={teacher!r} is the name of no [[teacher]]; "
-            f"{hint}"
-        )
-    try:
-        WeightedEnv(None, table.name, only=table.only, **table.learning)
-    except InvalidEnvironmentError as error:
-        text = str(error).removeprefix(f"environment {table.name!r}: ")
-        key = (re.match(r"\w+", text) or [""])[0]
-        raise TomlError(f"{config.place(*at, key)}: {text}") from error
-
-
-def gives_logprobs(config: RunConfig, table: TeacherTable) -> bool:
-    """Return whether an environment learns from this teacher's logprobs, not only its answers."""
-    return any(
-        env.learning.get("teacher") == table.name and env.learning.get("algorithm") != "sft"
-        for env in config.envs
-    )
+def of_key(config: RunConfig, at: tuple[str, ...], error: Exception, prefix: str = "") -> TomlError:
+    """Return the error that says where the key is from with which the message begins."""
+    text = str(error).removeprefix(prefix)
+    key = (re.match(r"\w+", text) or [""])[0]
+    return TomlError(f"{config.place(*at, key)}: {text}")
 
 
 def check_use(config: RunConfig, checks_model: bool) -> None:
     """Look at the teachers beside the environments.
 
     Args:
-        checks_model: look whether there are their models. That of a teacher which only answers, at
-            a server that runs already, is a name at that server.
+        checks_model: look whether there are their models.
 
     Raises:
-        TomlError: no environment learns from one of them, or there is no such model.
+        TomlError: what an [[env]] says about learning cannot work, no environment learns from one
+            of the teachers, or there is no such model.
     """
-    used = {table.learning.get("teacher") for table in config.envs}
+    names = [one.name for one in config.teachers]
+    for number, env in enumerate(config.envs):
+        name = env.learning.get("teacher")
+        if name is not None and name not in names:
+            hint = nearest_hint(name, names) if names else "there is no [[teacher]]; add one"
+            raise TomlError(
+                f"{config.place('env', str(number), 'teacher')}: teacher={name!r} is the name of "
+                f"no [[teacher]]; {hint}"
+            )
+    _scorers(config, lambda table: table.teacher())
+    used = {env.learning.get("teacher") for env in config.envs}
     for table in config.teachers:
         if table.name not in used:
             first = "" if config.is_mix else " (write [[env]] in place of [env])"
@@ -229,38 +187,68 @@ def check_use(config: RunConfig, checks_model: bool) -> None:
                 f"from teacher {table.name!r}; set teacher = {json.dumps(table.name)} in an "
                 f"[[env]]{first}, or remove it"
             )
-        if checks_model and (table.is_started or gives_logprobs(config, table)):
+        if checks_model:
             config.find_model((*table.at, "model"), checks_model)
 
 
-def make_teachers(
+def make_scorers(
     config: RunConfig, urls: Mapping[str, str] | None = None
-) -> Mapping[str, Teacher]:
-    """Return the teachers of a run by their names.
+) -> dict[int, Distillation]:
+    """Return what scores the rollouts of environments that learn from a teacher, by their numbers.
 
     Args:
-        urls: of those that `vf-rl` starts; None: as `vf-rl` tells a process that it starts.
+        urls: of the teachers that `vf-rl` starts; None: as `vf-rl` tells a process that it starts.
 
     Raises:
-        TomlError: `vf-rl` starts one of them, and has not started this process.
+        TomlError: a value cannot work; or `vf-rl` starts a teacher, and has not started this
+            process.
     """
+    return _scorers(config, lambda table: _started_or_not(config, table, urls))
+
+
+def _scorers(config: RunConfig, make: Callable[[TeacherTable], Teacher]) -> dict[int, Distillation]:
+    learning = {number: env.learning for number, env in enumerate(config.envs) if env.learning}
+    if not learning:
+        return {}
+    from verifiers_rl.distill import Distillation
+    from verifiers_rl.envs.base import InvalidEnvironmentError
+
+    teachers = {table.name: make(table) for table in config.teachers}
+    scorers = {}
+    for number, given in learning.items():
+        options, at = {"algorithm": "rl", **given}, ("env", str(number))
+        if "teacher" in given:
+            options["teacher"] = teachers[given["teacher"]]
+        try:
+            scorers[number] = Distillation(**options)
+        except InvalidEnvironmentError as error:
+            raise of_key(config, at, error) from error
+        if config.envs[number].only == "eval":
+            key = next(iter(given))
+            raise TomlError(
+                f"{config.place(*at, key)}: {key} has no effect beside only='eval'; remove one of "
+                "the two"
+            )
+    return scorers
+
+
+def _started_or_not(
+    config: RunConfig, table: TeacherTable, urls: Mapping[str, str] | None
+) -> Teacher:
+    if not table.is_started:
+        return table.teacher()
     if urls is None:
         urls = json.loads(os.environ.get(TEACHERS_VARIABLE, "{}"))
-    teachers = {}
-    for table in config.teachers:
-        options: dict[str, Any] = {}
-        if table.is_started:
-            if table.name not in urls:
-                raise TomlError(
-                    f"{config.source(*table.at)}: {config.name_of(*table.at)}: teacher "
-                    f"{table.name!r} has no base_url: vf-rl starts such a teacher, and nothing else"
-                    " does. Start its server, and set base_url in place of gpus and args"
-                )
-            options = {"base_url": urls[table.name], "key_variable": KEY_VARIABLE}
-            if "timeout_s" not in table.options:  # it loads as the other servers do
-                options["timeout_s"] = config.option("vllm_server_timeout")
-        teachers[table.name] = table.teacher(**options)
-    return teachers
+    if table.name not in urls:
+        raise TomlError(
+            f"{config.source(*table.at)}: {config.name_of(*table.at)}: teacher {table.name!r} has "
+            "no base_url: vf-rl starts such a teacher, and nothing else does. Start its server, "
+            "and set base_url in place of gpus and args"
+        )
+    options: dict[str, Any] = {"base_url": urls[table.name], "key_variable": KEY_VARIABLE}
+    if "timeout_s" not in table.options:  # it loads as the other servers do
+        options["timeout_s"] = config.option("vllm_server_timeout")
+    return table.teacher(**options)
 
 
 def refuse_several_machines(config: RunConfig) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -22,8 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verifiers_rl.inference import Teacher
-from verifiers_rl.types import EnvRunner, Rollout, Split
+from verifiers_rl.types import EnvRunner, GroupScorer, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
@@ -222,18 +220,8 @@ class WeightedEnv:
         only: "train" or "eval": it is used for this only. None: for both.
         eval_examples: it has at most so many examples in an evaluation; None: `eval_examples` of
             the run.
-        algorithm: "rl": it learns from rewards, and from the teacher if there is one. "opd": from
-            the teacher alone (on-policy distillation). "opsd": from a teacher that reads the hint.
-            "sft": from the teacher's own answers, by cross entropy.
-        teacher: an `inference.Teacher`. None with "opsd": the policy itself, at its own server.
-        distill_coef: weight of the teacher.
-        hint: what the teacher of "opsd" knows beforehand: text with fields of the example in
-            braces, such as "The answer is {answer}."
-        distill_loss: "sampled": the teacher's logprob of the sampled token changes the advantage.
-            "topk": a term of the loss compares the policy with the teacher's likeliest tokens.
-        distill_top_k: how many these are, and the bound of the metric `outside_top_k_share`.
-        distill_mask_tokens: tokens, as text, about which the teacher has no say when the policy
-            samples them, such as special tokens that the teacher never writes.
+        scorer: scores its training rollouts beside their rewards, such as a
+            `distill.Distillation`.
     """
 
     env: Any
@@ -242,17 +230,14 @@ class WeightedEnv:
     sampling_args: dict[str, Any] = field(default_factory=dict)
     only: Split | None = None
     eval_examples: int | None = None
-    algorithm: str = "rl"
-    teacher: Teacher | None = None
-    distill_coef: float = 1.0
-    hint: str = ""
-    distill_loss: str = "sampled"
-    distill_top_k: int = 20
-    distill_mask_tokens: list[str] = field(default_factory=list)
+    scorer: GroupScorer | None = None
 
     def __post_init__(self) -> None:
-        if problem := distillation_error(self) or distill_loss_error(self):
-            raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")
+        if self.scorer is not None and self.only == "eval":
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: a scorer, such as a teacher, has no effect beside "
+                "only='eval'; remove one of the two"
+            )
         if self.only not in (None, "train", "eval"):
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: only={self.only!r} must be 'train' or 'eval'; leave "
@@ -267,60 +252,3 @@ class WeightedEnv:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: weight={self.weight!r} must be a number > 0"
             )
-
-
-ALGORITHMS = ("rl", "opd", "opsd", "sft")
-DISTILL_LOSSES = ("sampled", "topk")
-
-
-def distill_loss_error(one: WeightedEnv) -> str | None:
-    """Return why this environment's form of distillation cannot work, or None."""
-    if one.distill_loss not in DISTILL_LOSSES:
-        names = ", ".join(map(repr, DISTILL_LOSSES))
-        return f"distill_loss={one.distill_loss!r} must be one of {names}"
-    k, tokens = one.distill_top_k, one.distill_mask_tokens
-    if type(k) is not int or k < 1:
-        return f"distill_top_k={k!r} must be an integer >= 1"
-    if not isinstance(tokens, list | tuple) or not all(isinstance(t, str) for t in tokens):
-        return f"distill_mask_tokens={tokens!r} must be a list of tokens, such as ['<think>']"
-    if one.algorithm == "opsd" or (one.teacher and one.algorithm != "sft"):
-        return None
-    of_logprobs = "with algorithm='sft'; remove it"
-    why = of_logprobs if one.algorithm == "sft" else "without a teacher; set teacher, or remove it"
-    defaults = {"distill_loss": "sampled", "distill_top_k": 20, "distill_mask_tokens": []}
-    for name, default in defaults.items():
-        value = getattr(one, name)
-        if value != default and value != ():
-            return f"{name}={value!r} has no effect {why}"
-    return None
-
-
-def distillation_error(one: Any) -> str | None:
-    """Return why the algorithm of a `WeightedEnv`, or of an [[env]], cannot work, or None."""
-    if one.algorithm not in ALGORITHMS:
-        names = ", ".join(map(repr, ALGORITHMS))
-        return f"algorithm={one.algorithm!r} must be one of {names}"
-    coef = one.distill_coef
-    is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
-    if not is_number or not 0 < coef < math.inf:
-        return f"distill_coef={coef!r} must be a number > 0"
-    if one.algorithm in ("opd", "sft") and not one.teacher:
-        return f"algorithm={one.algorithm!r} needs a teacher; set teacher"
-    if one.algorithm == "rl" and not one.teacher and coef != 1.0:
-        return f"distill_coef={coef!r} has no effect without a teacher; set teacher, or remove it"
-    if one.teacher and one.only == "eval":
-        return "teacher has no effect beside only='eval'; remove one of the two"
-    if one.algorithm != "opsd":
-        return f"hint={one.hint!r} is for algorithm='opsd'; remove it" if one.hint else None
-    if not isinstance(one.hint, str) or not one.hint:
-        return (
-            "algorithm='opsd' needs a hint for its teacher; set hint to a text with fields of the "
-            "example, such as 'The answer is {answer}.'"
-        )
-    try:
-        parts = [name for _, name, _, _ in string.Formatter().parse(one.hint) if name is not None]
-    except ValueError as error:
-        return f"hint={one.hint!r}: {error}; write {{{{ and }}}} for braces"
-    if wrong := [name for name in parts if not name.isidentifier()]:
-        return f"hint={one.hint!r}: {{{wrong[0]}}} is no name of a field"
-    return None

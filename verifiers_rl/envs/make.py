@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
 import os
@@ -25,15 +24,12 @@ from verifiers_rl.envs.base import (
     how_to_install,
     module_name,
 )
-from verifiers_rl.envs.distilled import Algorithm, DistilledEnvironment, DistillLoss, Hints
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
-from verifiers_rl.inference import OwnServerClient, TeacherClient, check_vocabulary
 from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.types import EnvRunner, missing_members
 
 logger = logging.getLogger(__name__)
-NO_KEY = "VERIFIERS_RL_NO_TEACHER_KEY"  # verifiers wants the name of a variable in any case
 
 
 def load_by_id(env_id: str, args: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
@@ -182,134 +178,10 @@ def _address_for_workers() -> tuple[str, int] | None:
 
 
 def longest_wait_s(env: Any) -> float:
-    """Return the seconds that a group may wait for a teacher, beside the time of its rollouts."""
+    """Return the seconds that a group may wait for a scorer, beside the time of its rollouts."""
     mixed = env if isinstance(env, list | tuple) else ()
-    teachers = [one.teacher for one in mixed if isinstance(one, WeightedEnv) and one.teacher]
-    return max((teacher.timeout_s for teacher in teachers), default=0.0)
-
-
-def answered_at_once(env: Any) -> int | None:
-    """Return how many rollouts the slowest teacher of "sft" plays at a time; None without one."""
-    mixed = env if isinstance(env, list | tuple) else ()
-    return min((one.teacher.max_concurrent for one in mixed
-                if isinstance(one, WeightedEnv) and one.algorithm == "sft" and one.teacher),
-               default=None)  # fmt: skip
-
-
-def _distilled(
-    runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args: Any, example: Any
-) -> EnvRunner:
-    """Return the runner of an environment with a teacher, or the runner as it is.
-
-    Args:
-        args: the `RLConfig` with the environment's own sampling options.
-        example: gives an example of the environment as JSON; None: it cannot.
-
-    Raises:
-        InvalidEnvironmentError: the teacher's logprobs and the student's cannot be compared.
-        TeacherError: the teacher has another vocabulary.
-    """
-    if one.teacher is None and one.algorithm != "opsd":
-        return runner
-    if one.algorithm == "sft":
-        return _answered(runner, one, options, args)
-    what = f"environment {one.name!r}: algorithm={one.algorithm!r}"
-    plain = copy.copy(args)
-    plain.sampling_mask = False  # a teacher has no mask
-    changed = plain.sampling_changes_probabilities() + ["sampling_mask"] * args.sampling_mask
-    if args.temperature != 1.0:
-        changed = [f"temperature={args.temperature:g}", *changed]
-    if changed:
-        raise InvalidEnvironmentError(
-            f"{what}: a teacher's logprobs are those of temperature 1 without cuts, and "
-            f"{', '.join(changed)} makes the student's others; remove it, or the teacher"
-        )
-    client: TeacherClient
-    if one.teacher is None:
-        if args.vllm_servers and len(args.vllm_servers) > 1:
-            raise InvalidEnvironmentError(
-                f"{what}: with several servers, the policy cannot be its own teacher; set teacher "
-                "to a server of the model, or use one server"
-            )
-        client = OwnServerClient(options.base_url, args.generation_timeout)
-    else:
-        if options.tokenizer is not None:
-            check_vocabulary(one.teacher, options.tokenizer)
-        # vLLM always generates one token more than it is asked about.
-        client = TeacherClient(one.teacher, args.max_seq_len + 1)
-    hints = None
-    if one.algorithm == "opsd":
-        if example is None:
-            raise InvalidEnvironmentError(
-                f"{what}: an EnvRunner of your own needs a method `async example(split, index)` "
-                "that returns the fields of an example, for the hint"
-            )
-        hints = Hints(one.name, one.hint, example, options.tokenizer, options.chat_template_kwargs)
-    return cast(
-        EnvRunner,
-        DistilledEnvironment(
-            runner, cast(Algorithm, one.algorithm), client, one.distill_coef, hints,
-            distill_loss=cast(DistillLoss, one.distill_loss), top_k=one.distill_top_k,
-            masked_ids=_ids_of(one, options.tokenizer),
-        ),
-    )  # fmt: skip
-
-
-def _answered(runner: EnvRunner, one: WeightedEnv, options: RunnerOptions, args: Any) -> EnvRunner:
-    """Return the runner of an environment whose training examples the teacher answers.
-
-    Raises:
-        InvalidEnvironmentError: it is none of `verifiers.v1`, or an option of the run does not fit.
-    """
-    from verifiers_rl.conversations import Tokenization
-    from verifiers_rl.envs.answered import AnsweredEnvironment
-    from verifiers_rl.envs.generate import Endpoint, GeneratingEnvironment, sampling_of
-    from verifiers_rl.envs.v1_loading import load_v1_environment
-
-    assert one.teacher is not None
-    if args.temperature != 1.0:
-        raise InvalidEnvironmentError(
-            f"environment {one.name!r}: algorithm='sft': cross entropy is taken at temperature 1, "
-            f"and temperature={args.temperature:g}; remove it"
-        )
-    if args.deterministic:
-        raise InvalidEnvironmentError(
-            f"environment {one.name!r}: algorithm='sft': the teacher's answers have no seeds, so "
-            "deterministic=True cannot hold; remove one of the two"
-        )
-    env = load_v1_environment({"taskset": {"id": one.env}}) if isinstance(one.env, str) else one.env
-    if hasattr(env, "taskset"):  # the same object, evaluated, opens and closes what episodes share
-        env = copy.copy(env)
-    if not one.teacher.key_variable:
-        os.environ.setdefault(NO_KEY, "none")
-    key = one.teacher.key_variable or NO_KEY
-    url = f"{one.teacher.base_url}/v1"
-    endpoint = Endpoint(url, one.teacher.model, key, sampling_of(args, is_vllm=False))
-    tokens = Tokenization(
-        options.tokenizer, max_seq_len=args.max_seq_len, template=args.chat_template_kwargs
-    )
-    answers = GeneratingEnvironment(env, options, endpoint)
-    client = TeacherClient(one.teacher)
-    answered = AnsweredEnvironment(
-        runner, answers, client, tokens, args.max_seq_len, one.distill_coef, endpoint
-    )
-    return cast(EnvRunner, answered)
-
-
-def _ids_of(one: WeightedEnv, tokenizer: Any) -> list[int]:
-    """Return the ids of `distill_mask_tokens`.
-
-    Raises:
-        InvalidEnvironmentError: the tokenizer does not know one of them.
-    """
-    known = getattr(tokenizer, "tokenizer", tokenizer).get_vocab() if tokenizer is not None else {}
-    for token in one.distill_mask_tokens:
-        if token not in known:
-            raise InvalidEnvironmentError(
-                f"environment {one.name!r}: distill_mask_tokens: {token!r} is no token of the "
-                "model's tokenizer; correct it, or remove it"
-            )
-    return [known[token] for token in one.distill_mask_tokens]
+    scorers = [one.scorer for one in mixed if isinstance(one, WeightedEnv) and one.scorer]
+    return max((scorer.longest_wait_s for scorer in scorers), default=0.0)
 
 
 def make_runner(
@@ -387,12 +259,14 @@ def make_runner(
             parts[-1] = _in_workers(parts[-1], pool, args.env_workers, report)
         if description := parts[-1].description:
             report(description)
-        parts[-1] = _distilled(parts[-1], one, options, sampled, example)
-    if len(parts) == 1 and mixed[0].only is None and mixed[0].eval_examples is None:
+        if one.scorer is not None:
+            one.scorer.connect(options, sampled, example)
+    one = mixed[0]
+    if len(parts) == 1 and all(x is None for x in (one.only, one.eval_examples, one.scorer)):
         return parts[0]
     return MixedEnvironment(
         [
-            Part(part, one.weight, one.only, one.eval_examples)
+            Part(part, one.weight, one.only, one.eval_examples, one.scorer)
             for part, one in zip(parts, mixed, strict=True)
         ]
     )

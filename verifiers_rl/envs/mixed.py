@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from verifiers_rl.envs.base import InvalidEnvironmentError
-from verifiers_rl.types import EnvRunner, Rollout, Split
+from verifiers_rl.types import EnvRunner, GroupScorer, Rollout, Split
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class Part:
         weight: its share of the training groups, up to a common factor.
         only: it is used for this split only; None: for both.
         eval_examples: it has at most so many examples in an evaluation; None for no limit.
+        scorer: scores its training rollouts, too.
     """
 
     runner: EnvRunner
     weight: float = 1.0
     only: Split | None = None
     eval_examples: int | None = None
+    scorer: GroupScorer | None = None
 
     def sizes(self, split: Split) -> list[int]:
         """Return the sizes of this split in its environments, as far as they are used."""
@@ -61,6 +63,8 @@ class MixedEnvironment:
                 "no environment is for training: all have only='eval'; add one, or leave it out"
             )
         self.parts = [part.runner for part in parts]
+        scorers = [part.scorer for part in parts if part.scorer is not None]
+        self._opened: list[EnvRunner | GroupScorer] = [*self.parts, *scorers]
         self.name = ", ".join(dict.fromkeys(part.name for part in self.parts))
         self.description = "\n".join(part.description for part in self.parts if part.description)
         self.weights = [
@@ -78,13 +82,20 @@ class MixedEnvironment:
         return [size for part in self._parts[split] for size in part.sizes(split)]
 
     async def open(self) -> None:
-        await asyncio.gather(*(part.open() for part in self.parts))
+        await asyncio.gather(*(one.open() for one in self._opened))
 
     async def close(self) -> None:
-        await asyncio.gather(*(part.close() for part in self.parts))
+        await asyncio.gather(*(one.close() for one in self._opened))
 
-    async def run_group(self, split: Split, index: int, *args: Any, **kwargs: Any) -> list[Rollout]:
+    async def run_group(
+        self, split: Split, index: int, num_rollouts: int, model: str, *args: Any
+    ) -> list[Rollout]:
         parts = self._parts[split]
         starts = [0, *accumulate(sum(part.sizes(split)) for part in parts)]
         which = bisect.bisect_right(starts, index) - 1
-        return await parts[which].runner.run_group(split, index - starts[which], *args, **kwargs)
+        part, own_index = parts[which], index - starts[which]
+        group = await part.runner.run_group(split, own_index, num_rollouts, model, *args)
+        if split == "train" and part.scorer is not None:
+            survivors = [rollout for rollout in group if rollout.error is None]
+            await part.scorer.score(survivors, own_index, model)
+        return group

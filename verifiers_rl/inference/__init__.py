@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.seeds import current_group_seed as current_group_seed
     from verifiers_rl.inference.seeds import current_seeds as current_seeds
     from verifiers_rl.inference.seeds import derive_seed as derive_seed
-    from verifiers_rl.inference.teacher import OwnServerClient as OwnServerClient
-    from verifiers_rl.inference.teacher import Teacher as Teacher
-    from verifiers_rl.inference.teacher import TeacherClient as TeacherClient
-    from verifiers_rl.inference.teacher import TeacherError as TeacherError
-    from verifiers_rl.inference.teacher import TokenScores as TokenScores
-    from verifiers_rl.inference.teacher import check_vocabulary as check_vocabulary
 
 HOME = {
     "RolloutDeadline": "rollout_client",
@@ -49,14 +43,8 @@ HOME = {
     "RolloutSeeds": "seeds",
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
-    "OwnServerClient": "teacher",
     "TOKEN_VARIABLE": "client",
-    "Teacher": "teacher",
-    "TeacherClient": "teacher",
-    "TeacherError": "teacher",
-    "TokenScores": "teacher",
     "begin_rollout": "seeds",
-    "check_vocabulary": "teacher",
     "current_group_seed": "seeds",
     "current_seeds": "seeds",
     "derive_seed": "seeds",

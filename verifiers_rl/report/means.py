@@ -36,21 +36,6 @@ def _lost_tokens(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     return {"timed_out_tokens": float(np.mean(lost))} if lost else {}
 
 
-def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the means of what teachers say of these rollouts, if they say something."""
-    scores = [r.teacher for r in rollouts if r.teacher is not None and r.teacher.num_tokens]
-    num_tokens = sum(score.num_tokens for score in scores)
-    if not num_tokens:
-        return {}
-    outside = [s.num_outside_top_k for s in scores if s.num_outside_top_k is not None]
-    told = {"outside_top_k_share": sum(outside) / num_tokens} if len(outside) == len(scores) else {}
-    return {
-        "teacher_kl": sum(score.kl * score.num_tokens for score in scores) / num_tokens,
-        **told,
-        "teacher_s": float(np.mean([score.teacher_s for score in scores])),
-    }
-
-
 def _rewards_of_roles(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     roles = group_by_role(rollouts)
     if len(roles) < 2:
@@ -86,7 +71,6 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         "restarted_share": num_restarted / num_all,
         "moved_share": num_moved / num_all,
         **_lost_tokens(groups),
-        **_teacher_metrics(rollouts),
         "uniform_group_share": float(np.mean(uniform)),
         "broken_turn_share": num_breaks / max(num_later_turns, 1),
     }

@@ -12,15 +12,15 @@ from aiohttp import web
 
 from tests.helpers import StubRunner, load_example, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
-from verifiers_rl.advantages import score_by_teacher
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.envs.base import InvalidEnvironmentError
-from verifiers_rl.envs.distilled import DistilledEnvironment, Hints
-from verifiers_rl.envs.make import answered_at_once, make_runner
+from verifiers_rl.distill import Distillation, Teacher, TeacherError
+from verifiers_rl.distill.scoring import teacher_advantages
+from verifiers_rl.distill.teacher import TeacherClient, check_vocabulary
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.make import longest_wait_s, make_runner
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
-from verifiers_rl.inference import OwnServerClient, ServerLostError, Teacher, TeacherClient
-from verifiers_rl.inference.teacher import TeacherError, check_vocabulary
-from verifiers_rl.types import Slots
+from verifiers_rl.inference import TOKEN_VARIABLE, ServerLostError
+from verifiers_rl.types import Sample, Slots
 
 
 class NamedRunner(StubRunner):
@@ -203,9 +203,12 @@ def test_a_teacher_that_cannot_be_is_refused(options, problem):
         Teacher(**{"model": "big", "base_url": "http://host", **options})
 
 
-def test_a_key_that_is_not_set_is_refused():
+def test_the_key_of_a_teacher_is_read_from_its_variable(monkeypatch):
     with pytest.raises(TeacherError, match="the environment variable NO_SUCH_KEY of its API key"):
         Teacher("big", "http://host", key_variable="NO_SUCH_KEY").key()
+    monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
+    assert Teacher("big", "http://host", key_variable=TOKEN_VARIABLE).key() == "of the run"
+    assert Teacher("big", "http://host").key() == ""
 
 
 # --- Advantages -----------------------------------------------------------------------------------
@@ -223,34 +226,42 @@ def expected(sample, theirs, coef):
     return found
 
 
-def test_the_teachers_advantages_are_those_of_the_definition():
-    samples = make_samples(3, seed=4)
-    samples[0].policy_versions[-1] = -1  # in the loss, and of no policy
-    samples[0].inference_logprobs[-1] = math.nan
-    rng = np.random.default_rng(0)
-    theirs = [-rng.exponential(size=len(sample.token_ids)) for sample in samples]
-    score = score_by_teacher(samples, theirs, 0.7)
-    wanted = [a for s, t in zip(samples, theirs, strict=True) for a in expected(s, t, 0.7)]
-    assert score.advantages == pytest.approx(wanted, abs=1e-6)
-    num = sum(int((s.loss_mask & (s.policy_versions >= 0)).sum()) for s in samples)
-    assert score.num_tokens == num
-    assert score.kl == pytest.approx(-sum(wanted) / 0.7 / num, abs=1e-9)
+def test_the_teachers_advantages_equal_those_worked_out_by_hand():
+    prompt = Sample([7, 8], [False, True], [0.0, -1.0], [-1, 4])
+    # The last token is in the loss, and no policy has sampled it.
+    other = Sample([5, 3, 9, 2], [False, True, True, True], [0, -0.5, -2, math.nan], [-1, 4, 4, -1])
+    theirs = [np.array([math.nan, -3.0]), np.array([math.nan, -1.5, -0.25, -9.0])]
+    added, kl = teacher_advantages([prompt, other], theirs, 0.5)
+    # -0.5 * (-1 + 3), -0.5 * (-0.5 + 1.5), -0.5 * (-2 + 0.25)
+    assert added.tolist() == [0.0, -1.0, 0.0, -0.5, 0.875, 0.0]
+    assert kl == pytest.approx((2.0 + 1.0 - 1.75) / 3)
 
 
 def test_a_teacher_that_agrees_gives_no_advantage():
     samples = make_samples(2)
     theirs = [sample.inference_logprobs.astype(np.float64) for sample in samples]
-    score = score_by_teacher(samples, theirs, 1.0)
-    assert np.abs(score.advantages).max() == 0.0 and score.kl == 0.0
+    added, kl = teacher_advantages(samples, theirs, 1.0)
+    assert np.abs(added).max() == 0.0 and kl == 0.0
 
 
 def test_missing_logprobs_are_no_advantages():
     (sample,) = make_samples(1)
     theirs = np.full(len(sample.token_ids), math.nan)
     with pytest.raises(ValueError, match="a teacher's logprob is nan"):
-        score_by_teacher([sample], [theirs], 1.0)
+        teacher_advantages([sample], [theirs], 1.0)
     with pytest.raises(ValueError, match="1 teacher logprobs for a sample of"):
-        score_by_teacher([sample], [np.zeros(1)], 1.0)
+        teacher_advantages([sample], [np.zeros(1)], 1.0)
+
+
+# --- Scoring groups -------------------------------------------------------------------------------
+
+
+def taught(runner, distillation, url="http://127.0.0.1:1", tokenizer=None, example=None):
+    """The runner, whose training rollouts are scored."""
+    options = RunnerOptions(url, tokenizer, 64, name=runner.name)
+    args = RLConfig(use_cpu=True, temperature=1.0, max_seq_len=64, generation_timeout=5.0)
+    distillation.connect(options, args, example)
+    return Part(runner, scorer=distillation)
 
 
 def generate(make_orchestrator, algorithm, runner=None, **options):
@@ -274,11 +285,11 @@ def generate(make_orchestrator, algorithm, runner=None, **options):
     thread.start()
     ready.wait(10)
     try:
-        client = TeacherClient(Teacher("big", result["url"]))
-        env = DistilledEnvironment(runner or StubRunner(), algorithm, client, 0.5)
+        teacher = Distillation(Teacher("big", result["url"]), algorithm, 0.5)
+        parts = [taught(runner or NamedRunner("taught"), teacher)]
         if options.pop("mixes", False):
-            env = MixedEnvironment([Part(NamedRunner("plain")), Part(env)])
-        orchestrator = make_orchestrator(env, **options)
+            parts.insert(0, Part(NamedRunner("plain")))
+        orchestrator = make_orchestrator(MixedEnvironment(parts), **options)
         orchestrator.submit(0, "policy", 0)
         return orchestrator.get(), result["requests"]
     finally:
@@ -298,10 +309,9 @@ def test_distillation_alone_forgets_rewards_but_reports_them(make_orchestrator):
         wanted = expected(sample, theirs_of(sample), 0.5)
         assert sample.advantages.tolist() == pytest.approx(wanted, abs=1e-6)
     assert batch.metrics["reward"] == 1.5
-    kls = [expected(s, theirs_of(s), 1.0) for s in batch.samples]
-    num = sum(s.num_loss_tokens for s in batch.samples)
-    assert batch.metrics["teacher_kl"] == pytest.approx(-sum(map(sum, kls)) / num)
-    assert batch.metrics["teacher_s"] > 0
+    kls = [-sum(expected(s, theirs_of(s), 1.0)) / s.num_loss_tokens for s in batch.samples]
+    assert batch.metrics["taught/teacher_kl"] == pytest.approx(np.mean(kls))
+    assert batch.metrics["taught/teacher_s"] > 0
 
 
 def test_a_teacher_beside_rewards_adds_to_their_advantages(make_orchestrator):
@@ -313,7 +323,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages(make_orchestrator):
 
 
 def test_groups_of_one_reward_are_learned_from_if_they_have_a_teacher(make_orchestrator):
-    same = StubRunner(outcome=lambda index, i: 1.0)
+    same = NamedRunner("taught", outcome=lambda index, i: 1.0)
     batch, _ = generate(
         make_orchestrator, "opd", same, group_filter=GroupFilter(min_reward_variance=1e-6)
     )
@@ -322,11 +332,11 @@ def test_groups_of_one_reward_are_learned_from_if_they_have_a_teacher(make_orche
 
 
 def test_one_run_mixes_rewards_and_distillation(make_orchestrator):
-    batch, requests = generate(make_orchestrator, "opd", NamedRunner("taught"), mixes=True)
-    taught = [r for r in batch.rollouts if r.env == "taught"]
+    batch, requests = generate(make_orchestrator, "opd", mixes=True)
+    scored = [r for r in batch.rollouts if r.env == "taught"]
     plain = [r for r in batch.rollouts if r.env == "plain"]
-    assert len(taught) == len(plain) == len(requests) == 4
-    assert all(r.teacher is not None for r in taught)
+    assert len(scored) == len(plain) == len(requests) == 4
+    assert all(r.added_advantages is not None for r in scored)
     assert [r.advantage for r in plain] == [-1.5, -0.5, 0.5, 1.5]
     assert "taught/teacher_kl" in batch.metrics and "plain/teacher_kl" not in batch.metrics
 
@@ -336,8 +346,8 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
 
     async def run(split):
         async with teaching() as (url, requests):
-            client = TeacherClient(Teacher("big", url))
-            env = DistilledEnvironment(StubRunner(**outcome), "opd", client, 1.0)
+            runner = NamedRunner("taught", **outcome)
+            env = MixedEnvironment([taught(runner, Distillation(Teacher("big", url)))])
             await env.open()
             try:
                 return await env.run_group(split, 0, 4, "m", {}, 0, Slots(4)), requests
@@ -348,9 +358,9 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
     assert not requests
     outcome.clear()
     group, requests = asyncio.run(run("eval"))
-    assert not requests and all(rollout.teacher is None for rollout in group)
+    assert not requests and all(rollout.added_advantages is None for rollout in group)
     group, requests = asyncio.run(run("train"))
-    assert len(requests) == 4 and all(rollout.teacher is not None for rollout in group)
+    assert len(requests) == 4 and all(rollout.added_advantages is not None for rollout in group)
 
 
 # --- Self-distillation ----------------------------------------------------------------------------
@@ -362,16 +372,13 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
     async def example(split, index):
         return {"split": split, "task": {"data": {"prompt": "p"}, "row": {"answer": f"a{index}"}}}
 
-    hints = Hints("env", "The answer is {answer}.", example, tokenizer, {})
     text = "<|system|>The answer is a6.<|end|>"
     hint = tokenizer.encode(text)
-    assert asyncio.run(hints(6)) == hint
-    with pytest.raises(InvalidEnvironmentError, match="an example has no field 'reply', only"):
-        asyncio.run(Hints("env", "{reply}", example, tokenizer, {})(6))
 
-    async def run():
+    async def run(text):
         async with teaching() as (url, requests):
-            env = DistilledEnvironment(StubRunner(), "opsd", OwnServerClient(url, 5.0), 1.0, hints)
+            teacher = Distillation(algorithm="opsd", hint=text)
+            env = MixedEnvironment([taught(NamedRunner("env"), teacher, url, tokenizer, example)])
             await env.open()
             try:
                 group = await env.run_group("train", 6, 2, "adapter", {}, 0, Slots(4))
@@ -379,22 +386,24 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
                 await env.close()
             return group, [body for _, body in requests]
 
-    group, bodies = asyncio.run(run())
+    group, bodies = asyncio.run(run("The answer is {answer}."))
     for rollout in group:
         (sample,) = rollout.samples
         (body,) = [b for b in bodies if b["prompt"] == hint + sample.token_ids.tolist()]
         assert body["model"] == "adapter"
         wanted = expected(sample, theirs_of(sample), 1.0)  # the stand-in looks one token back
-        assert rollout.teacher.advantages == pytest.approx(wanted, abs=1e-6)
+        assert rollout.added_advantages == pytest.approx(wanted, abs=1e-6)
+    with pytest.raises(InvalidEnvironmentError, match=r"'env'.* has no field 'reply', on"):
+        asyncio.run(run("{reply}"))
 
 
 def test_a_lost_own_server_is_the_trainers_to_wait_for():
     async def run(status):
         async with teaching(statuses=(status,)) as (url, _):
-            client = OwnServerClient(url, 5.0)
+            client = TeacherClient(Teacher("policy", url, timeout_s=5.0), is_own=True)
             await client.open()
             try:
-                await client.score_under("adapter", np.array([5, 3]))
+                await client.logprobs(np.array([5, 3]), "adapter")
             finally:
                 await client.close()
 
@@ -428,22 +437,31 @@ TEACHER = Teacher("big", "http://host")
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"algorithm": "dpo"}, "algorithm='dpo' must be one of 'rl', 'opd', 'opsd', 'sft'"),
-        ({"algorithm": "sft"}, "algorithm='sft' needs a teacher"),
+        ({"algorithm": "dpo"}, "algorithm='dpo' must be one of 'rl', 'opd', 'opsd'"),
         ({"algorithm": "opd"}, "algorithm='opd' needs a teacher"),
         ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
         ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),
         ({"algorithm": "opsd", "hint": "{a.b}"}, "{a.b} is no name of a field"),
-        ({"hint": "x"}, "hint='x' is for algorithm='opsd'"),
-        ({"distill_coef": 2.0}, "distill_coef=2.0 has no effect without a teacher"),
+        ({"teacher": TEACHER, "hint": "x"}, "hint='x' is for algorithm='opsd'"),
         ({"teacher": TEACHER, "distill_coef": 0}, "distill_coef=0 must be a number > 0"),
-        ({"teacher": TEACHER, "only": "eval"}, "teacher has no effect beside only='eval'"),
     ],
 )
 def test_an_algorithm_that_cannot_work_is_refused(options, problem):
     with pytest.raises(InvalidEnvironmentError) as raised:
-        WeightedEnv("reverse_text", "words", **options)
-    assert problem in str(raised.value) and "environment 'words'" in str(raised.value)
+        Distillation(**options)
+    assert problem in str(raised.value)
+
+
+def test_a_scorer_of_evaluations_is_refused():
+    with pytest.raises(InvalidEnvironmentError, match=r"'words'.*no effect beside only='eval'"):
+        WeightedEnv("reverse_text", "words", only="eval", scorer=Distillation(TEACHER))
+
+
+def test_a_group_may_wait_for_the_slowest_teacher():
+    slow = Distillation(Teacher("t", "http://host", timeout_s=400))
+    envs = [WeightedEnv("a", "a"), WeightedEnv("b", "b", scorer=Distillation(TEACHER)),
+            WeightedEnv("c", "c", scorer=slow)]  # fmt: skip
+    assert longest_wait_s(envs) == 400 and longest_wait_s("a") == longest_wait_s(envs[:1]) == 0
 
 
 @pytest.mark.parametrize(
@@ -459,41 +477,21 @@ def test_an_algorithm_that_cannot_work_is_refused(options, problem):
 def test_logprobs_that_cannot_be_compared_are_refused(options, tmp_path):
     run = {"output_dir": str(tmp_path), "use_cpu": True, "env_workers": 0, "temperature": 1.0}
     args = RLConfig(**{**run, **options})
-    env = [WeightedEnv(NamedRunner("env"), "env", algorithm="opd", teacher=TEACHER)]
+    env = [WeightedEnv(NamedRunner("env"), "env", scorer=Distillation(TEACHER))]
     name = next(iter(options))
     with pytest.raises(InvalidEnvironmentError, match=f"temperature 1 without cuts, and {name}"):
         make_runner(env, "http://host", None, args)
 
 
-def test_a_batch_may_take_as_long_as_its_slowest_teacher_plays(make_orchestrator):
-    slow, fast = (Teacher("t", "http://host", max_concurrent=n) for n in (4, 64))
-    env = [
-        WeightedEnv("a", "a", algorithm="sft", teacher=slow),
-        WeightedEnv("b", "b", algorithm="sft", teacher=fast),
-        WeightedEnv("c", "c", algorithm="opd", teacher=Teacher("t", "http://host")),
-    ]
-    assert answered_at_once(env) == 4 and answered_at_once(env[2:]) is None
-    given = []
-
-    def waiting(future, progress, num_rollouts, waves, *rest):
-        given.append((num_rollouts, waves))
-        return future.result(20)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verifiers_rl.orchestrator.result_of_rollouts", waiting)
-        for num_at_once in (4, None):
-            orchestrator = make_orchestrator(StubRunner(), num_at_once=num_at_once)
-            orchestrator.submit(0, "policy", 0)
-            orchestrator.get()
-    assert given == [(8, 2), (8, 1)]
-
-
 def test_a_policy_with_several_servers_is_not_its_own_teacher(tmp_path):
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0, temperature=1.0)
     args.vllm_servers = ["a:1", "b:1"]
-    env = [WeightedEnv(NamedRunner("env"), "env", algorithm="opsd", hint="{answer}")]
+    hinted = Distillation(algorithm="opsd", hint="{answer}")
+    runner = NamedRunner("env")
+    runner.example = lambda split, index: None
+    env = [WeightedEnv(runner, "env", scorer=hinted)]
     with pytest.raises(InvalidEnvironmentError, match="cannot be its own teacher"):
         make_runner(env, "http://host", None, args)
-    args.vllm_servers = None
+    args.vllm_servers, runner.example = None, None
     with pytest.raises(InvalidEnvironmentError, match="needs a method `async example"):
         make_runner(env, "http://host", None, args)

@@ -1,0 +1,305 @@
+"""A teacher: a model behind vLLM's OpenAI-compatible server. It says how probable tokens are.
+
+    logprobs(token_ids)  ──►  POST /v1/completions, prompt_logprobs = 0, max_tokens = 1
+                         ◄──  for each token of the prompt, its logprob
+
+The teacher may be away for some time, because it starts, or starts again. Requests wait for it up
+to `Teacher.timeout_s`, and then raise one error. A reply that does not fit the request raises too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+
+from verifiers_rl.inference.client import (
+    LOOPBACK,
+    TOKEN_VARIABLE,
+    InferenceServerError,
+    ServerLostError,
+    generation_key,
+)
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.25  # after a failed attempt; doubled after each further one
+LONGEST_PAUSE_S = 5.0
+LOWEST_LOGPROB = -9999.0  # what vLLM writes into JSON in place of -inf
+
+
+class TeacherError(InferenceServerError):
+    """The teacher cannot be used; the message names the teacher, its URL and what to do."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model that an environment's rollouts are compared with, at a server of its own.
+
+    Attributes:
+        model: a folder, or a name on the hub. Its tokenizer must be that of the trained model.
+        base_url: URL of the server, such as "http://10.0.0.2:8000", with /v1 or without. The server
+            is vLLM, or gives `prompt_logprobs` on /v1/completions as vLLM does.
+        name: what messages call it; default: `model`.
+        key_variable: the environment variable with the server's API key; "": it needs none. With
+            that of the run's token, the server may also be a `vf-vllm` that made its own.
+        timeout_s: a request waits for the teacher at most so many seconds, while the teacher starts
+            or has died. Then the run ends.
+        max_concurrent: requests at a time, of one environment.
+
+    Raises:
+        TeacherError: a value cannot work.
+    """
+
+    model: str
+    base_url: str
+    name: str = ""
+    key_variable: str = ""
+    timeout_s: float = 300.0
+    max_concurrent: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.model)
+        url = str(self.base_url).rstrip("/").removesuffix("/v1")
+        parts = urlsplit(url)
+        is_number = isinstance(self.timeout_s, int | float)
+        rules = {
+            "model": (isinstance(self.model, str) and self.model, "a folder or a name on the hub"),
+            "base_url": (parts.scheme in ("http", "https") and parts.hostname,
+                         "like http://host:8000"),
+            "timeout_s": (is_number and 0 < self.timeout_s < math.inf, "a number > 0"),
+            "max_concurrent": (type(self.max_concurrent) is int and self.max_concurrent > 0,
+                               "an integer >= 1"),
+        }  # fmt: skip
+        for field, (holds, rule) in rules.items():
+            if not holds:
+                given = f"{field}={getattr(self, field)!r}"
+                raise TeacherError(f"teacher {self.name!r}: {given} must be {rule}")
+        object.__setattr__(self, "base_url", url)
+
+    def key(self) -> str:
+        """Return the API key, or "".
+
+        Raises:
+            TeacherError: the variable is not set.
+        """
+        if not self.key_variable:
+            return ""
+        if self.key_variable == TOKEN_VARIABLE:
+            return generation_key(self.base_url)
+        if not (key := os.environ.get(self.key_variable)):
+            raise TeacherError(
+                f"teacher {self.name!r}: the environment variable {self.key_variable} of its API "
+                "key is not set; set it, or correct key_variable"
+            )
+        return key
+
+
+def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
+    """Compare the teacher's tokenizer with the student's: each id must be the same token.
+
+    Args:
+        tokenizer: the student's.
+
+    Raises:
+        TeacherError: they differ; the message names the first such id. Or there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(teacher.model)
+    except (OSError, ValueError) as error:
+        raise TeacherError(
+            f"teacher {teacher.name!r}: no tokenizer can be loaded from model={teacher.model!r}: "
+            f"{' '.join(str(error).split())}; give the folder or the hub's name of its model"
+        ) from error
+    one, other = (
+        {number: token for token, number in getattr(t, "tokenizer", t).get_vocab().items()}
+        for t in (tokenizer, theirs)
+    )
+    for number in sorted(one.keys() | other.keys()):
+        if one.get(number) != other.get(number):
+            raise TeacherError(
+                f"teacher {teacher.name!r}: its vocabulary is not the student's: token id {number} "
+                f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student. "
+                "Distillation compares the logprobs of single tokens; take a teacher with the same "
+                "tokenizer"
+            )
+
+
+class TeacherClient:
+    """Asks a teacher for logprobs. All methods run on one event loop.
+
+    Args:
+        teacher: the teacher.
+        min_model_len: tokens that a request may have; checked when the client opens.
+        is_own: it is the student's own server, at the policy that it has now. If that does not
+            answer, the trainer waits for it and requests the batch again, so nothing is asked twice
+            here: the server would answer with other weights.
+    """
+
+    def __init__(self, teacher: Teacher, min_model_len: int = 0, is_own: bool = False) -> None:
+        self.teacher, self.min_model_len, self._is_own = teacher, min_model_len, is_own
+        self._what = f"teacher {teacher.name!r} at {teacher.base_url}"
+        self._session: aiohttp.ClientSession | None = None
+        self._places: asyncio.Semaphore
+        self._model = ""  # what its server calls it
+        self._is_away = False
+
+    async def open(self) -> None:
+        """Wait until the teacher answers.
+
+        Raises:
+            TeacherError: it has not answered by its deadline, serves several models, or takes too
+                few tokens.
+        """
+        key, host = self.teacher.key(), urlsplit(self.teacher.base_url).hostname
+        self._places = asyncio.Semaphore(self.teacher.max_concurrent)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            trust_env=host not in LOOPBACK,  # a proxy set for the internet is not for this machine
+        )
+        if self._is_own:
+            return
+        try:
+            self._check((await self._request("GET", "/v1/models")).get("data") or [])
+        except BaseException:
+            await self.close()
+            raise
+
+    def _check(self, models: list[dict[str, Any]]) -> None:
+        """Take what the server calls the teacher's model, and look how many tokens it takes."""
+        known = [one for one in models if one.get("id") == self.teacher.model]
+        if not known and len(models) != 1:
+            names = ", ".join(str(one.get("id")) for one in models) or "no model"
+            raise TeacherError(
+                f"{self._what} serves {names}, not {self.teacher.model!r}; start it with "
+                f"--served-model-name {self.teacher.model}"
+            )
+        found = (known or models)[0]
+        self._model, longest = str(found["id"]), found.get("max_model_len")
+        if longest is not None and longest < self.min_model_len:
+            raise TeacherError(
+                f"{self._what} takes {longest} tokens at most, and needs {self.min_model_len}: "
+                f"max_seq_len and one more; start it with --max-model-len {self.min_model_len}"
+            )
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def logprobs(self, token_ids: np.ndarray, model: str = "") -> np.ndarray:
+        """Return log pi_T of each token after those before it, (T,) float64; NaN for the first.
+
+        Args:
+            token_ids: (T,).
+            model: of the student's own server, the name by which requests reach the policy.
+
+        Raises:
+            TeacherError: no answer by the deadline, or one that does not fit the request.
+            ServerLostError: the student's own server does not answer.
+        """
+        ids = [int(token) for token in token_ids]
+        body = {"model": model if self._is_own else self._model, "prompt": ids, "max_tokens": 1}
+        body |= {"temperature": 1.0, "prompt_logprobs": 0}
+        async with self._places:
+            reply = await self._request("POST", "/v1/completions", body)
+        try:
+            return await asyncio.to_thread(logprobs_of, reply, ids)
+        except ValueError as error:
+            raise TeacherError(
+                f"{self._what} does not answer as vLLM does: {error}; is it a vLLM server of "
+                f"{self.teacher.model!r}?"
+            ) from error
+
+    async def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """Send a request until it is answered, up to the deadline. Return the reply."""
+        loop, timeout_s = asyncio.get_running_loop(), self.teacher.timeout_s
+        deadline, pause_s = loop.time() + timeout_s, FIRST_PAUSE_S
+        while True:
+            assert self._session is not None, "call open() first"
+            left_s = max(deadline - loop.time(), 0.001)
+            try:
+                async with self._session.request(
+                    method,
+                    self.teacher.base_url + path,
+                    json=body,
+                    timeout=aiohttp.ClientTimeout(total=left_s),
+                    allow_redirects=False,  # the key is for this server only
+                ) as answer:
+                    status, text = answer.status, await answer.text()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem: str = str(error) or type(error).__name__
+            else:
+                if status == 200:
+                    self._is_away = False
+                    try:
+                        return json.loads(text)
+                    except ValueError as error:
+                        raise TeacherError(
+                            f"{self._what} answered {method} {path} with what is no JSON"
+                        ) from error
+                problem = f"status {status}: {' '.join(text.split())[:300]}"
+                if status < 500 and status != 429:
+                    raise self._refused(f"{method} {path}: {problem}")
+            if self._is_own and not problem.startswith("status 429"):
+                raise ServerLostError(f"{self._what} does not answer: {problem}")
+            if not self._is_away:
+                self._is_away = True
+                waits = f"waiting up to {timeout_s:g} s"
+                logger.warning("%s does not answer (%s); %s", self._what, problem, waits)
+            left_s = deadline - loop.time()
+            if left_s <= 0:
+                raise TeacherError(
+                    f"{self._what} gave no answer within {timeout_s:g} s (timeout_s); at last: "
+                    f"{problem}. Start it again, correct its base_url, or raise its timeout_s; "
+                    "then resume the run"
+                )
+            await asyncio.sleep(min(pause_s, left_s))  # there is nothing to await
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _refused(self, problem: str) -> InferenceServerError:
+        if self._is_own and "status 404" in problem:  # one that started anew knows no adapter
+            return ServerLostError(f"{self._what}: {problem}")
+        hint = "; is the model right, and its --max-model-len above max_seq_len?"
+        if self._is_own:
+            hint = "; its max_model_len must hold a rollout and the hint"
+        if "status 401" in problem or "status 403" in problem:
+            hint = "; set key_variable to the environment variable with its API key"
+        if "prompt_logprobs" in problem:  # vf-vllm says what to do
+            hint = ""
+        return TeacherError(f"{self._what} refuses: {problem}{hint}")
+
+
+def logprobs_of(reply: dict[str, Any], token_ids: list[int]) -> np.ndarray:
+    """Return the logprobs of a prompt's tokens from a reply of vLLM, (T,) float64; NaN for the
+    first one.
+
+    Raises:
+        ValueError: the reply is of other tokens, or a logprob is missing or not finite.
+    """
+    choices = reply.get("choices") or [{}]
+    found = choices[0].get("prompt_logprobs")
+    if not isinstance(found, list):
+        raise ValueError("the reply has no prompt_logprobs")
+    if len(found) != len(token_ids):
+        raise ValueError(f"{len(found)} prompt_logprobs for a prompt of {len(token_ids)} tokens")
+    values = np.full(len(token_ids), math.nan)
+    for place in range(1, len(token_ids)):
+        entry = (found[place] or {}).get(str(token_ids[place]))
+        logprob = entry.get("logprob") if isinstance(entry, dict) else None
+        if not isinstance(logprob, int | float) or not LOWEST_LOGPROB < logprob <= 1e-3:
+            said = "is missing" if logprob is None else f"is {logprob}"
+            raise ValueError(f"the logprob of token {token_ids[place]} at position {place} {said}")
+        values[place] = logprob
+    return values
