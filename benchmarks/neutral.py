@@ -103,7 +103,7 @@ def run_case(case: str, model: str, port: int, folder: str) -> dict[str, Any] | 
     args = RLConfig(
         output_dir=f"{folder}/{case.replace(' ', '-')}", use_cpu=True, use_lora=weights == "lora",
         learning_rate=1e-3, max_steps=NUM_STEPS, save_strategy="no", batch_size=BATCH_SIZE,
-        rollouts_per_example=GROUP, micro_batch_size=4, max_seq_len=64, max_off_policy_steps=0,
+        rollouts_per_example=GROUP, micro_batch_size=1, max_seq_len=64, max_off_policy_steps=0,
         disable_tqdm=True, **options,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -137,14 +137,16 @@ def run_ranks(case: str, model: str, port: int, folder: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving(model: str, folder: str, is_needed: bool) -> Iterator[int]:
-    """Give the port of a running vf-vllm; 0 if none is needed."""
+def serving(model: str, folder: str, case: str) -> Iterator[int]:
+    """Give the port of a vf-vllm for the weights of this case; 0 if it needs none."""
     from tests.conftest import running_server
 
-    if not is_needed:
+    source, weights, _ = case.split()
+    if source == "stand-in":
         yield 0
         return
-    flags = ("--enable-lora", "--max-lora-rank", "16", "--no-enable-chunked-prefill")
+    flags = ["--no-enable-chunked-prefill"]
+    flags += ["--enable-lora", "--max-lora-rank", "16"] if weights == "lora" else []
     with running_server(Path(model), Path(folder, "server.log"), *flags) as server:
         yield server.port
 
@@ -182,7 +184,9 @@ def main() -> None:
             Path(options.folder, "result.json").write_text(json.dumps(result))
         return
 
-    from tests.helpers import load_example, make_tiny_model
+    from transformers import set_seed
+
+    from tests.helpers import load_example
     from verifiers_rl.inference.client import TOKEN_VARIABLE
 
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(16))
@@ -193,22 +197,23 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
-        make_tiny_model().save_pretrained(model)
-        load_example("warm_start").make_tokenizer().save_pretrained(model)
-        with serving(model, folder, not options.standin) as port:
-            for case in cases:
+        set_seed(0)
+        warm_start = load_example("warm_start")
+        tokenizer = warm_start.make_tokenizer()
+        tokenizer.save_pretrained(model)
+        warm_start.make_model(tokenizer).save_pretrained(model)
+        for case in cases:
+            with serving(model, folder, case) as port:
                 results[case] = result = run_ranks(case, model, port, folder)
-                losses, rewards = result["losses"], result["rewards"]
-                first, last = (
-                    sum(r) / BATCH_SIZE for r in (rewards[:BATCH_SIZE], rewards[-BATCH_SIZE:])
-                )
-                compared = difference(earlier.get(case), result) if options.compare else "-"
-                result["compared"] = compared
-                print(
-                    f"| {case} | {losses[0]:.7f}, {losses[-1]:.7f} | {first:.4f}, {last:.4f} | "
-                    f"{result['weights'][:16]} | {compared} |",
-                    flush=True,
-                )
+            losses, rewards = result["losses"], result["rewards"]
+            first, last = sum(rewards[:BATCH_SIZE]), sum(rewards[-BATCH_SIZE:])
+            compared = difference(earlier.get(case), result) if options.compare else "-"
+            result["compared"] = compared
+            print(
+                f"| {case} | {losses[0]:.7f}, {losses[-1]:.7f} | {first / BATCH_SIZE:.4f}, "
+                f"{last / BATCH_SIZE:.4f} | {result['weights'][:16]} | {compared} |",
+                flush=True,
+            )
     if options.write:
         options.write.write_text(json.dumps(results))
     if options.compare:
