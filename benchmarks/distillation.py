@@ -100,8 +100,9 @@ def train(
     method: str, seed: int, model: Path, port: int, teacher: Any, folder: Path, target: float
 ) -> dict[str, Any]:
     """Train once; return the row."""
-    from verifiers_rl import RLConfig, RLTrainer, SFTConfig, SFTTrainer, WeightedEnv
+    from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
     from verifiers_rl.distill import Distillation
+    from verifiers_rl.sft import SFTConfig, SFTTrainer
 
     options = options_of(method, seed, folder, port)
     env, callbacks = make_env("demo"), [stop_at(target)]

@@ -109,7 +109,7 @@ def common_options(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def make_ours(options: argparse.Namespace, folder: str, timer: Any) -> Any:
-    from verifiers_rl import SFTConfig, SFTTrainer
+    from verifiers_rl.sft import SFTConfig, SFTTrainer
 
     args = SFTConfig(
         **common_options(options, folder), use_lora=options.lora, shuffle=False,
@@ -157,7 +157,7 @@ def make_transformers(options: argparse.Namespace, folder: str, timer: Any) -> A
     from peft import get_peft_model
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
 
-    from verifiers_rl.conversations import Tokenization
+    from verifiers_rl.sft.conversations import Tokenization
 
     tokenizer = make_tokenizer(options)
     tokenization = Tokenization(tokenizer, max_seq_len=options.longest)

@@ -19,12 +19,13 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from verifiers_rl import RLConfig, SFTConfig, config
+from verifiers_rl import RLConfig, config
 from verifiers_rl.cli import config as cli_config
 from verifiers_rl.cli import flat
-from verifiers_rl.cli import sft as cli_sft
 from verifiers_rl.distill import Distillation, Teacher
 from verifiers_rl.option_rules import rules_of, type_rule
+from verifiers_rl.sft import SFTConfig
+from verifiers_rl.sft import main as cli_sft
 
 PAGE = Path(__file__).parent / "reference.md"
 HEAD = """# Reference

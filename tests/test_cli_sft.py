@@ -10,10 +10,9 @@ import pytest
 
 from tests.helpers import ROOT, load_example, make_tiny_model
 from tests.test_sft import conversations
-from verifiers_rl.cli import sft
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.conversations import have_common_rows
 from verifiers_rl.report.run_folder import metrics_file, read_metrics
+from verifiers_rl.sft import main as sft
 
 TOML = """
 model = "./base"
@@ -53,7 +52,7 @@ def load(folder, *overrides):
 def run(folder, *words):
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "verifiers_rl.cli.sft", "@", "sft.toml", *words]
+    command = [sys.executable, "-m", "verifiers_rl.sft.main", "@", "sft.toml", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True,
                           timeout=200)  # fmt: skip
 
@@ -129,11 +128,9 @@ def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
         ("dat.train=a.jsonl", "unknown key '--dat'; did you mean '--data'"),
         ("data.train=3", "train: must be a path or a name on the hub"),
         ("data.split=3", r"\[data\] split=3: must be a string"),
-        ("data.eval=held_out.jsonl", "has rows for evaluations, and there are none: set eval_s"),
+        ("data.eval=held_out.jsonl", r"\[data\] is there for evaluations, and there are none: set"),
         ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
-        ("data.eval=train.jsonl", "the held-out rows are trained on: split='train' of"),
-        ("data.eval_split=train[90%:]", r"has rows of eval_split='train\[90%:\]'; set parts"),
-        ("env.taskset.id=words", r"\[env\] is for evaluations, and there are none"),
+        ("env.taskset.id=words", r"\[env\] is there for evaluations, and there are none"),
         ("inference.gpus=1", "vf-sft reads no 'inference': it starts no server"),
         ("cluster.trainer_nodes=2", "vf-sft reads no 'cluster'"),
     ],
@@ -151,51 +148,6 @@ def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
     config = load(folder, "data.eval_split=test", *evaluates)
     with pytest.raises(TomlError, match=r"split 'test': .* A file has the split 'train' alone"):
         config.check_files()
-
-
-EVALUATES = ("trainer.args.eval_strategy=steps", "trainer.args.eval_steps=1")
-
-
-@pytest.mark.parametrize(
-    ("split", "held_out", "common"),
-    [
-        ("train", "train", True),
-        ("train[:90%]", "train", True),
-        ("train", "train[90%:]", True),
-        ("train[:90%]", "train[50%:]", True),
-        ("train[:90%]", "train[90%:]", False),
-        ("train[:90%]", "test", False),
-        ("train[:4]+train[5:]", "train[4:5]", False),
-        ("train[:4]+train[4:]", "train[4:5]", True),
-        ("train[:-2]", "train[-2:]", False),
-        ("train[:-2]", "train[-3:]", True),
-        ("train[:4]", "train[60%:]", None),
-        ("train[:90%]", "train[-10%:]", None),
-        ("train[:-50%]", "train[-10%:]", None),  # which are all of 3 rows
-        ("train[:50%](pct1_dropremainder)", "train[50%:]", None),
-        ("all", "test", None),
-    ],
-)
-def test_rows_that_are_trained_on_are_not_held_out(folder, split, held_out, common):
-    assert have_common_rows(split, held_out) == have_common_rows(held_out, split) == common
-    given = ("data.train=org/name", f"data.split={split}", f"data.eval_split={held_out}")
-    if common is False:
-        assert load(folder, *given, *EVALUATES).data.eval_split == held_out
-    else:
-        problem = "the held-out rows are trained on: split=" if common else "cannot be compared"
-        with pytest.raises(TomlError, match=problem):
-            load(folder, *given, *EVALUATES)
-
-
-def test_rows_of_a_file_are_counted_where_its_splits_say_too_little(folder):
-    def check(split, *given):  # of 6 rows
-        load(folder, f"data.split={split}", *given, *EVALUATES).check_files()
-
-    check("train[:4]", "data.eval_split=train[60%:]")  # from row 4 on
-    with pytest.raises(TomlError, match=r"trained on: split='train\[:4\]' of .*train.jsonl has"):
-        check("train[:4]", "data.eval_split=train[50%:]")
-    with pytest.raises(TomlError, match=r"has rows of eval_split='train'; set parts"):
-        check("train[:90%]", "data.eval=train.jsonl")
 
 
 def test_data_is_of_vf_sft_alone_and_needed_there(folder):

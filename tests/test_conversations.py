@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import load_example
-from verifiers_rl.conversations import DatasetError, Tokenization, read_dataset
+from verifiers_rl.sft.conversations import DatasetError, Tokenization, read_dataset
 
 # What matters in Qwen3's: past turns lose their thinking, the last one always has some; tool
 # results are of the user; a newline follows the end of a turn.

@@ -171,7 +171,7 @@ def test_a_wrong_reply_is_an_error_and_never_a_number(change, problem):
 
 
 def test_a_teacher_that_refuses_is_asked_once():
-    with pytest.raises(TeacherError, match="refuses: POST /v1/completions: status 400: later"):
+    with pytest.raises(TeacherError, match="refuses: status 400: later"):
         ask([5, 3], statuses=(400,))
     with pytest.raises(TeacherError, match="status 401: later; set key_variable"):
         ask([5, 3], statuses=(401,))
@@ -393,7 +393,7 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
         assert body["model"] == "adapter"
         wanted = expected(sample, theirs_of(sample), 1.0)  # the stand-in looks one token back
         assert rollout.added_advantages == pytest.approx(wanted, abs=1e-6)
-    with pytest.raises(InvalidEnvironmentError, match=r"'env'.* has no field 'reply', on"):
+    with pytest.raises(InvalidEnvironmentError, match=r"'env'.*'reply'.*fields answer, data"):
         asyncio.run(run("{reply}"))
 
 
@@ -410,7 +410,7 @@ def test_a_lost_own_server_is_the_trainers_to_wait_for():
     for status in (404, 503):
         with pytest.raises(ServerLostError, match=f"status {status}"):
             asyncio.run(run(status))
-    with pytest.raises(TeacherError, match="its max_model_len must hold a rollout and the hint"):
+    with pytest.raises(TeacherError, match="--max-model-len above max_seq_len, and the hint"):
         asyncio.run(run(400))
 
 
@@ -441,7 +441,6 @@ TEACHER = Teacher("big", "http://host")
         ({"algorithm": "opd"}, "algorithm='opd' needs a teacher"),
         ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
         ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),
-        ({"algorithm": "opsd", "hint": "{a.b}"}, "{a.b} is no name of a field"),
         ({"teacher": TEACHER, "hint": "x"}, "hint='x' is for algorithm='opsd'"),
         ({"teacher": TEACHER, "distill_coef": 0}, "distill_coef=0 must be a number > 0"),
     ],

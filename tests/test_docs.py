@@ -22,20 +22,22 @@ import torch
 import transformers
 
 import verifiers_rl
+import verifiers_rl.sft
 from tests.fake_run import write_fake_run
 from tests.helpers import ROOT, load_example, make_tiny_model
-from verifiers_rl import RLConfig, RLTrainer, SFTConfig, SFTTrainer
+from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
 from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import RunConfig, check_trainer_args, load_run_config
 from verifiers_rl.cli.setup import workspace_files
-from verifiers_rl.cli.sft import DataTable, SFTRunConfig
-from verifiers_rl.conversations import Tokenization
 from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
+from verifiers_rl.sft import SFTConfig, SFTTrainer
+from verifiers_rl.sft.conversations import Tokenization
+from verifiers_rl.sft.main import DataTable, SFTRunConfig
 from verifiers_rl.types import Rollout, Sample
 
 DOCS = ROOT / "docs"
@@ -214,7 +216,7 @@ def in_docs_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text"))
     monkeypatch.setattr(verifiers_rl, "RLTrainer", TrainerOfDocs, raising=False)
-    monkeypatch.setattr(verifiers_rl, "SFTTrainer", SFTTrainerOfDocs, raising=False)
+    monkeypatch.setattr(verifiers_rl.sft, "SFTTrainer", SFTTrainerOfDocs, raising=False)
     prompt = tmp_path / "outputs" / "prompt" / "best_system_prompt.txt"
     prompt.parent.mkdir(parents=True)
     prompt.write_text("Be brief.")

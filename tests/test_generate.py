@@ -13,12 +13,12 @@ from aiohttp import web
 
 from tests.helpers import ROOT, load_example, make_tiny_model, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
-from verifiers_rl.cli import generate as module
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.generate import OptionError, generate, key_variable, make_one_server
 from verifiers_rl.cli.plan import assign_gpus, server_command
-from verifiers_rl.conversations import Tokenization, read_dataset
 from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.sft import generate as module
+from verifiers_rl.sft.conversations import Tokenization, read_dataset
+from verifiers_rl.sft.generate import OptionError, generate, key_variable, make_one_server
 from verifiers_rl.types import Slots
 
 

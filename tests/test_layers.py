@@ -19,7 +19,7 @@ from verifiers_rl.cli.config import (
 )
 from verifiers_rl.cli.layers import TomlError, parse_value
 from verifiers_rl.cli.plan import check_trainer_options
-from verifiers_rl.cli.sft import SFTRunConfig
+from verifiers_rl.sft.main import SFTRunConfig
 
 BASE = """
 model = "./model"

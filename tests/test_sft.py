@@ -20,12 +20,13 @@ from tests.helpers import (
     make_tiny_llama,
     make_tiny_model,
 )
-from verifiers_rl import LossOutputs, RLConfig, SFTConfig, SFTTrainer, WeightedEnv
+from verifiers_rl import LossOutputs, RLConfig, WeightedEnv
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LossInputs, cross_entropy
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
-from verifiers_rl.sft import DatasetSource, make_samples
+from verifiers_rl.sft import SFTConfig, SFTTrainer
+from verifiers_rl.sft.trainer import DatasetSource, make_samples
 
 
 def conversations(num=12, longest=9):
@@ -501,7 +502,7 @@ import torch
 from accelerate.state import AcceleratorState
 from tests.helpers import load_example
 from tests.test_sft import conversations
-from verifiers_rl import SFTConfig, SFTTrainer
+from verifiers_rl.sft import SFTConfig, SFTTrainer
 
 folder, *kinds = sys.argv[1:]
 for kind in kinds:
@@ -610,3 +611,12 @@ def test_options_of_the_data_change_what_is_trained(make_trainer):
     more = sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
     trainer = make_trainer()
     assert more > sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
+
+
+def test_held_out_rows_that_are_trained_on_are_counted(make_trainer, caplog):
+    rows = conversations(6)
+    make_trainer(rows=rows[:4], held_out=rows[3:], eval_strategy="steps", eval_steps=1)
+    assert "1 of 3 held-out rows are trained on" in caplog.text
+    caplog.clear()
+    make_trainer(rows=rows[:4], held_out=rows[4:], eval_strategy="steps", eval_steps=1)
+    assert "held-out rows" not in caplog.text

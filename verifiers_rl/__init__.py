@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
     from verifiers_rl.report.rollouts import read_rollouts
-    from verifiers_rl.sft import SFTTrainer
-    from verifiers_rl.sft_config import SFTConfig
     from verifiers_rl.trainer import RLTrainer
 
 __version__ = "0.1.0"
@@ -27,8 +25,6 @@ __all__ = [
     "Orchestrator",
     "RLConfig",
     "RLTrainer",
-    "SFTConfig",
-    "SFTTrainer",
     "WeightedEnv",
     "cispo",
     "env_from",
@@ -42,8 +38,6 @@ HOME = {
     "Orchestrator": "orchestrator",
     "RLConfig": "config",
     "RLTrainer": "trainer",
-    "SFTConfig": "sft_config",
-    "SFTTrainer": "sft",
     "WeightedEnv": "envs.base",
     "cispo": "losses",
     "env_from": "envs.dataset",

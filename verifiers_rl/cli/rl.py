@@ -83,7 +83,7 @@ def main() -> None:
     if sys.argv[1:2] in (["view"], ["report"]):
         sys.exit(look_at_runs(sys.argv[1:]))
     if sys.argv[1:2] == ["generate"]:
-        from verifiers_rl.cli.generate import generate
+        from verifiers_rl.sft.generate import generate
 
         sys.exit(generate(sys.argv[2:]))
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):

@@ -29,9 +29,7 @@ _UNUSED_URL = "http://127.0.0.1"  # where only the other values of a teacher are
 # Flags of a teacher's server that have a place of their own, or none.
 _ELSEWHERE = {
     "model": "set model in [[teacher]] instead",
-    "host": "vf-rl chooses it; remove it",
-    "port": "vf-rl chooses it; remove it",
-    "api_key": "vf-rl makes one that no other user of this machine can see; remove it",
+    **dict.fromkeys(("host", "port", "api_key"), "vf-rl chooses it; remove it"),
 }
 
 
@@ -110,40 +108,30 @@ def _read_teacher(config: RunConfig, number: int) -> TeacherTable:
         value = find(config.tree, (*at, key))
         if isinstance(value, Value) and value.text is not None:
             given[key] = value.text  # on the command line, strings need no quotes
-    name, args = given.get("name"), given.get("args", {})
-
-    def error(key: str, problem: str) -> TomlError:
-        shown = f"{key}={given[key]!r} " if key in given else f"{key} "
-        return TomlError(f"{config.place(*at, key)}: {shown}{problem}")
-
-    if name is None:
-        raise error("name", "is missing; set it to what [[env]] calls it")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-        raise error("name", "must be a short name of letters, digits, '_', '-' and '.'")
-    gpus = given.get("gpus")
-    if "base_url" in given:
-        for key in given.keys() & {"gpus", "args"}:
-            raise error(key, "is of a server that vf-rl starts, and base_url is of one that runs "
-                        "already; remove one of the two")  # fmt: skip
-    elif gpus is None and (config.inference_gpus or config.trainer_gpus):
+    name: Any = given.get("name")
+    is_started = "base_url" not in given
+    # On a CPU, all servers are.
+    gpus = given.get("gpus", int(bool(config.inference_gpus or config.trainer_gpus)))
+    args = given.get("args", {})
+    for key, holds, rule in (
+        ("name", isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII),
+         "a short name of letters, digits, '_', '-' and '.', by which an [[env]] calls it"),
+        ("gpus", type(gpus) is int and gpus >= 0, "an integer >= 0 (0: CPU)"),
+        ("args", isinstance(args, dict), "a table"),
+    ):  # fmt: skip
+        if not holds:
+            raise TomlError(f"{config.place(*at, key)}: {key}={given.get(key)!r} must be {rule}")
+    for key in given.keys() & ({"key_variable"} if is_started else {"gpus", "args"}):
         raise TomlError(
-            f"{config.source(*at)}: {config.name_of(*at)}: teacher {name!r} has neither gpus nor "
-            "base_url; set gpus, for a server that vf-rl starts, or base_url, of one that runs"
-        )
-    else:
-        gpus = gpus or 0
-        if type(gpus) is not int or gpus < 0:
-            raise error("gpus", "must be an integer >= 0 (0: CPU)")
-        if "key_variable" in given:
-            raise error("key_variable", "is for a teacher with base_url: vf-rl makes a key for one "
-                        "that it starts; remove it")  # fmt: skip
-        if not isinstance(args, dict):
-            raise error("args", "must be a table")
-        for key in _ELSEWHERE.keys() & args.keys():
-            raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
+            f"{config.place(*at, key)}: {key} is of a server that "
+            + ("runs already, and without base_url vf-rl starts it; set base_url" if is_started
+               else "vf-rl starts, and base_url of one that runs already; remove one of the two")
+        )  # fmt: skip
+    for key in _ELSEWHERE.keys() & args.keys():
+        raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
     model = config.find_model((*at, "model"), checks_model=False)
     options = {key: given[key] for key in _OPTIONS if key in given}
-    table = TeacherTable(number, name, model, gpus, args, options)
+    table = TeacherTable(number, name, model, gpus if is_started else None, args, options)
     try:
         table.teacher()
     except TeacherError as problem:

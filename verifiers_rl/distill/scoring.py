@@ -12,7 +12,7 @@ import asyncio
 import copy
 import math
 import string
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,7 @@ import numpy as np
 from verifiers_rl.distill.teacher import Teacher, TeacherClient, check_vocabulary
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.types import Rollout, Sample, Split
-
-ALGORITHMS = ("rl", "opd", "opsd")
+from verifiers_rl.types import Rollout, Sample
 
 
 def teacher_advantages(
@@ -96,37 +94,26 @@ class Distillation:
             raise InvalidEnvironmentError(problem)
 
     def _problem(self) -> str | None:
-        coef, hint = self.distill_coef, self.hint
-        if self.algorithm not in ALGORITHMS:
-            return f"algorithm={self.algorithm!r} must be one of {', '.join(map(repr, ALGORITHMS))}"
+        coef, hint, algorithm = self.distill_coef, self.hint, f"algorithm={self.algorithm!r}"
+        if self.algorithm not in ("rl", "opd", "opsd"):
+            return f"{algorithm} must be one of 'rl', 'opd', 'opsd'"
         is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
         if not is_number or not 0 < coef < math.inf:
             return f"distill_coef={coef!r} must be a number > 0"
-        if self.algorithm != "opsd" and self.teacher is None:
-            return f"algorithm={self.algorithm!r} needs a teacher; set teacher, or remove it"
         if self.algorithm != "opsd":
+            if self.teacher is None:
+                return f"{algorithm} needs a teacher; set teacher, or remove it"
             return f"hint={hint!r} is for algorithm='opsd'; remove it" if hint else None
         if not isinstance(hint, str) or not hint:
-            return (
-                "algorithm='opsd' needs a hint for its teacher; set hint to a text with fields of "
-                "the example, such as 'The answer is {answer}.'"
-            )
+            return f"{algorithm} needs a hint for its teacher, such as 'The answer is {{answer}}.'"
         try:
-            fields = [field for _, field, _, _ in string.Formatter().parse(hint) if field]
+            list(string.Formatter().parse(hint))
         except ValueError as error:
             return f"hint={hint!r}: {error}; write {{{{ and }}}} for braces"
-        wrong = [field for field in fields if not field.isidentifier()]
-        return f"hint={hint!r}: {{{wrong[0]}}} is no name of a field" if wrong else None
+        return None
 
-    # --- What `types.GroupScorer` asks for --------------------------------------------------------
-
-    def connect(
-        self,
-        options: Any,
-        args: Any,
-        example: Callable[[Split, int], Awaitable[dict[str, Any]]] | None,
-    ) -> None:
-        """Learn of the run, and compare the teacher with it.
+    def connect(self, options: Any, args: Any, example: Any) -> None:
+        """Learn of the run, and compare the teacher with it; see `types.GroupScorer`.
 
         Raises:
             InvalidEnvironmentError: the teacher's logprobs and the student's cannot be compared.
@@ -144,7 +131,7 @@ class Distillation:
                 f"{what}: a teacher's logprobs are those of temperature 1 without cuts, and "
                 f"{', '.join(changed)} makes the student's others; remove it, or the teacher"
             )
-        if self.algorithm == "opsd" and example is None:
+        if self.hint and example is None:
             raise InvalidEnvironmentError(
                 f"{what}: an EnvRunner of your own needs a method `async example(split, index)` "
                 "that returns the fields of an example, for the hint"
@@ -178,15 +165,14 @@ class Distillation:
             TeacherError: the teacher has not answered by its deadline, or with wrong numbers.
         """
         hint = await self._hint_tokens(index) if self.hint else []
-        await _gather([self._score(r, model, hint) for r in group if r.samples])
+        await asyncio.gather(*(self._score(r, model, hint) for r in group if r.samples))
 
     async def _score(self, rollout: Rollout, model: str, hint: list[int]) -> None:
         loop = asyncio.get_running_loop()
-        start = loop.time()
-        theirs = await _gather([self._ask(s.token_ids, model, hint) for s in rollout.samples])
-        added, kl = teacher_advantages(rollout.samples, theirs, self.distill_coef)
+        start, samples = loop.time(), rollout.samples
+        theirs = await asyncio.gather(*(self._ask(s.token_ids, model, hint) for s in samples))
+        rollout.added_advantages, kl = teacher_advantages(samples, theirs, self.distill_coef)
         rollout.metrics |= {"teacher_kl": kl, "teacher_s": loop.time() - start}
-        rollout.added_advantages = added
         if self.algorithm != "rl":
             rollout.set_advantage(0.0)  # the teacher's are added to these
             rollout.has_own_advantages = True
@@ -197,41 +183,26 @@ class Distillation:
         # If the hint has the beginning of a text in front, the rollout's own is not read again.
         num_left_out = int(bool(hint) and hint[0] == token_ids[0] == bos)
         prompt = np.concatenate([np.array(hint, np.int64), token_ids[num_left_out:]])
-        logprobs = (await self._client.logprobs(prompt, model))[len(hint) - num_left_out :]
-        logprobs[0] = math.nan  # the first token is never in the loss
-        return logprobs
+        logprobs = await self._client.logprobs(prompt, model)
+        return logprobs[len(hint) - num_left_out :]  # the first token is never in the loss
 
     async def _hint_tokens(self, index: int) -> list[int]:
         """Return the privileged tokens that the teacher of "opsd" reads: a system message of its
         own, in front of all tokens of the rollout, which stay as they are.
         """
-        assert self._example is not None
         fields = dict(await self._example("train", index))
         for key in ("task", "data", "row", "info"):  # where kinds of environments pack them
             if isinstance(fields.get(key), dict):
                 fields |= fields[key]
         try:
             text = self.hint.format_map(fields)
-        except KeyError as error:
+        except (KeyError, AttributeError, ValueError) as error:
             raise InvalidEnvironmentError(
-                f"environment {self._options.name!r}: hint={self.hint!r}: an example has no field "
-                f"{error.args[0]!r}, only {', '.join(sorted(map(str, fields)))}"
+                f"environment {self._options.name!r}: hint={self.hint!r}: {error!r}; an example "
+                f"has the fields {', '.join(sorted(map(str, fields)))}"
             ) from error
-        return list(
-            self._options.tokenizer.apply_chat_template(
-                [{"role": "system", "content": text}],
-                add_generation_prompt=False,
-                return_dict=False,
-                **self._options.chat_template_kwargs,
-            )
+        message, kwargs = {"role": "system", "content": text}, self._options.chat_template_kwargs
+        tokens = self._options.tokenizer.apply_chat_template(
+            [message], add_generation_prompt=False, return_dict=False, **kwargs
         )
-
-
-async def _gather(work: list[Any]) -> list[Any]:
-    """Do all of it at once. If one raises or this is cancelled, the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+        return list(tokens)

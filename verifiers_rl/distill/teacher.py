@@ -46,13 +46,11 @@ class Teacher:
 
     Attributes:
         model: a folder, or a name on the hub. Its tokenizer must be that of the trained model.
-        base_url: URL of the server, such as "http://10.0.0.2:8000", with /v1 or without. The server
-            is vLLM, or gives `prompt_logprobs` on /v1/completions as vLLM does.
+        base_url: of a vLLM server, such as "http://10.0.0.2:8000", with /v1 or without.
         name: what messages call it; default: `model`.
         key_variable: the environment variable with the server's API key; "": it needs none. With
             that of the run's token, the server may also be a `vf-vllm` that made its own.
-        timeout_s: a request waits for the teacher at most so many seconds, while the teacher starts
-            or has died. Then the run ends.
+        timeout_s: a request waits for the teacher at most so many seconds. Then the run ends.
         max_concurrent: requests at a time, of one environment.
 
     Raises:
@@ -67,35 +65,27 @@ class Teacher:
     max_concurrent: int = 64
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.name or self.model)
         url = str(self.base_url).rstrip("/").removesuffix("/v1")
-        parts = urlsplit(url)
         is_number = isinstance(self.timeout_s, int | float)
-        rules = {
-            "model": (isinstance(self.model, str) and self.model, "a folder or a name on the hub"),
-            "base_url": (parts.scheme in ("http", "https") and parts.hostname,
-                         "like http://host:8000"),
-            "timeout_s": (is_number and 0 < self.timeout_s < math.inf, "a number > 0"),
-            "max_concurrent": (type(self.max_concurrent) is int and self.max_concurrent > 0,
-                               "an integer >= 1"),
-        }  # fmt: skip
-        for field, (holds, rule) in rules.items():
+        for option, holds, rule in (
+            ("model", self.model and isinstance(self.model, str), "a folder or a name on the hub"),
+            ("base_url", url.startswith(("http://", "https://")), "like http://host:8000"),
+            ("timeout_s", is_number and 0 < self.timeout_s < math.inf, "a number > 0"),
+            ("max_concurrent", type(self.max_concurrent) is int and self.max_concurrent > 0,
+             "an integer >= 1"),
+        ):  # fmt: skip
             if not holds:
-                given = f"{field}={getattr(self, field)!r}"
-                raise TeacherError(f"teacher {self.name!r}: {given} must be {rule}")
+                given = f"{option}={getattr(self, option)!r}"
+                raise TeacherError(f"teacher {self.name or self.model!r}: {given} must be {rule}")
         object.__setattr__(self, "base_url", url)
+        object.__setattr__(self, "name", self.name or self.model)
 
     def key(self) -> str:
-        """Return the API key, or "".
-
-        Raises:
-            TeacherError: the variable is not set.
-        """
-        if not self.key_variable:
-            return ""
+        """Return the API key, or "". Raises TeacherError if the variable is not set."""
         if self.key_variable == TOKEN_VARIABLE:
             return generation_key(self.base_url)
-        if not (key := os.environ.get(self.key_variable)):
+        key = os.environ.get(self.key_variable, "") if self.key_variable else ""
+        if self.key_variable and not key:
             raise TeacherError(
                 f"teacher {self.name!r}: the environment variable {self.key_variable} of its API "
                 "key is not set; set it, or correct key_variable"
@@ -104,13 +94,8 @@ class Teacher:
 
 
 def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
-    """Compare the teacher's tokenizer with the student's: each id must be the same token.
-
-    Args:
-        tokenizer: the student's.
-
-    Raises:
-        TeacherError: they differ; the message names the first such id. Or there is no tokenizer.
+    """Raise TeacherError unless each id is the same token for the student, whose tokenizer this is,
+    and for the teacher. The message names the first that is not.
     """
     from transformers import AutoTokenizer
 
@@ -129,9 +114,8 @@ def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
         if one.get(number) != other.get(number):
             raise TeacherError(
                 f"teacher {teacher.name!r}: its vocabulary is not the student's: token id {number} "
-                f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student. "
-                "Distillation compares the logprobs of single tokens; take a teacher with the same "
-                "tokenizer"
+                f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student; "
+                "take a teacher with the same tokenizer"
             )
 
 
@@ -147,7 +131,7 @@ class TeacherClient:
     """
 
     def __init__(self, teacher: Teacher, min_model_len: int = 0, is_own: bool = False) -> None:
-        self.teacher, self.min_model_len, self._is_own = teacher, min_model_len, is_own
+        self.teacher, self._min_model_len, self._is_own = teacher, min_model_len, is_own
         self._what = f"teacher {teacher.name!r} at {teacher.base_url}"
         self._session: aiohttp.ClientSession | None = None
         self._places: asyncio.Semaphore
@@ -171,26 +155,26 @@ class TeacherClient:
         if self._is_own:
             return
         try:
-            self._check((await self._request("GET", "/v1/models")).get("data") or [])
+            models = (await self._request("GET", "/v1/models")).get("data") or []
+            self._check({str(model.get("id")): model.get("max_model_len") for model in models})
         except BaseException:
             await self.close()
             raise
 
-    def _check(self, models: list[dict[str, Any]]) -> None:
-        """Take what the server calls the teacher's model, and look how many tokens it takes."""
-        known = [one for one in models if one.get("id") == self.teacher.model]
-        if not known and len(models) != 1:
-            names = ", ".join(str(one.get("id")) for one in models) or "no model"
+    def _check(self, served: dict[str, int | None]) -> None:
+        """Learn what its server calls it, from the models there and the tokens that they take."""
+        own = self.teacher.model
+        if own not in served and len(served) != 1:
             raise TeacherError(
-                f"{self._what} serves {names}, not {self.teacher.model!r}; start it with "
-                f"--served-model-name {self.teacher.model}"
+                f"{self._what} serves {', '.join(served) or 'no model'}, not {own!r}; start it "
+                f"with --served-model-name {own}"
             )
-        found = (known or models)[0]
-        self._model, longest = str(found["id"]), found.get("max_model_len")
-        if longest is not None and longest < self.min_model_len:
+        self._model = own if own in served else next(iter(served))
+        longest, needed = served[self._model], self._min_model_len
+        if longest is not None and longest < needed:
             raise TeacherError(
-                f"{self._what} takes {longest} tokens at most, and needs {self.min_model_len}: "
-                f"max_seq_len and one more; start it with --max-model-len {self.min_model_len}"
+                f"{self._what} takes {longest} tokens at most, and needs {needed}: max_seq_len and "
+                f"one more; start it with --max-model-len {needed}"
             )
 
     async def close(self) -> None:
@@ -238,28 +222,24 @@ class TeacherClient:
                     allow_redirects=False,  # the key is for this server only
                 ) as answer:
                     status, text = answer.status, await answer.text()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem: str = str(error) or type(error).__name__
-            else:
-                if status == 200:
-                    self._is_away = False
-                    try:
-                        return json.loads(text)
-                    except ValueError as error:
-                        raise TeacherError(
-                            f"{self._what} answered {method} {path} with what is no JSON"
-                        ) from error
                 problem = f"status {status}: {' '.join(text.split())[:300]}"
-                if status < 500 and status != 429:
-                    raise self._refused(f"{method} {path}: {problem}")
-            if self._is_own and not problem.startswith("status 429"):
+            except (aiohttp.ClientError, TimeoutError) as error:
+                status, problem = 0, str(error) or type(error).__name__
+            if status == 200:
+                self._is_away = False
+                try:
+                    return json.loads(text)
+                except ValueError as error:
+                    raise TeacherError(f"{self._what}: {path}: no JSON: {error}") from error
+            if status and status < 500 and status != 429:
+                raise self._refused(status, problem)
+            if self._is_own and status != 429:
                 raise ServerLostError(f"{self._what} does not answer: {problem}")
             if not self._is_away:
                 self._is_away = True
                 waits = f"waiting up to {timeout_s:g} s"
                 logger.warning("%s does not answer (%s); %s", self._what, problem, waits)
-            left_s = deadline - loop.time()
-            if left_s <= 0:
+            if (left_s := deadline - loop.time()) <= 0:
                 raise TeacherError(
                     f"{self._what} gave no answer within {timeout_s:g} s (timeout_s); at last: "
                     f"{problem}. Start it again, correct its base_url, or raise its timeout_s; "
@@ -268,13 +248,11 @@ class TeacherClient:
             await asyncio.sleep(min(pause_s, left_s))  # there is nothing to await
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _refused(self, problem: str) -> InferenceServerError:
-        if self._is_own and "status 404" in problem:  # one that started anew knows no adapter
+    def _refused(self, status: int, problem: str) -> InferenceServerError:
+        if self._is_own and status == 404:  # one that started anew does not know the adapter
             return ServerLostError(f"{self._what}: {problem}")
-        hint = "; is the model right, and its --max-model-len above max_seq_len?"
-        if self._is_own:
-            hint = "; its max_model_len must hold a rollout and the hint"
-        if "status 401" in problem or "status 403" in problem:
+        hint = "; is the model right, and its --max-model-len above max_seq_len, and the hint?"
+        if status in (401, 403):
             hint = "; set key_variable to the environment variable with its API key"
         if "prompt_logprobs" in problem:  # vf-vllm says what to do
             hint = ""
@@ -288,8 +266,7 @@ def logprobs_of(reply: dict[str, Any], token_ids: list[int]) -> np.ndarray:
     Raises:
         ValueError: the reply is of other tokens, or a logprob is missing or not finite.
     """
-    choices = reply.get("choices") or [{}]
-    found = choices[0].get("prompt_logprobs")
+    found = (reply.get("choices") or [{}])[0].get("prompt_logprobs")
     if not isinstance(found, list):
         raise ValueError("the reply has no prompt_logprobs")
     if len(found) != len(token_ids):

@@ -1,5 +1,5 @@
 """Rollouts as data: conversations of environments of `verifiers.v1` with a model behind any
-OpenAI-compatible endpoint, in the form that `vf-sft` reads (conversations.py).
+OpenAI-compatible endpoint, in the form that `vf-sft` reads (sft/conversations.py).
 
 Nothing is trained on the tokens here, so verifiers' own client sends the requests.
 """

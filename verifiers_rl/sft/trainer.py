@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel
 
 from verifiers_rl.config import ConfigError
-from verifiers_rl.conversations import Tokenization, Tokens, make_samples
 from verifiers_rl.data import example_index
 from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, scatter_samples
 from verifiers_rl.losses import LossFn
 from verifiers_rl.models import absolute_path
 from verifiers_rl.packing import collate, copy_to, plan_batch
 from verifiers_rl.report.run_folder import rl_state_of
-from verifiers_rl.sft_config import SFTConfig, is_loss
+from verifiers_rl.sft.config import SFTConfig, is_loss
+from verifiers_rl.sft.conversations import Tokenization, Tokens, make_samples
 from verifiers_rl.trainer import RLTrainer
 from verifiers_rl.types import Batch, BatchSource
 
@@ -249,6 +249,7 @@ class SFTTrainer(RLTrainer):
             last_token = tokens.last_token(train)
             if eval_dataset is not None:
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print).rows
+                _warn_of_common_rows(train, held_out)
         found = broadcast_metrics({"num_rows": len(train), "last_token": last_token}, args.device)
         num_positions = args.num_positions(found["num_rows"])
         args = args.counted(found["num_rows"])
@@ -421,6 +422,19 @@ class SFTTrainer(RLTrainer):
         if args.world_size > 1:
             torch.distributed.all_reduce(total)
         return total.item() / int(sizes.num_loss_tokens.sum())
+
+
+def _warn_of_common_rows(train: list[list[Tokens]], held_out: list[list[Tokens]]) -> None:
+    """Say how many of the held-out rows are trained on."""
+    trained = {ids.tobytes() for row in train for ids, _ in row}
+    num_common = sum(any(ids.tobytes() in trained for ids, _ in row) for row in held_out)
+    if num_common:
+        logger.warning(
+            "%d of %d held-out rows are trained on, so their loss says little: set parts without "
+            "common rows, such as split = 'train[:90%%]' and eval_split = 'train[90%%:]'",
+            num_common,
+            len(held_out),
+        )
 
 
 def _for_evaluations(env: Any) -> Any:

@@ -39,8 +39,6 @@ from verifiers_rl.types import Sample
 
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = "messages, or prompt and completion, or text"
-# A part of a split, as `datasets` writes it.
-_PART = re.compile(r"(?P<name>\w+(?:\.\w+)*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The tokens of one sample, (T,) int32, and which of them are in the loss, (T,) bool.
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -140,46 +138,6 @@ def parts_of_file(name: str, split: str | None, num_rows: int) -> list[tuple[int
             "part of it, such as 'train[:90%]'"
         ) from error
     return [(part.from_, part.to) for part in parts]
-
-
-def have_common_rows(split: str, other: str) -> bool | None:
-    """Return whether two splits of the same data, such as "train[:90%]", have common rows; None if
-    it depends on the number of rows.
-    """
-    pairs = [(a, b) for a in split.split("+") for b in other.split("+")]
-    found = [_overlap(_PART.fullmatch(a.strip()), _PART.fullmatch(b.strip())) for a, b in pairs]
-    if any(found):
-        return True
-    return None if None in found else False
-
-
-def _overlap(part: re.Match[str] | None, other: re.Match[str] | None) -> bool | None:
-    if part is None or other is None:
-        return None
-    if part["name"] != other["name"]:
-        return None if "all" in (part["name"], other["name"]) else False
-    bounds = [bound for one in (part, other) for bound in one.group("start", "stop") if bound]
-    kinds = {(bound.startswith("-"), bound.endswith("%")) for bound in bounds}
-    # Bounds of one kind become rows in their own order. But -1% of few rows is rounded to row 0.
-    if len(kinds) > 1 or (True, True) in kinds:
-        return None
-    starts = [float((one["start"] or "-inf").rstrip("%")) for one in (part, other)]
-    stops = [float((one["stop"] or "inf").rstrip("%")) for one in (part, other)]
-    return max(starts) < min(stops)
-
-
-def have_common_rows_in_file(name: str, split: str | None, other: str | None) -> bool:
-    """Do as `have_common_rows` by the rows that a file has.
-
-    Raises:
-        DatasetError: it has no such split, or it cannot be read.
-    """
-    num_rows = len(_read_file(name))
-    return any(
-        max(start, other_start) < min(stop, other_stop)
-        for start, stop in parts_of_file(name, split, num_rows)
-        for other_start, other_stop in parts_of_file(name, other, num_rows)
-    )
 
 
 def _read_file(name: str) -> list[Any]:

@@ -38,13 +38,7 @@ from verifiers_rl.cli.config import (
 from verifiers_rl.cli.layers import Value
 from verifiers_rl.cli.train import Program
 from verifiers_rl.cli.train import main as main_of
-from verifiers_rl.conversations import (
-    DatasetError,
-    have_common_rows,
-    have_common_rows_in_file,
-    is_file,
-    parts_of_file,
-)
+from verifiers_rl.sft.conversations import DatasetError, is_file, parts_of_file
 
 USAGE = (
     "vf-sft @ sft.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]\n"
@@ -82,7 +76,7 @@ class SFTRunConfig(RunConfig):
         return SFTTrainer
 
     def default_config_class(self) -> Any:
-        from verifiers_rl.sft_config import SFTConfig
+        from verifiers_rl.sft.config import SFTConfig
 
         return SFTConfig
 
@@ -117,26 +111,13 @@ class SFTRunConfig(RunConfig):
                 f"{self.place('data', 'subset')} subset={data.subset!r}: without effect, because "
                 "files have no subsets; remove it"
             )
-        for name, common in self._common_rows().items():
-            if common:
-                raise self._common_rows_error(name)
-            if common is None and not is_file(name):  # of a file, they are counted later
-                raise TomlError(
-                    f"{self.source('data')}: [data] split={data.split!r} and eval_split="
-                    f"{data.eval_split or 'test'!r} of {name} cannot be compared without knowing "
-                    "its rows; write the bounds of both in % from its beginning"
-                )
         evaluates = self.trainer_args.get("eval_strategy", "no") != "no"
-        if self.envs and not evaluates:
-            raise TomlError(
-                f"{self.source('env')}: [env] is for evaluations, and there are none: set "
-                'eval_strategy = "steps" and eval_steps in [trainer.args]'
-            )
-        if self.data.eval and not evaluates:
-            raise TomlError(
-                f"{self.source('data')}: [data] has rows for evaluations, and there are none: set "
-                'eval_strategy = "steps" and eval_steps in [trainer.args]'
-            )
+        for name, has_some in (("env", self.envs), ("data", self.data.eval)):
+            if has_some and not evaluates:
+                raise TomlError(
+                    f"{self.source(name)}: [{name}] is there for evaluations, and there are none: "
+                    'set eval_strategy = "steps" and eval_steps in [trainer.args]'
+                )
 
     def _names(self, name: str) -> list[str]:
         value = self.tree["data"][name]  # type: ignore[index]
@@ -154,29 +135,8 @@ class SFTRunConfig(RunConfig):
             found.append(str(path) if is_file(one) else one)
         return found
 
-    def _common_rows(self) -> dict[str, bool | None]:
-        """Return whether rows of the data both in `train` and in `eval` are trained on and held
-        out, by its name; None if that depends on the number of rows.
-        """
-        return {
-            name: have_common_rows(
-                self.data.split, self.data.eval_split or ("train" if is_file(name) else "test")
-            )
-            for name in sorted({*self.data.train} & {*self.data.eval})
-        }
-
-    def _common_rows_error(self, name: str) -> TomlError:
-        held_out = self.data.eval_split or ("train" if is_file(name) else "test")
-        return TomlError(
-            f"{self.source('data')}: [data] the held-out rows are trained on: split="
-            f"{self.data.split!r} of {name} has rows of eval_split={held_out!r}; set parts "
-            "without common rows, such as split = 'train[:90%]' and eval_split = 'train[90%:]'"
-        )
-
     def check_files(self) -> None:
-        """Raise TomlError if a file of the data is not there or lacks the split, or if it has rows
-        that are trained on and held out.
-        """
+        """Raise TomlError if a file of the data is not there or lacks the split."""
         splits = {"train": self.data.split, "eval": self.data.eval_split}
         for name, split in splits.items():
             for path in filter(is_file, getattr(self.data, name)):
@@ -189,15 +149,6 @@ class SFTRunConfig(RunConfig):
                     parts_of_file(path, split, 100)
                 except DatasetError as error:
                     raise TomlError(f"{self.source('data')}: [data] {error}") from error
-        for name, common in self._common_rows().items():
-            if common is not None:
-                continue
-            try:
-                common = have_common_rows_in_file(name, self.data.split, self.data.eval_split)
-            except DatasetError as error:
-                raise TomlError(f"{self.source('data')}: [data] {error}") from error
-            if common:
-                raise self._common_rows_error(name)
 
     def resolved_tables(self) -> dict[str, Any]:
         table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}
@@ -207,7 +158,7 @@ class SFTRunConfig(RunConfig):
 
     def make_trainer(self, args: Any) -> Any:
         """Read the data and make the trainer."""
-        from verifiers_rl.conversations import read_dataset
+        from verifiers_rl.sft.conversations import read_dataset
 
         data, train, held_out = self.data, None, None
         if args.process_index == 0:  # which has the data
@@ -257,7 +208,7 @@ def launch(options: argparse.Namespace, config: SFTRunConfig) -> NoReturn:
 
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(Path(__file__).with_name("accelerate.yaml"))]
-    command += ["--num_processes", str(config.trainer_gpus), "-m", "verifiers_rl.cli.sft"]
+    command += ["--num_processes", str(config.trainer_gpus), "-m", "verifiers_rl.sft.main"]
     # A launcher of several ranks kills them after this time, by default 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(round(SAVE_GRACE_S)))
     sys.stdout.flush()

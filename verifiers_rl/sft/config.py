@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.config import ConfigError, RLConfig, _option, refuse_unknown_options
-from verifiers_rl.conversations import ROLES
 from verifiers_rl.losses import LossFn, cross_entropy
 from verifiers_rl.option_rules import (
     NotNegativeNumber,
@@ -19,6 +18,7 @@ from verifiers_rl.option_rules import (
     must,
     one_of,
 )
+from verifiers_rl.sft.conversations import ROLES
 
 LOSSES = {"cross_entropy": cross_entropy}
 _ROLLOUTS = "the data has the replies, so nothing is sampled to train on"
