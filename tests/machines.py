@@ -27,6 +27,11 @@ class Machine:
     def words(self) -> list[str]:
         return ["ip", "netns", "exec", self.name]
 
+    def pids(self) -> list[str]:
+        """Return the processes that run there."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        return found.stdout.split()
+
     def set_link(self, state: str) -> None:
         """Cut its link to all others with "down"; neither side hears of that."""
         _ip("-n", self.switch, "link", "set", self.port, state)
@@ -93,16 +98,14 @@ class Answer(http.server.BaseHTTPRequestHandler):
 print("serving at", host, *sys.argv[3:], flush=True)
 http.server.HTTPServer((host, int(port)), Answer).serve_forever()
 """
-# Before `rl.main()` or `rl.supervise()`: servers that answer any request, and a lost machine that
-# is noticed after seconds.
+# Before `rl.main()`: servers that answer any request, and children that are looked at often.
 STAND_INS = f"""
 import sys
-from verifiers_rl.cli import rl, servers
-from verifiers_rl.process import connections
-connections.KEEPALIVE = (1, 1, 1)
-servers.answers, rl.POLL_S, rl.STOP_GRACE_S = (lambda client: True), 0.1, 1.0
-command = [sys.executable, "-c", {_SERVER!r}]
-rl.server_command = lambda config, host, port: [*command, host, str(port)]
+from verifiers_rl.cli import children, plan, ray_engine, supervise
+plan.answers = ray_engine.answers = lambda host, port: True
+supervise.POLL_S, children.BACKOFF_S = 0.1, 0.1
+command = ["-c", {_SERVER!r}]
+plan.server_command = ray_engine.server_command = lambda _, host, port: [*command, host, str(port)]
 """
 # The beginning of a stand-in for the trainer: it has reached all servers.
 REACH_SERVERS = """

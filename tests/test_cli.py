@@ -394,7 +394,7 @@ REPLICAS = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import rl, servers
+from verifiers_rl.cli import children, plan, rl, supervise
 from verifiers_rl.cli.config import RunConfig
 
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
@@ -415,22 +415,23 @@ print("servers", os.environ["VERIFIERS_RL_SERVERS"], flush=True)
 sys.exit(7)
 '''
 
-def answers(client):
-    own = folder / str(client.port)
+def answers(host, number):
+    own = folder / str(number)
     lives = own.read_text() if own.exists() else ""
-    if client.port == port + 1 and lives:
+    if number == port + 1 and lives:
         ends = folder / f"{port + 1} ends"
         if ends.exists() and lives == "x":
             return False  # its second life has not begun
         (ends if lives == "x" else folder / "end").touch()
     return bool(lives)
 
-servers.answers, servers.BACKOFF_S, rl.POLL_S = answers, 0.05, 0.02
-rl.server_command = lambda _, host, port: [sys.executable, "-c", SERVER, str(folder / str(port))]
-rl.trainer_command = lambda *_: [sys.executable, "-c", TRAINER, str(folder / "end")]
+plan.answers, children.BACKOFF_S, supervise.POLL_S = answers, 0.05, 0.02
+plan.server_command = lambda _, host, port: ["-c", SERVER, str(folder / str(port))]
+rl.trainer_command = lambda *_: ["-c", TRAINER, str(folder / "end")]
 config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_args={"vllm_server_port": port})
 config.inference_gpus, config.inference_replicas = 0, 2
-sys.exit(rl.supervise(config, ("", ""), SimpleNamespace(server_log=None)))
+machine = rl.ThisMachine(config, SimpleNamespace(server_log=None), ("", ""))
+sys.exit(supervise.supervise(config, machine))
 """
 
 
@@ -513,7 +514,7 @@ SUPERVISE = '''
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import children, rl, servers
+from verifiers_rl.cli import children, plan, rl, supervise
 from verifiers_rl.cli.config import RunConfig
 
 folder, keeps_answering, port = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
@@ -531,7 +532,7 @@ while not asked.exists():
     time.sleep(0.01)
 """
 
-def answers(client):
+def answers(host, port):
     global num_seen
     num_starts = len(starts.read_text())
     if num_starts == num_seen:
@@ -542,18 +543,25 @@ def answers(client):
         (folder / "end").touch()
     return keeps_answering or num_starts == 1
 
-def ended_within(child, seconds):
-    if seconds > 60:  # the server is given up
-        (folder / "end").touch()
-    return children.ended_within(child, seconds)
+class Server(children.Supervised):
+    @property
+    def is_given_up(self):
+        return self.given_up
 
-servers.answers, servers.MAX_RESTARTS, servers.BACKOFF_S, rl.POLL_S = answers, 3, 0.05, 0.02
-rl.server_command = lambda *_: [sys.executable, "-c", server, str(starts)]
-rl.ended_within = ended_within
-trainer = [sys.executable, "-c", wait + "sys.exit(7)", str(folder / "end")]
+    @is_given_up.setter
+    def is_given_up(self, value):
+        self.given_up = value
+        if value:
+            (folder / "end").touch()
+
+plan.Supervised = Server
+plan.answers, children.MAX_RESTARTS, children.BACKOFF_S, supervise.POLL_S = answers, 3, 0.05, 0.02
+plan.server_command = lambda *_: ["-c", server, str(starts)]
+trainer = ["-c", wait + "sys.exit(7)", str(folder / "end")]
 rl.trainer_command = lambda *_: trainer
 config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_args={"vllm_server_port": port})
-sys.exit(rl.supervise(config, ("", ""), SimpleNamespace(server_log=None)))
+machine = rl.ThisMachine(config, SimpleNamespace(server_log=None), ("", ""))
+sys.exit(supervise.supervise(config, machine))
 '''
 
 
@@ -593,19 +601,16 @@ print("broken", flush=True)
 @pytest.mark.parametrize("quiet", [False, True])
 def test_what_a_server_prints_when_it_is_ended_is_not_shown_but_why_it_ended_is(capsys, quiet):
     def shown(lifetime_s, wait_for):
-        child = children.Child(
-            "inference", [sys.executable, "-c", LAST_WORDS, lifetime_s], {}, None, False
-        )
+        child = children.LocalChild("inference", ["-c", LAST_WORDS, lifetime_s], {})
         said, deadline = "", time.monotonic() + 20
         while wait_for not in said and time.monotonic() < deadline:
             time.sleep(0.05)
             said += capsys.readouterr().out
         if wait_for == "broken":
-            child.process.wait(20)
+            child.wait(20)
         if quiet:
             child.mute()
         child.stop()
-        child.process.stdout.close()
         return said + capsys.readouterr().out
 
     assert ("leaked" in shown("60", "ready")) != quiet
@@ -834,12 +839,11 @@ time.sleep(60)
     assert capsys.readouterr().out.splitlines()[-1] == f"its files: {tmp_path}"
 
 
-def test_several_trainer_gpus_are_launched_through_accelerate():
+def test_several_trainer_gpus_get_a_rank_each():
     command = plan.trainer_command(make_config(trainer_gpus=4), make_options())
-    assert command[1:3] == ["-m", "accelerate.commands.launch"]
-    assert command[command.index("--num_processes") + 1] == "4"
+    assert command[:3] == ["-m", "torch.distributed.run", "--nproc-per-node=4"]
     one = plan.trainer_command(make_config(trainer_gpus=1), make_options())
-    assert "accelerate.commands.launch" not in one
+    assert one[:2] == ["-m", "verifiers_rl.cli.train"]
 
 
 @pytest.mark.parametrize(

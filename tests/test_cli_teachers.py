@@ -16,7 +16,7 @@ from verifiers_rl import RLConfig, env_from
 from verifiers_rl.cli import check, plan, rl
 from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
-from verifiers_rl.cli.nodes import node_of
+from verifiers_rl.cli.machines import machine_of
 from verifiers_rl.cli.teachers import KEY_VARIABLE, TEACHERS_VARIABLE, TeacherTable
 from verifiers_rl.distill import TeacherError
 from verifiers_rl.envs import base
@@ -196,13 +196,16 @@ def test_on_a_cpu_server_and_teachers_have_cores_of_their_own(monkeypatch):
     assert "VLLM_CPU_OMP_THREADS_BIND" not in of_gpu
 
 
-def test_several_machines_get_no_teacher_from_vf_rl(read):
+def test_several_machines_get_no_teacher_from_vf_rl(read, monkeypatch):
     config = read(OURS + ENVS + TEACHERS + '[cluster]\nengine = "ray"\n')
     with pytest.raises(TomlError, match=r"vf-rl starts teacher 'old' in a run on one machine only"):
-        node_of(config, None)
+        machine_of(config)
+    for name, value in {"MASTER_ADDR": "host", "MASTER_PORT": "5", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
     config = read(OURS + ENVS + TEACHERS)
     with pytest.raises(TomlError, match=r"Start its server yourself, and set base_url"):
-        node_of(config, (0, 2, "host", 5000))
+        machine_of(config)
 
 
 # A server that answers, and dies: in its first life when it is told to, in others at once or not.
@@ -210,9 +213,9 @@ SUPERVISE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from types import SimpleNamespace
-from verifiers_rl.cli import children, rl, servers, teacher_servers
+from verifiers_rl.cli import children, rl, supervise, teacher_servers
 from verifiers_rl.cli.config import RunConfig
+from verifiers_rl.cli.teacher_servers import TeacherServers
 from verifiers_rl.cli.teachers import TeacherTable
 
 folder = Path(sys.argv[1])
@@ -255,22 +258,26 @@ keys = (folder / "lives").read_text().split()
 sys.exit(7 if keys == 2 * [os.environ["VERIFIERS_RL_TEACHER_KEY"]] else 1)
 '''
 
-def answers(client):
-    found = children.answers(client)
+asked = TeacherServers._is_up
+
+def is_up(port):
+    found = asked(port)
     if found:
         lives = len((folder / "lives").read_text().split())
         (folder / f"seen {lives}").touch()
     return found
 
-servers.answers, servers.MAX_RESTARTS, servers.BACKOFF_S, rl.POLL_S = answers, 2, 0.05, 0.02
+TeacherServers._is_up = staticmethod(is_up)
+children.MAX_RESTARTS, children.BACKOFF_S, supervise.POLL_S = 2, 0.05, 0.02
 teacher_servers.teacher_command = lambda config, table, host, port: [
-    sys.executable, "-c", TEACHER, str(port), str(folder), sys.argv[2]
+    "-c", TEACHER, str(port), str(folder), sys.argv[2]
 ]
-rl.trainer_command = lambda *_: [sys.executable, "-c", TRAINER, str(folder)]
+rl.trainer_command = lambda *_: ["-c", TRAINER, str(folder)]
 teachers = [TeacherTable(0, "big", "m", 0)]
 args = {"vllm_servers": ["127.0.0.1:1"]}
 config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_args=args, teachers=teachers)
-sys.exit(rl.supervise(config, ("", "", ""), SimpleNamespace(server_log=None)))
+machine = rl.ThisMachine(config, SimpleNamespace(server_log=None), ("", "", ""))
+sys.exit(supervise.supervise(config, machine))
 """
 
 
@@ -289,7 +296,9 @@ def test_a_teacher_that_dies_is_started_again_and_not_for_ever(tmp_path, then):
         assert f'teachers {{"big": "http://127.0.0.1:{port}"}}' in done.stdout
     else:
         assert done.returncode == 1
-        assert "vf-rl: error: teacher 'big' has died too often; see its log" in done.stderr
+        assert (
+            "vf-rl: error: teacher 'big' ended with status 9, too often; see its log" in done.stderr
+        )
 
 
 def test_a_check_compares_vocabularies_and_asks_those_that_run(tmp_path):

@@ -112,19 +112,19 @@ SUPERVISED = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import rl, servers
+from verifiers_rl.cli import plan, rl
 from verifiers_rl.cli.config import RunConfig
 
 port, answer, log, *codes = sys.argv[1:]
-server, trainer = ([sys.executable, "-c", code] for code in codes)
-rl.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
-servers.answers = lambda client: answer == "yes"
+server, trainer = (["-c", code] for code in codes)
+plan.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
+plan.answers = lambda host, port: answer == "yes"
 config = RunConfig(
     Path("/a/rl.toml"), "m", [], inference_gpus=0, inference_args={"max_modellen": 32},
     trainer_gpus=0, trainer_args={"vllm_server_port": int(port)},
 )
 options = SimpleNamespace(server_log=Path(log) if log else None)
-sys.exit(rl.supervise(config, ("", ""), options))
+sys.exit(rl.supervise(config, rl.ThisMachine(config, options, ("", ""))))
 """
 NOISY_SERVER = """
 import signal, sys, time
@@ -248,15 +248,15 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from verifiers_rl.cli import plan
-from verifiers_rl.cli.children import Child
+from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import RunConfig
 
 rank, folder = sys.argv[1:]
 config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_gpus=2)
 command = plan.trainer_command(config, SimpleNamespace(resume=None, overwrite=False))
 launcher = command[: command.index("verifiers_rl.cli.train") - 1]
-child = Child("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"}, None, False)
-Path(folder, "launcher").write_text(str(child.process.pid))
+child = LocalChild("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"})
+Path(folder, "launcher").write_text(str(child.pid))
 time.sleep(300)
 """
 RANK = """
@@ -265,7 +265,7 @@ from pathlib import Path
 from verifiers_rl.cli import ending, train
 
 def wait(interrupt, program):
-    names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ACCELERATE_MIXED_PRECISION")
+    names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     assert "VERIFIERS_RL_DIE_WITH_PARENT" not in os.environ
     Path(sys.argv[1], f"rank-{os.environ['RANK']}").write_text(
         " ".join(os.environ[name] for name in names)
@@ -292,12 +292,7 @@ def wait_until(condition, seconds, what):
 
 @pytest.fixture
 def launched(tmp_path):
-    """A vf-rl with two ranks, and a user's own configuration of accelerate."""
-    (tmp_path / "hub" / "accelerate").mkdir(parents=True)
-    (tmp_path / "hub" / "accelerate" / "default_config.yaml").write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 1\n"
-        'num_processes: 8\ngpu_ids: "0,1"\nmixed_precision: fp16\nuse_cpu: false\n'
-    )
+    """A vf-rl with two ranks."""
     (tmp_path / "rank.py").write_text(RANK)
     processes = []
 
@@ -309,7 +304,6 @@ def launched(tmp_path):
             env={
                 **os.environ,
                 "VF_RL_TEST": str(tmp_path),
-                "HF_HOME": str(tmp_path / "hub"),
                 "SAVING_S": str(saving_s),
                 "PYTHONPATH": str(ROOT),
             },
@@ -346,7 +340,6 @@ def test_ranks_end_with_a_killed_launcher(launched, tmp_path):
                lambda: processes_of(tmp_path))  # fmt: skip
 
 
-def test_ranks_do_not_read_the_users_own_configuration_of_accelerate(launched, tmp_path):
+def test_ranks_have_the_gpus_that_vf_rl_gives_them(launched, tmp_path):
     launched()
-    # The GPUs that vf-rl gave them, and not 0, which is the server's.
-    assert (tmp_path / "rank-1").read_text() == "1 2 2,3 no"
+    assert (tmp_path / "rank-1").read_text() == "1 2 2,3"

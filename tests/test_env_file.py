@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from verifiers_rl.cli.children import Child, ended_within
+from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.env_file import read_env_files
 from verifiers_rl.cli.layers import TomlError
@@ -84,9 +84,8 @@ def test_environments_get_them_and_other_children_and_programs_do_not(
 
     # What vf-rl starts, as the server of --check, inherits what it would without the file.
     program = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
-    command = [sys.executable, "-c", program, str(tmp_path / "got")]
-    child = Child("server", command, {}, None, inherit=False)
-    assert ended_within(child, 20)
+    child = LocalChild("server", ["-c", program, str(tmp_path / "got")], {})
+    assert child.wait(20)
     child.stop()
     got = json.loads((tmp_path / "got").read_text())
     assert "PLAIN_NAME" not in got and got["HF_TOKEN"] == "of the shell"

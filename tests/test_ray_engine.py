@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import tomllib
+from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,11 @@ import pytest
 
 from tests.helpers import ROOT, make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
-from verifiers_rl.cli import ray_engine, resolved, rl
+from verifiers_rl.cli import children, ray_engine, resolved, rl, supervise
 from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.plan import SERVERS_VARIABLE
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.process.connections import WORKERS_VARIABLE
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
@@ -88,31 +91,31 @@ def test_a_folder_too_large_to_travel_is_one_clear_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "trainers", "servers", "words"),
+    ("text", "trainers", "servers"),
     [
-        ("", 1, 1, []),
-        ("trainer_nodes = 3\ninference_nodes = 2\n", 3, 2, []),
-        ("inference_nodes = 2\n[inference]\nreplicas = 3\n", 1, 6, ["--inference.replicas=1"]),
-        ('[trainer.args]\nvllm_servers = ["h:1"]\n', 1, 0, []),
+        ("", 1, 1),
+        ("trainer_nodes = 3\ninference_nodes = 2\n", 3, 2),
+        ("inference_nodes = 2\n[inference]\nreplicas = 3\n", 1, 6),
     ],
 )
-def test_each_replica_gets_a_place_of_its_own(tmp_path, text, trainers, servers, words):
+def test_each_replica_gets_a_place_of_its_own(tmp_path, text, trainers, servers):
     config = load_run_config(read_toml(tmp_path, text))
-    run = ray_engine.RayRun(None, config, [], "vf-rl")
-    assert (run.num_trainers, run.num_servers, run.size) == (trainers, servers, trainers + servers)
-    assert ray_engine.replica_words(config) == words
+    found = ray_engine.RayMachines(None, config, None)
+    assert (found.num_trainers, found.num_servers) == (trainers, servers)
 
 
 def test_servers_that_run_already_need_their_token(tmp_path, monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     config = load_run_config(read_toml(tmp_path, '[trainer.args]\nvllm_servers = ["h:1"]\n'))
     with pytest.raises(TomlError, match=r"\[trainer.args\] has vllm_servers, .*set it to their t"):
-        ray_engine.RayRun(None, config, [], "vf-rl")
+        ray_engine.RayMachines(None, config, None)
+    monkeypatch.setenv(TOKEN_VARIABLE, "t")
+    assert ray_engine.RayMachines(None, config, None).num_servers == 0
 
 
 class StubRay:
     """Ray as far as a run uses it. Actors are played: each reads what `script` gives it, a queue of
-    lists of lines and exit statuses for its rank.
+    lists of lines and exit statuses for the process of its place: its strategy and its index.
     """
 
     class exceptions:
@@ -122,10 +125,11 @@ class StubRay:
         class GetTimeoutError(RayError):
             pass
 
-    def __init__(self, script):
-        self.script, self.signals, self.killed, self.started = script, [], [], []
+    def __init__(self):
+        self.script = defaultdict(queue.Queue)
+        self.signals, self.started = [], []
         self.groups = []
-        self.silent = set()  # nodes whose processes do not start
+        self.silent = set()  # places whose processes do not start
         self.util = SimpleNamespace(
             placement_group=self.group,
             remove_placement_group=lambda group: None,
@@ -142,218 +146,254 @@ class StubRay:
 
     def actor(self, options):
         group, index = options["scheduling_strategy"]
-        rank = index + sum(len(one.bundles) for one in self.groups[: self.groups.index(group)])
+        at = (group.strategy, self.groups.index(group), index)
+        address = f"10.0.0.{len(self.started)}", 7000
 
         def read():
-            said = self.script[rank].get(timeout=20)
+            said = self.script[at].get(timeout=20)
             if said == "lost":
                 raise self.exceptions.RayError
             return said
 
-        def find_place(num_ports):
-            if rank in self.silent:
+        def find_address(wanted, num_ports):
+            if at in self.silent:
                 raise self.exceptions.GetTimeoutError
-            return f"10.0.0.{len(self.started)}", 7000
+            return address
 
-        def start(words, variables):
-            self.started.append((rank, options["num_gpus"], words, variables))
+        def start(words, variables, host):
+            self.started.append((at, options["num_gpus"], words, variables))
 
-        methods = {
-            "find_place": find_place,
-            "start": start,
-            "read": read,
-            "signal": lambda number: self.signals.append((rank, number)),
-        }
+        def send(number):
+            self.signals.append((at, number))
+            self.script[at].put(([], 128 + number))
+
+        methods = {"find_address": find_address, "start": start, "read": read}
         actor = SimpleNamespace(
-            rank=rank,
+            at=at,
             **{k: SimpleNamespace(remote=partial(partial, v)) for k, v in methods.items()},
+            signal=SimpleNamespace(remote=send),
         )
-        actor.signal.remote = methods["signal"]
         return SimpleNamespace(remote=lambda: actor)
 
     def get(self, call, timeout=None):
         return call()
 
     def nodes(self):
-        return [{"NodeID": "n-SPREAD", "NodeManagerAddress": "10.0.0.9"}]
+        return [{"NodeID": "n-SPREAD", "NodeManagerAddress": "10.0.0.9", "Alive": True}]
 
     def kill(self, actor):
-        self.killed.append(actor.rank)
+        pass
 
 
-def make_stub_run(tmp_path, text="", size=2):
-    script = {rank: queue.Queue() for rank in range(size)}
-    text += "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"
-    config = load_run_config(read_toml(tmp_path, text))
-    ray = StubRay(script)
-    run = ray_engine.RayRun(ray, config, ["@", "config.toml"], "vf-rl @ mine.toml")
-    run.place(1.0)
-    return SimpleNamespace(ray=ray, run=run, script=script)
+TRAINER, SERVER = ("PACK", 0, 0), ("SPREAD", 1, 0)
 
 
 @pytest.fixture
-def stub_run(tmp_path, monkeypatch):
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)  # so the run draws one
-    return make_stub_run(tmp_path)
+def run_with(tmp_path, monkeypatch):
+    """Returns the stub and a function that runs a TOML on it."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
+    monkeypatch.setattr(supervise, "POLL_S", 0.01)
+    monkeypatch.setattr(children, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(ray_engine, "answers", lambda host, port: True)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    ray = StubRay()
+
+    def run(text=""):
+        text += "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"
+        config = load_run_config(read_toml(tmp_path, text))
+        options = SimpleNamespace(resume=None, overwrite=False)
+        return supervise.supervise(config, ray_engine.RayMachines(ray, config, options))
+
+    yield ray, run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def test_nodes_get_their_gpus_and_variables_and_their_output_comes_here(stub_run, capfd):
-    stub_run.script[0].put((["hello"], None))
-    stub_run.script[0].put((["bye"], 3))
-    stub_run.script[1].put(([], 3))
-    assert stub_run.run.run() == 3
-    (rank, gpus, words, variables), (_, server_gpus, server_words, server) = stub_run.ray.started
-    assert (rank, gpus, server_gpus) == (0, 2, 4)
-    groups = stub_run.run._groups
-    assert [(g.strategy, g.bundles) for g in groups] == [
+def test_processes_get_their_gpus_and_variables_and_their_output_comes_here(run_with, capfd):
+    ray, run = run_with
+    ray.script[TRAINER].put((["hello"], None))
+    ray.script[TRAINER].put((["bye"], 3))
+    assert run() == 3
+    (server, server_gpus, server_words, server_env), (trainer, gpus, words, env) = ray.started
+    assert (server, server_gpus, trainer, gpus) == (SERVER, 4, TRAINER, 2)
+    assert [(g.strategy, g.bundles) for g in ray.groups] == [
         ("PACK", [{"CPU": 1, "GPU": 2}]),
         ("SPREAD", [{"CPU": 1, "GPU": 4}]),
     ]
-    assert "--trainer.args.vllm_server_port=7000" in server_words and "--trainer" not in words
-    for found, own in ((variables, "0"), (server, "1")):
-        assert found["MASTER_ADDR"] == "10.0.0.0" and found["MASTER_PORT"] == "7000"
-        assert (found["WORLD_SIZE"], found["RANK"]) == ("2", own)
-    assert variables[TOKEN_VARIABLE] == server[TOKEN_VARIABLE] and len(server[TOKEN_VARIABLE]) > 30
+    assert " ".join(server_words).endswith("--host 10.0.0.0 --port 7000")
+    assert "--nproc-per-node=2" in words and "verifiers_rl.cli.train" in words
+    assert env[SERVERS_VARIABLE] == "10.0.0.0:7000"
+    for variables in (env, server_env):
+        assert variables[TOKEN_VARIABLE] == "of the run"
+        assert "CUDA_VISIBLE_DEVICES" not in variables  # which Ray has set
     said = capfd.readouterr().out
-    assert "[node 0] hello" in said and "[node 0] bye" in said
+    assert "[trainer] hello" in said and "[trainer] bye" in said
 
 
 @pytest.mark.parametrize(("workers", "cpus"), [("", 1), ("[trainer.args]\nenv_workers = 6\n", 6)])
-def test_rollout_workers_get_places_of_their_own_with_a_cpu_each(tmp_path, workers, cpus):
-    stub = make_stub_run(tmp_path, f"env_nodes = 2\n{workers}", 4)
-    for rank in range(4):
-        stub.script[rank].put(([], 0))
-    assert stub.run.run() == 0
-    assert [(g.strategy, g.bundles) for g in stub.run._groups] == [
+def test_rollout_workers_get_places_of_their_own_with_a_cpu_each(run_with, workers, cpus):
+    ray, run = run_with
+    first, second = ("SPREAD", 1, 0), ("SPREAD", 1, 1)
+    for place in (first, second):
+        ray.script[place].put((["2 rollout worker(s) for the trainer at 10.0.0.1:7001"], None))
+    threading.Timer(1.0, lambda: ray.script[TRAINER].put(([], 0))).start()
+    assert run(f"env_nodes = 2\n{workers}") == 0
+    assert [(g.strategy, g.bundles) for g in ray.groups] == [
         ("PACK", [{"CPU": 1, "GPU": 2}]),
         ("SPREAD", [{"CPU": cpus}] * 2),
         ("SPREAD", [{"CPU": 1, "GPU": 4}]),
     ]
-    assert [(rank, gpus) for rank, gpus, *_ in stub.ray.started] == [(0, 2), (1, 0), (2, 0), (3, 4)]
-    for rank, _, words, variables in stub.ray.started:
-        assert variables["WORLD_SIZE"] == "4" and variables["RANK"] == str(rank)
-        assert "--cluster.env_nodes=2" in words
-        assert ("--trainer.args.vllm_server_port=7000" in words) == (rank == 3)
+    started = {at: (gpus, words, env) for at, gpus, words, env in ray.started}
+    assert started[TRAINER][2][WORKERS_VARIABLE] == "10.0.0.1:7001"
+    for place in (first, second):
+        gpus, words, env = started[place]
+        assert gpus == 0 and words[1:3] == ["verifiers_rl.cli.env_workers", "10.0.0.1:7001"]
+        assert env[SERVERS_VARIABLE] == "10.0.0.0:7000" and env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_node_that_does_not_start_in_time_is_one_error_that_names_its_machine(stub_run):
-    stub_run.script[0].put(([], 0))
-    stub_run.ray.silent.add(1)
-    with pytest.raises(TomlError, match=r"node 1 of 2 has a place on 10.0.0.9, but Ray started no"):
-        stub_run.run.run()
+def test_ranks_of_several_machines_meet_at_the_first(run_with):
+    ray, run = run_with
+    for index in range(2):
+        ray.script["PACK", 0, index].put(([], 5 * index))
+    assert run("trainer_nodes = 2\n") == 5
+    for index in range(2):
+        words = next(words for at, _, words, _ in ray.started if at == ("PACK", 0, index))
+        assert {"--nnodes=2", f"--node-rank={index}", "--master-addr=10.0.0.1"} <= set(words)
 
 
-def test_a_node_that_does_not_start_again_in_time_is_given_up(stub_run, capfd):
-    stub_run.script[1].put("lost")
-    stub_run.run.start_node(1)
-    stub_run.ray.silent.add(1)
-    assert stub_run.run._events.get(timeout=20) == (1, None)
-    for _ in range(ray_engine.MAX_RESTARTS):
-        assert stub_run.run._restart(1)
-        assert stub_run.run._events.get(timeout=20) == (1, None)
-    assert not stub_run.run._restart(1)
-    said = capfd.readouterr().err
-    assert said.count("vf-rl: node 1: node 1 of 2 has a place on 10.0.0.9") == (
-        ray_engine.MAX_RESTARTS
-    )
+def test_a_process_that_does_not_start_in_time_is_one_error_that_names_its_machine(run_with, capfd):
+    ray, run = run_with
+    ray.silent.add(SERVER)
+    assert run() == 1
+    assert "inference has a place on 10.0.0.9, but Ray started no process" in capfd.readouterr().err
 
 
-def test_a_replica_is_placed_again_a_few_times_only(stub_run, capfd):
-    for _ in range(ray_engine.MAX_RESTARTS + 1):
-        stub_run.script[1].put("lost")
+def test_a_server_whose_machine_is_lost_joins_elsewhere_a_few_times_only(run_with, capfd):
+    ray, run = run_with
+    second = ("SPREAD", 1, 1)
 
-    def end_when_given_up():
-        while stub_run.run._restarts[1] <= ray_engine.MAX_RESTARTS:
+    def lose(times):
+        for _ in range(times):
+            started = len(ray.started)
+            ray.script[second].put("lost")
+            while len(ray.started) == started:
+                time.sleep(0.01)
+
+    def play():
+        while len(ray.started) < 3:
             time.sleep(0.01)
-        stub_run.script[0].put(([], 0))
+        time.sleep(0.5)  # they are looked at, and answer
+        with pytest.MonkeyPatch.context() as patch:  # from here on only the first answers
+            patch.setattr(ray_engine, "answers", lambda host, port: host == "10.0.0.0")
+            lose(children.MAX_RESTARTS)
+            ray.script[second].put("lost")
+            time.sleep(0.5)
+            ray.script[TRAINER].put(([], 0))
+            time.sleep(0.5)
 
-    threading.Thread(target=end_when_given_up, daemon=True).start()
-    assert stub_run.run.run() == 0
-    ranks = [started[0] for started in stub_run.ray.started]
-    assert ranks.count(1) == ray_engine.MAX_RESTARTS + 1 and ranks.count(0) == 1
+    playing = threading.Thread(target=play)
+    playing.start()
+    assert run("inference_nodes = 2\n") == 0
+    playing.join()
+    again = [words for at, _, words, _ in ray.started if at == second][1:]
+    assert len(again) == children.MAX_RESTARTS
+    assert all(words[-2:] == ["--join", "http://10.0.0.0:7000"] for words in again)
     said = capfd.readouterr()
-    assert said.out.count("node 1 is lost; Ray places it again") == ray_engine.MAX_RESTARTS
-    assert "node 1 is lost again, and is not placed again" in said.err
+    assert "inference-1 is lost with its machine, 10.0.0." in said.out
+    assert "and is not restarted" in said.err
 
 
-def test_a_lost_machine_with_ranks_ends_the_run_with_the_command_to_resume(stub_run, capfd):
-    stub_run.script[0].put("lost")
-    stub_run.script[1].put(([], 1))
-    assert stub_run.run.run() == 1
-    assert "is lost. Go on from the last checkpoint: vf-rl @ mine.toml --resume" in (
-        capfd.readouterr().err
+def test_a_lost_machine_with_ranks_ends_the_run_with_the_command_to_resume(run_with, capfd):
+    ray, run = run_with
+    ray.script[TRAINER].put("lost")
+    assert run() == 1
+    said = capfd.readouterr().err
+    assert "trainer is lost with its machine, 10.0.0.1. Go on from the last checkpoint: vf-rl" in (
+        said
     )
+    assert "config.toml --resume" in said
 
 
-def test_a_signal_while_ray_seeks_a_place_starts_nothing(stub_run, monkeypatch):
-    find = stub_run.ray.get
+def test_a_signal_lets_the_trainer_save_and_then_ends_the_servers(run_with):
+    ray, run = run_with
 
-    def interrupted(call, timeout=None):
-        if stub_run.run._stopped is None:
-            stub_run.run.on_signal(signal.SIGTERM, None)
-        return find(call)
-
-    monkeypatch.setattr(stub_run.ray, "get", interrupted)
-    assert stub_run.run.run() == 143
-    assert not stub_run.ray.started
-
-
-def test_a_signal_ends_node_0_in_good_order_and_a_second_one_all_at_once(stub_run):
-    def signal_twice():
-        while len(stub_run.ray.started) < 2:
+    def send():
+        while len(ray.started) < 2:
             time.sleep(0.01)
-        stub_run.run.on_signal(signal.SIGINT, None)
-        assert stub_run.ray.signals == [(0, signal.SIGTERM)] and not stub_run.ray.killed
-        stub_run.run.on_signal(signal.SIGINT, None)
-        stub_run.script[0].put(([], 143))
-        stub_run.script[1].put(([], 143))
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    signalling = threading.Thread(target=signal_twice, daemon=True)
-    signalling.start()
-    assert stub_run.run.run() == 130
-    signalling.join()
-    assert sorted(stub_run.ray.killed) == [0, 1]
+    threading.Thread(target=send, daemon=True).start()
+    assert run() == 143
+    asked = [at for at, number in ray.signals if number == signal.SIGTERM]
+    assert asked == [TRAINER, SERVER]
 
 
 # --- Machines -------------------------------------------------------------------------------------
 
-# vf-rl in an actor, with stand-ins for the server, for the trainer, which reaches all servers and
-# then waits for a file, and for the rollout workers.
-TRAINER = f"""
+# vf-rl with stand-ins for the server, for the trainer, which reaches all servers and then waits for
+# a file, and for the rollout workers.
+PLAY_TRAINER = f"""
 import socket
 {REACH_SERVERS}
 print("trains with", len(servers), "servers", flush=True)
-host, port = os.environ["VERIFIERS_RL_WORKERS_AT"].split(":")
-came, (address, _) = socket.create_server((host, int(port))).accept()
-print("rollout workers come from", address, flush=True)
+if where := os.environ.get("VERIFIERS_RL_WORKERS_AT"):
+    host, port = where.split(":")
+    came, (address, _) = socket.create_server((host, int(port))).accept()
+    print("rollout workers come from", address, flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
+sys.exit(int(sys.argv[2]))
 """
-WORKERS = """
+PLAY_WORKERS = """
 import socket, sys, time
+print("a rollout worker for the trainer at", sys.argv[1], flush=True)
 while True:
     try:
         socket.create_connection(sys.argv[1].split(":"), 60).recv(1)
     except OSError:
         time.sleep(0.1)
 """
-NODE = f"""
+DRIVER = f"""
 {STAND_INS}
-rl.trainer_command = lambda *_: [sys.executable, "-c", {TRAINER!r}, "FOLDER/end"]
-make = rl.workers_command
-rl.workers_command = lambda *given: [sys.executable, "-c", {WORKERS!r}, *make(*given)[3:]]
-rl.main()
-"""
-DRIVER = """
-import sys
-from verifiers_rl.cli import ray_engine, rl
-
-ray_engine.PROGRAM = ("code0/node.py",)
-sys.argv[0] = "vf-rl"
+from verifiers_rl.cli import rl
+end, status = sys.argv[1:3]
+sys.argv[:3] = ["vf-rl"]
+ray_engine.trainer_command = lambda *_: ["-c", {PLAY_TRAINER!r}, end, status]
+ray_engine.WORKERS = ["-c", {PLAY_WORKERS!r}]
 rl.main()
 """
 # So that Ray takes a machine for lost after seconds, not half a minute.
 FAST = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 1000, "failure_threshold": 4}
+
+
+class Started:
+    """A process with its output in a file."""
+
+    def __init__(self, command, environment, log):
+        self.command, self.environment, self.log = command, environment, log
+
+    def __enter__(self):
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command, cwd=ROOT, env=self.environment, stdout=output, stderr=output
+            )
+        return self
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def said(self):
+        return self.log.read_text()
+
+    def wait_for(self, pattern, seconds=120):
+        deadline = time.monotonic() + seconds
+        while not (hit := re.search(pattern, self.said())):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            time.sleep(0.1)
+        return hit
 
 
 @contextmanager
@@ -403,42 +443,23 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
     text = "inference_nodes = 2\nenv_nodes = 1\n"
     text += "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
     path = read_toml(tmp_path / "code", f'{text}output_dir = "{tmp_path}/run"\n', env)
-    (tmp_path / "code" / "node.py").write_text(NODE.replace("FOLDER", str(tmp_path)))
     with machines(3) as found, ray_cluster(found) as environment:
-        log = tmp_path / "log"
-        command = [*found[0].words, sys.executable, "-c", DRIVER, "@", str(path)]
-        command += ["--cluster.address", f"{found[0].address}:6379"]
-        with log.open("wb") as output:
-            run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-
-        def wait_for(pattern):
-            deadline = time.monotonic() + 120
-            while not (hit := re.search(pattern, log.read_text())):
-                assert time.monotonic() < deadline and run.poll() is None, log.read_text()
-                time.sleep(0.1)
-            return hit
-
-        try:
-            wait_for(r"\[node 0\] \[trainer\] trains with 2 servers")
-            places = dict(re.findall(r"node (\d) of 4 is on ([\d.]+)", log.read_text()))
-            assert places["2"] != places["3"] and found[0].address not in places.values()
-            wait_for(rf"\[node 0\] \[trainer\] rollout workers come from {places['1']}")
-            lost = next(rank for rank in "23" if places[rank] != places["0"])
-            machine = next(one for one in found if one.address == places[lost])
+        command = [*found[0].words, sys.executable, "-c", DRIVER, str(tmp_path / "end"), "0"]
+        command += ["@", str(path), "--cluster.address", f"{found[0].address}:6379"]
+        with Started(command, environment, tmp_path / "log") as run:
+            run.wait_for(r"\[trainer\] trains with 2 servers")
+            places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", run.said()))
+            servers = {name: places[name] for name in ("inference-0", "inference-1")}
+            assert len(set(servers.values())) == 2 and found[0].address not in places.values()
+            env_at = run.wait_for(r"vf-rl: env-0 is on ([\d.]+)").group(1)
+            run.wait_for(rf"\[trainer\] rollout workers come from {env_at}")
+            lost = next(name for name, at in servers.items() if at != places["trainer"])
+            other = next(at for name, at in servers.items() if name != lost)
+            machine = next(one for one in found if one.address == servers[lost])
             machine.set_link("down")
-            wait_for(rf"node {lost} is lost; Ray places it again")
-            again = wait_for(rf"node {lost} is lost; Ray(?s:.*)node {lost} of 4 is on ([\d.]+)")
-            assert again.group(1) != machine.address
-            other = places["3" if lost == "2" else "2"]
-            joined = (
-                rf"\[node {lost}\] \[inference\] serving at {again.group(1)} --join http://{other}"
-            )
-            wait_for(joined)
-            if places["1"] == machine.address:
-                wait_for(r"\[node 0\] vf-rl: node 1 is here again")
+            run.wait_for(rf"{lost} is lost with its machine, {machine.address}; starting it again")
+            run.wait_for(rf"\[{lost}\] serving at {other} --join http://{other}")
+            if env_at == machine.address:
+                run.wait_for(rf"env-0, with rollout workers, is lost(?s:.*)env-0 is on {other}")
             (tmp_path / "end").touch()
-            assert run.wait(60) == 0, log.read_text()
-        finally:
-            if run.poll() is None:
-                run.kill()
-                run.wait()
+            assert run.process.wait(60) == 0, run.said()

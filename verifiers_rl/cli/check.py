@@ -29,28 +29,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verifiers_rl.cli.children import Child, ended_within, flag_problem
+from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.env_file import read_env_files
 from verifiers_rl.cli.plan import (
     assign_gpus,
     check_folder,
     check_trainer_options,
-    server_command,
-    server_env,
     servers_to_start,
     split_gpus,
+    start_server,
     teachers_to_start,
 )
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
-    InferenceServerError,
     generation_key,
 )
 from verifiers_rl.process.interrupts import handle_signals
 from verifiers_rl.process.secret_names import set_secrets
-from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.trackers import tracker_error
 
 ANSWER_S = 10.0  # for a teacher that runs already
@@ -397,22 +394,10 @@ class Preflight:
             return self._check_servers_that_run()
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # the server inherits it
         start = time.monotonic()
-        self.server = Child(
-            "inference",
-            server_command(self.config, args.vllm_server_host, args.vllm_server_port),
-            server_env(self.config, self.gpus[0], 0),  # its replicas are like it
-            self.log,
-            inherit=False,
-        )
-        try:
-            self._wait_for_server(self.server, start + args.vllm_server_timeout)
-        except InferenceServerError as error:
-            lines = self.log.read_text(errors="replace").splitlines()
-            if problem := flag_problem(lines, self.config):
-                raise Fix(problem) from error
-            for line in lines[-30:]:
-                print(f"      {line}", flush=True)
-            raise
+        address = args.vllm_server_host, args.vllm_server_port
+        server = start_server(self.config, self.gpus[0], address, self.log)  # the others are alike
+        self.server = server.child
+        server.wait_until_ready(args.vllm_server_timeout)
         self.client.check_model(self.model_config)
         status = self.client.status()
         return (
@@ -433,24 +418,6 @@ class Preflight:
         return (
             f"{len(self.args.servers())} answer, serve the model in {status['dtype']} on "
             f"{status['device']}, max_model_len {status['max_model_len']}"
-        )
-
-    def _wait_for_server(self, server: Child, deadline: float) -> None:
-        timeout_s = self.args.vllm_server_timeout
-        with WaitingLine(lambda: f"the server, up to {timeout_s:g} s,") as line:
-            while time.monotonic() < deadline:
-                try:
-                    self.client.status()
-                    return
-                except InferenceServerError:
-                    pass  # not ready yet; the check below tells whether to keep waiting
-                if ended_within(server, 0.5):
-                    raise InferenceServerError(
-                        f"it ended with status {server.process.returncode} before it was ready"
-                    )
-                line.show()
-        raise InferenceServerError(
-            f"the server was not ready after {timeout_s:g} s; raise vllm_server_timeout"
         )
 
     def check_served_tokenizer(self) -> str:

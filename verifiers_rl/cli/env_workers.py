@@ -18,20 +18,18 @@ def main() -> None:
     """Run until the process that started us ends us.
 
     The words of the command: host and port where the trainer lets workers in, then those of the
-    configuration. A status of 1 means that the workers cannot run here; WORKERS_LOST, that they
-    ran.
+    configuration.
     """
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
     from verifiers_rl.cli.config import TomlError
-    from verifiers_rl.cli.servers import WORKERS_LOST
     from verifiers_rl.config import ConfigError
     from verifiers_rl.envs.base import InvalidEnvironmentError
     from verifiers_rl.envs.messages import EnvWorkerError
     from verifiers_rl.envs.worker_host import WorkerHost
-    from verifiers_rl.envs.workers import WorkerLostError, secret_of_workers
+    from verifiers_rl.envs.workers import secret_of_workers
     from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceServerError
 
     host, _, port = sys.argv[1].rpartition(":")
@@ -55,9 +53,6 @@ def main() -> None:
     print(f"{num_workers} rollout worker(s) for the trainer at {host}:{port}", flush=True)
     try:
         workers.run(num_workers)
-    except WorkerLostError as error:
-        print(f"vf-rl: {error}", file=sys.stderr)
-        sys.exit(WORKERS_LOST)
     except EnvWorkerError as error:
         fail(error)
     finally:
@@ -85,7 +80,7 @@ def prepare(words: list[str]) -> tuple[bytes, int]:
         overrides_of,
         toml_arguments,
     )
-    from verifiers_rl.cli.servers import servers_of_vf_rl
+    from verifiers_rl.cli.plan import servers_of_vf_rl
     from verifiers_rl.envs.make import make_pool, make_runner
     from verifiers_rl.envs.workers import count_workers
     from verifiers_rl.inference.client import InferenceClient

@@ -7,27 +7,32 @@ import math
 import os
 import secrets
 import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.cli.children import STOP_GRACE_S, Child, ended_within
-from verifiers_rl.cli.config import RunConfig, TomlError, folder_words, server_flags
+from verifiers_rl.cli.children import STOP_GRACE_S, LocalChild, Supervised, answers
+from verifiers_rl.cli.config import (
+    RunConfig,
+    TomlError,
+    check_trainer_args,
+    folder_words,
+    server_flags,
+)
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
-from verifiers_rl.cli.nodes import Node, interface_of, own_address
-from verifiers_rl.cli.servers import SERVERS_VARIABLE, cores_of_replicas
 from verifiers_rl.cli.teachers import TeacherTable
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.process.connections import WORKERS_VARIABLE
+from verifiers_rl.inference.port import RESERVED_VARIABLE
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
 ENV_DEADLINE_S = 120.0  # for loading the environments before the run
+SERVERS_VARIABLE = "VERIFIERS_RL_SERVERS"  # tells the trainer where several servers are
 
 
 def check_folder(args: Any, resume: bool | str | None) -> Path | None:
@@ -67,9 +72,8 @@ class LoadedEnvironments:
     def __enter__(self) -> LoadedEnvironments:
         self._folder = tempfile.TemporaryDirectory(prefix="vf-rl-")
         self._answer = Path(self._folder.name) / "answer"
-        command = [sys.executable, "-m", "verifiers_rl.cli.load", str(self._answer)]
-        command += self._config.words
-        self._child = Child("environment", command, {}, None, inherit=False)
+        words = ["-m", "verifiers_rl.cli.load", str(self._answer), *self._config.words]
+        self._child = LocalChild("environment", words, {})
         self._deadline = time.monotonic() + ENV_DEADLINE_S
         return self
 
@@ -85,7 +89,7 @@ class LoadedEnvironments:
             TomlError: one of them cannot be loaded.
         """
         with WaitingLine(lambda: "the environment to load") as line:
-            while not ended_within(self._child, 1.0) and not self._answer.exists():
+            while not self._child.wait(1.0) and not self._answer.exists():
                 if time.monotonic() > self._deadline:
                     print(
                         f"vf-rl: the environment is not loaded after {ENV_DEADLINE_S:g} s; "
@@ -94,12 +98,12 @@ class LoadedEnvironments:
                     )
                     return
                 line.show()
-        ended_within(self._child, STOP_GRACE_S)  # threads of the environment may delay its end
+        self._child.wait(STOP_GRACE_S)  # threads of the environment may delay its end
         if not self._answer.exists():
             self._child.wait_for_output()
             raise TomlError(
-                f"{self._config.source('env')}: loading the environment ended with status "
-                f"{self._child.process.returncode}; see its output above"
+                f"{self._config.source('env')}: loading the environment {self._child.end}; see its "
+                "output above"
             )
         if problem := self._answer.read_text():
             self._child.wait_for_output()
@@ -110,8 +114,6 @@ def check_trainer_options(config: RunConfig) -> Any:
     """Build the RLConfig once, so that a wrong option is an error here and not after the server's
     start. The result says nothing about devices.
     """
-    from verifiers_rl.cli.config import check_trainer_args
-
     check_trainer_args(config)
     for name in ("fsdp", "deepspeed"):
         value = config.trainer_args.get(name)
@@ -264,8 +266,12 @@ def _cores(config: RunConfig, number: int, args: dict[str, Any]) -> dict[str, st
     total += _num_servers_on_cpu(config)
     if total < 2 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
+    from verifiers_rl.inference.server import server_cores
+
     num_workers = math.prod(args.get(name, 1) for name in PARALLEL_SIZES)
-    return {"VLLM_CPU_OMP_THREADS_BIND": cores_of_replicas(total, num_workers)[number]}
+    cores = server_cores(sorted(os.sched_getaffinity(0)), total * num_workers).split("|")
+    own = cores[number * num_workers : (number + 1) * num_workers]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(own)}
 
 
 # Weights may take this share of a GPU's memory. The rest is for keys and values, whose number
@@ -369,6 +375,29 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     return _vf_vllm(config.model, args, config.inference_gpus, host, port)
 
 
+def start_server(
+    config: RunConfig, gpus: str, address: tuple[str, int], log: Path | None, number: int = 0
+) -> Supervised:
+    """Start one of the servers of this machine.
+
+    Args:
+        gpus: of all servers, as `assign_gpus` gives them.
+        address: of the server, for which we have reserved the port, also for restarts.
+        log: the file for the output of all of them.
+        number: of this one.
+    """
+    (host, port), total = address, config.inference_replicas
+    name, what = "inference", "the server"
+    if total > 1:
+        name, what = f"inference-{number}", f"the server on port {port}"
+    log = log and log_of(log, number, total)
+    env = {**server_env(config, gpus, number), RESERVED_VARIABLE: str(port)}
+    start = partial(LocalChild, name, server_command(config, host, port), env, log)
+    timeout_s = config.option("vllm_server_timeout")
+    print(f"vf-rl: starting {what} on {host}:{port}, up to {timeout_s:g} s", flush=True)
+    return Supervised(what, start, lambda: answers(host, port), config, ("inference",), log)
+
+
 def teacher_command(config: RunConfig, table: TeacherTable, host: str, port: int) -> list[str]:
     """Return the command of a teacher's server. It takes the longest sample and one token more."""
     args = {"max_model_len": config.option("max_seq_len") + 1, **table.args}
@@ -381,38 +410,35 @@ def _vf_vllm(model: str, args: dict[str, Any], num_gpus: int, host: str, port: i
     if "tensor_parallel_size" not in args and num_gpus > product:
         args["tensor_parallel_size"] = num_gpus // product
     args |= {"host": host, "port": port}
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", model]
-    return [*command, *server_flags(args)]
+    return ["-m", "verifiers_rl.inference.server", "--model", model, *server_flags(args)]
 
 
 def trainer_env(
-    config: RunConfig, gpus: str, node: Node | None, servers: list[str]
+    config: RunConfig, gpus: str, servers: list[str], num_machines: int = 1
 ) -> dict[str, str]:
-    """Return the variables of the trainer: its GPUs, the servers if they are several, and how ranks
-    on several machines reach each other.
+    """Return the variables of the trainer on one of its machines: its GPUs, and the servers if they
+    are several.
     """
     env = {"CUDA_VISIBLE_DEVICES": gpus}
     # A launcher of several ranks kills them after this time, by default 30 s.
     if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
-    if len(servers) > 1 or (servers and node is not None):
+    if len(servers) > 1:
         env[SERVERS_VARIABLE] = " ".join(servers)
-    if node is not None and node.rank == 0 and node.num_envs:
-        env[WORKERS_VARIABLE] = f"{node.host}:{node.workers_port}"
-    if node is not None and node.num_trainers > 1:
-        if not config.trainer_gpus:
-            env["ACCELERATE_USE_CPU"] = "true"
-        # gloo takes the interface of the machine's name otherwise, which is often the loopback's.
-        interface = interface_of(own_address(node))
-        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            env["GLOO_SOCKET_IFNAME"] = interface
+    if num_machines > 1 and not config.trainer_gpus:
+        env["ACCELERATE_USE_CPU"] = "true"
     return env
 
 
-def workers_command(config: RunConfig, node: Node) -> list[str]:
-    """Return the command that keeps rollout workers on a node that does not train."""
-    where = f"{node.host}:{node.workers_port}"
-    return [sys.executable, "-m", "verifiers_rl.cli.env_workers", where, *config.words]
+def servers_of_vf_rl() -> list[str] | None:
+    """Return the addresses of the servers that `vf-rl` has started, if they are several."""
+    given = os.environ.get(SERVERS_VARIABLE)
+    return given.split() if given else None
+
+
+def log_of(log: Path, number: int, num_servers: int) -> Path:
+    """Return the file for the output of one of several servers: server-1.log for server.log."""
+    return log if num_servers == 1 else log.with_stem(f"{log.stem}-{number}")
 
 
 def smallest_lora_rank(rank: int) -> int:
@@ -421,33 +447,32 @@ def smallest_lora_rank(rank: int) -> int:
 
 
 def trainer_command(
-    config: RunConfig, options: argparse.Namespace, node: Node | None = None
+    config: RunConfig,
+    options: argparse.Namespace,
+    number: int = 0,
+    num_machines: int = 1,
+    master: tuple[str, int] = ("127.0.0.1", 0),
 ) -> list[str]:
-    """Return the command of the trainer's ranks on this machine. torch's elastic launch connects
-    them with those on other nodes.
+    """Return the command of the trainer's ranks on one of its machines.
+
+    Args:
+        number: of the machine.
+        master: where the ranks of all machines meet. Port 0: a free one, on one machine.
     """
-    launcher, num_trainers = [sys.executable], node.num_trainers if node else 1
-    if config.trainer_gpus * num_trainers > 1:
-        launcher += [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(Path(__file__).with_name("accelerate.yaml")),
-            "--num_processes",
-            str(config.trainer_gpus * num_trainers),
-        ]
-        if node is not None and num_trainers > 1:
-            launcher += ["--num_machines", str(num_trainers), "--machine_rank", str(node.rank)]
-            launcher += ["--main_process_ip", node.host]
-            launcher += ["--main_process_port", str(node.port + 1)]
-    elif node is not None and num_trainers > 1:  # CPUs, which accelerate's launch does not connect
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
-        launcher += ["--nnodes", str(num_trainers), "--node-rank", str(node.rank)]
-        launcher += ["--master-addr", node.host, "--master-port", str(node.port + 1)]
-    return [
-        *launcher,
-        "-m",
-        "verifiers_rl.cli.train",
-        *config.words,
-        *folder_words(options),
-    ]
+    words = ["-m", "verifiers_rl.cli.train", *config.words, *folder_words(options)]
+    if num_machines == 1 and config.trainer_gpus < 2:
+        return words
+    return [*launcher_command(max(config.trainer_gpus, 1), number, num_machines, master), *words]
+
+
+def launcher_command(
+    num_ranks: int,
+    number: int = 0,
+    num_machines: int = 1,
+    master: tuple[str, int] = ("127.0.0.1", 0),
+) -> list[str]:
+    """Return the words of torch's launcher, in front of those of a rank; see `trainer_command`."""
+    host, port = master
+    words = ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    words += [f"--nnodes={num_machines}", f"--node-rank={number}"]
+    return [*words, f"--master-addr={host}", f"--master-port={port}"]

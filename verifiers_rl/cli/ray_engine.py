@@ -1,94 +1,112 @@
-"""`[cluster] engine = "ray"`: Ray chooses the machines of a run, and this process watches it.
+"""`[cluster] engine = "ray"`: Ray chooses the machines of a run, and this process supervises it.
 
-Each node of the run (cli/nodes.py) is an actor with GPUs of its own. It runs `vf-rl` on its machine
-as a child process, with the four variables that say which node it is. So Ray places and finds lost
-machines; who meets whom, and how a run ends, is the same as without Ray.
+Each process of the run is the child of an actor, which Ray places on a machine with enough GPUs.
+This process starts and ends them through their actors, as it does with children of its own in a run
+on one machine (`supervise.supervise`), and prints their output.
 
-    this process ──► Ray ──► actor of node 0 ──► vf-rl ──► the trainer's first ranks
-                        ├──► actor of node 1 ──► vf-rl ──► further ranks       (packed together)
-                        ├──► actor of node 2 ──► vf-rl ──► rollout workers     (spread)
-                        └──► actor of node 3 ──► vf-rl ──► vf-vllm             (spread)
+    this process ──► Ray ──► actor ──► the trainer's first ranks
+                        ├──► actor ──► further ranks            (packed together)
+                        ├──► actor ──► rollout workers          (spread)
+                        └──► actor ──► vf-vllm                  (spread)
+
+A process whose machine is lost gets another actor, which Ray places again.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import fcntl
 import os
 import queue
 import secrets
-import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from verifiers_rl.cli.children import STOP_GRACE_S
-from verifiers_rl.cli.config import RunConfig, TomlError, folder_words
-from verifiers_rl.cli.ending import SAVE_GRACE_S
-from verifiers_rl.cli.nodes import COMMAND_VARIABLE
+from verifiers_rl.cli.children import (
+    Child,
+    ChildError,
+    Supervised,
+    answers,
+    lines_of,
+    signal_group,
+    start_python,
+)
+from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.plan import (
+    SERVERS_VARIABLE,
+    check_trainer_options,
+    server_command,
+    server_env,
+    trainer_command,
+    trainer_env,
+)
 from verifiers_rl.cli.resolved import write_code
+from verifiers_rl.cli.supervise import supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.process.interrupts import handle_signals
+from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.process.waiting import WaitingLine
 
-PROGRAM = ("-m", "verifiers_rl.cli.rl")
-MAX_RESTARTS = 5  # of one node
-READ_S = 1.0  # between two looks at the output of a node
+READ_S = 1.0  # between two looks at the output of a process
+WORKERS = ("-m", "verifiers_rl.cli.env_workers")
+ADDRESS = tuple[str, int]
 
 
-class NodeActor:
-    """Runs one `vf-rl` on the machine where Ray has placed it. Methods run on threads."""
+class ProcessActor:
+    """Runs one process on the machine where Ray has placed it. Methods run on threads."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
-    def find_place(self, num_ports: int) -> tuple[str, int]:
-        """Return this machine's address, and the first of so many free ports in a row."""
+    def find_address(self, wanted: ADDRESS | None, num_ports: int) -> ADDRESS:
+        """Return this machine's address, and the first of so many free ports in a row: those of
+        `wanted`, if it is an address of this machine and its port is free.
+
+        Raises:
+            OSError: there are none.
+        """
         import ray
 
-        address = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        while True:
-            with ExitStack() as stack:
-                first = stack.enter_context(socket.create_server((address, 0), family=family))
-                port = first.getsockname()[1]
-                try:
-                    for further in range(port + 1, port + num_ports):
-                        stack.enter_context(socket.create_server((address, further), family=family))
-                except (OSError, OverflowError):
-                    continue  # one of them is taken
-                return address, port
+        host = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        ports = [0] * 100
+        if wanted is not None and wanted[0] == host:
+            ports.insert(0, wanted[1])
+        for port in ports:
+            with ExitStack() as stack, suppress(OSError, OverflowError):  # one of them is taken
+                for number in range(num_ports):
+                    where = (host, port + number)
+                    server = stack.enter_context(socket.create_server(where, family=family))
+                    port = server.getsockname()[1] - number
+                return host, port
+        raise OSError(f"{host} has no {num_ports} free ports in a row")
 
-    def start(self, words: list[str], variables: dict[str, str]) -> None:
+    def start(self, words: list[str], variables: dict[str, str], host: str) -> None:
         """Start Python with these words and variables. It ends with this process."""
-        own = {"VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        # `vf-rl` knows nothing of Ray, whose variables have the cluster's token.
-        others = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        self._process = subprocess.Popen(
-            [sys.executable, *words],
-            env={**others, **own, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        # It knows nothing of Ray, whose variables have the cluster's token.
+        env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        # gloo takes the interface of the machine's name otherwise, which is often the loopback's.
+        if interface := interface_of(host):
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env |= variables
+        self._process = start_python(words, env, subprocess.PIPE, subprocess.STDOUT)
         threading.Thread(target=self._collect, args=(self._process.stdout,), daemon=True).start()
 
     def _collect(self, output: Any) -> None:
-        for line in iter(output.readline, b""):
-            for part in line.replace(b"\r", b"\n").split(b"\n"):
-                if part.strip():
-                    self._lines.put(part.decode(errors="replace").rstrip())
+        for line in lines_of(output):
+            self._lines.put(line)
         self._lines.put(None)
 
     def read(self) -> tuple[list[str], int | None]:
@@ -107,234 +125,321 @@ class NodeActor:
         return lines, None
 
     def signal(self, number: int) -> None:
-        """Send a signal to `vf-rl`, which ends what it has started."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        """Send a signal to the process and what it has started."""
+        if self._process is not None:
+            signal_group(self._process, number)
 
 
-class RayRun:
-    """A run on a Ray cluster. `run` returns its exit status.
+class RayChild(Child):
+    """A process in a place that Ray has reserved. It starts in the background.
 
     Args:
-        words: of `vf-rl` on each machine.
-        command: the command that was given here, for messages.
+        place: placement group, index in it, and its CPUs and GPUs.
+        plan: returns the words and the variables of the process at an address: of its machine, with
+            the first of its ports.
+        timeout_s: how long Ray may take to start an actor in the place.
+        wanted: an address that it had before, and takes again if it can.
+        num_ports: ports that it needs.
+
+    Attributes:
+        address: see `plan`; None until it has one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ray: Any,
+        place: tuple[Any, int, dict[str, int]],
+        plan: Callable[[ADDRESS], tuple[list[str], dict[str, str]]],
+        timeout_s: float,
+        wanted: ADDRESS | None = None,
+        num_ports: int = 1,
+    ) -> None:
+        super().__init__(name)
+        self._ray, self._place, self._timeout_s = ray, place, timeout_s
+        self.address: ADDRESS | None = None
+        self._status: int | None = None
+        self._why_lost = ""
+        self._has_address, self._has_ended = threading.Event(), threading.Event()
+        group, index, bundle = place
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
+        self._actor = ray.remote(ProcessActor).options(
+            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_concurrency=4,
+            scheduling_strategy=strategy,
+        ).remote()  # fmt: skip
+        find = self._actor.find_address.remote(wanted, num_ports)
+        self._reader = threading.Thread(target=self._follow, args=(plan, find), daemon=True)
+        self._reader.start()
+
+    def _follow(self, plan: Any, find: Any) -> None:
+        """Start the process, and print its output until its end or that of its machine."""
+        ray, status = self._ray, None
+        try:
+            self.address = ray.get(find, timeout=self._timeout_s)
+            print(f"vf-rl: {self.name} is on {self.address[0]}", flush=True)
+            self._has_address.set()
+            words, env = plan(self.address)
+            start = self._actor.start.remote(words, env, self.address[0])
+            ray.get(start, timeout=self._timeout_s)
+            while status is None:
+                lines, status = ray.get(self._actor.read.remote())
+                self._show(lines)
+        except ray.exceptions.GetTimeoutError:
+            self._why_lost = (
+                f"has a place on {self._machine()}, but Ray started no process there within "
+                f"{self._timeout_s:g} s (vllm_server_timeout); see Ray's logs on that machine "
+                "(/tmp/ray/session_latest/logs), and whether a firewall lets its ports pass"
+            )
+        except ray.exceptions.RayError:
+            self._why_lost = f"is lost with its machine, {self._machine()}"
+        self.is_lost = status is None
+        status = 1 if status is None else status
+        self._status = 128 - status if status < 0 else status
+        self._has_ended.set()
+        self._has_address.set()
+
+    def _machine(self) -> str:
+        """Return the address of the machine where Ray has reserved the place."""
+        if self.address is not None:
+            return self.address[0]
+        group, index, _ = self._place
+        node_id = self._ray.util.placement_group_table(group)["bundles_to_node_id"].get(index)
+        addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in self._ray.nodes()}
+        return addresses.get(node_id, "a machine that is gone")
+
+    def find_address(self) -> ADDRESS:
+        """Wait until it has an address.
+
+        Raises:
+            ChildError: Ray's process does not start.
+        """
+        self._has_address.wait()  # `_follow` has the deadline
+        if self.address is None:
+            raise ChildError(f"{self.name} {self.end}")
+        return self.address
+
+    @property
+    def end(self) -> str:
+        return self._why_lost or super().end
+
+    def poll(self) -> int | None:
+        return self._status
+
+    def wait(self, seconds: float) -> bool:
+        return self._has_ended.wait(seconds)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._ray.kill(self._actor)  # what it has started ends with it
+
+    def _signal(self, number: int) -> None:
+        self._actor.signal.remote(number)
+
+
+class RayMachines:
+    """See `supervise.Machines`.
+
+    Args:
+        sent: the configuration as it is on the machines.
+        num_machines: wait until the cluster has so many.
 
     Raises:
         TomlError: servers that run already need a token, which is not set.
     """
 
-    def __init__(self, ray: Any, config: RunConfig, words: Sequence[str], command: str) -> None:
-        self._ray, self._config, self._words, self._command = ray, config, words, command
-        table = config.cluster
-        self.num_trainers = table.trainer_nodes or 1
-        # Replicas are nodes of their own, so that Ray can spread them.
-        self.num_servers = (table.inference_nodes or 1) * config.inference_replicas
-        if config.trainer_args.get("vllm_servers"):
+    def __init__(
+        self, ray: Any, sent: RunConfig, options: argparse.Namespace, num_machines: int = 1
+    ) -> None:
+        self._ray, self._config, self._options = ray, sent, options
+        self._num_machines = num_machines
+        table = sent.cluster
+        self.num_trainers, self.num_envs = table.trainer_nodes or 1, table.env_nodes or 0
+        # Each replica has a place of its own, so that Ray can spread them.
+        self.num_servers = (table.inference_nodes or 1) * sent.inference_replicas
+        if sent.trainer_args.get("vllm_servers"):
             self.num_servers = 0
             if not os.environ.get(TOKEN_VARIABLE):
-                place = config.place("trainer", "args", "vllm_servers")
+                place = sent.place("trainer", "args", "vllm_servers")
                 raise TomlError(
                     f"{place} has vllm_servers, which run already, and {TOKEN_VARIABLE} is not "
                     "set; set it to their token"
                 )
-        self.num_envs = table.env_nodes or 0
-        self.size = self.num_trainers + self.num_envs + self.num_servers
-        self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-        self._actors: dict[int, Any] = {}
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        self._own = {TOKEN_VARIABLE: token}
+        os.environ[TOKEN_VARIABLE] = token  # to ask servers whether they are up
         self._groups: list[Any] = []
-        # For each node, by its rank: its group, its place in the group, and its CPUs and GPUs.
-        self._places: list[tuple[Any, int, dict[str, int]]] = []
-        self._start_s: float = config.option("vllm_server_timeout")
-        self._master = ("", 0)
-        self._events: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
-        self._restarts = dict.fromkeys(range(self.size), 0)
-        self._stopped: int | None = None
+        self._addresses: dict[int, ADDRESS] = {}  # of servers, by their number
+        self._timeout_s = 0.0
+        self.servers: list[Supervised] = []
+        self.others: list[Supervised] = []
+        self.trainers: list[Child] = []
 
-    def place(self, timeout_s: float) -> None:
-        """Reserve CPUs and GPUs of all nodes: trainers together, the others spread.
+    def start(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._wait_for_machines()
+        num_workers = str(self._config.option("env_workers"))
+        cpus_of_envs = int(num_workers) if num_workers.isdigit() else 1
+        config = self._config
+        trainer_places = self._reserve(self.num_trainers, 1, config.trainer_gpus, "trainer")
+        env_places = self._reserve(self.num_envs, cpus_of_envs, 0, "cluster")
+        server_places = self._reserve(self.num_servers, 1, config.inference_gpus, "inference")
+        for number, place in enumerate(server_places):
+            what = f"inference-{number}" if self.num_servers > 1 else "inference"
+            start = partial(self._start_server, what, number, place)
+            is_ready = partial(self._is_up, number)
+            self.servers.append(Supervised(what, start, is_ready, config, ("inference",)))
+        for server in self.servers:
+            server.child.find_address()  # type: ignore[attr-defined]
+        for number, place in enumerate(trainer_places):
+            name = f"trainer-{number}" if self.num_trainers > 1 else "trainer"
+            plan = partial(self._plan_trainer, number)
+            child = RayChild(name, self._ray, place, plan, timeout_s, num_ports=2)
+            self.trainers.append(child)
+            if number == 0:
+                self._master = child.find_address()
+        for number, place in enumerate(env_places):
+            self.others.append(self._start_workers(f"env-{number}", place))
+
+    def _wait_for_machines(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+
+        def count() -> int:
+            return sum(node["Alive"] for node in self._ray.nodes())
+
+        with WaitingLine(lambda: f"machines: {count()} of {self._num_machines}") as line:
+            while (found := count()) < self._num_machines:
+                if time.monotonic() > deadline:
+                    raise TomlError(
+                        f"{found} of WORLD_SIZE={self._num_machines} machines joined within "
+                        f"{self._timeout_s:g} s (vllm_server_timeout); start vf-rl with the four "
+                        "variables on each, and let a firewall pass Ray's ports"
+                    )
+                line.show()
+                time.sleep(0.25)
+
+    def _reserve(
+        self, count: int, cpus: int, gpus: int, table: str
+    ) -> list[tuple[Any, int, dict[str, int]]]:
+        """Reserve places: those of the trainer packed together, the others spread.
 
         Raises:
             TomlError: the cluster has no place for them.
         """
-        config, ray = self._config, self._ray
-        num_workers = str(config.option("env_workers"))
-        cpus_of_envs = int(num_workers) if num_workers.isdigit() else 1
-        for count, cpus, gpus, strategy, name in (  # in the order of their ranks
-            (self.num_trainers, 1, config.trainer_gpus, "PACK", "trainer"),
-            (self.num_envs, cpus_of_envs, 0, "SPREAD", "cluster"),
-            (self.num_servers, 1, config.inference_gpus, "SPREAD", "inference"),
-        ):
-            if not count:
-                continue
-            bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
-            group = ray.util.placement_group([bundle] * count, strategy=strategy)
-            self._groups.append(group)
-            self._places += [(group, index, bundle) for index in range(count)]
-            deadline = time.monotonic() + timeout_s
-            with WaitingLine(partial("{} places for {}".format, count, name)) as line:
-                while not group.wait(1.0):
-                    line.show()
-                    if time.monotonic() > deadline:
-                        free = ray.available_resources()
-                        key = "env_nodes" if name == "cluster" else "gpus"
-                        value = count if name == "cluster" else gpus
-                        raise TomlError(
-                            f"{config.source(name, key)}: {name}.{key}={value}: each of {count} "
-                            f"nodes needs {gpus} GPUs and {cpus} CPUs, and Ray found no place in "
-                            f"{timeout_s:g} s (vllm_server_timeout); free are "
-                            f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
-                        )
+        if not count:
+            return []
+        ray, config = self._ray, self._config
+        bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        strategy = "PACK" if table == "trainer" else "SPREAD"
+        group = ray.util.placement_group([bundle] * count, strategy=strategy)
+        self._groups.append(group)
+        deadline = time.monotonic() + self._timeout_s
+        with WaitingLine(lambda: f"{count} places for {table}") as line:
+            while not group.wait(1.0):
+                line.show()
+                if time.monotonic() > deadline:
+                    free = ray.available_resources()
+                    key, value = ("env_nodes", count) if table == "cluster" else ("gpus", gpus)
+                    raise TomlError(
+                        f"{config.source(table, key)}: {table}.{key}={value}: each of {count} "
+                        f"places needs {gpus} GPUs and {cpus} CPUs, and Ray found none in "
+                        f"{self._timeout_s:g} s (vllm_server_timeout); free are "
+                        f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
+                    )
+        return [(group, index, bundle) for index in range(count)]
 
-    def start_node(self, rank: int) -> None:
-        """Start a node in its place; its output and its end become events.
+    def _start_server(self, name: str, number: int, place: Any) -> Child:
+        before = self._addresses.pop(number, None)
 
-        Raises:
-            TomlError: Ray's process there does not answer.
-        """
-        ray, (group, index, bundle) = self._ray, self._places[rank]
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
-        gpus = bundle.get("GPU", 0)
-        actor = ray.remote(NodeActor).options(
-            num_cpus=bundle["CPU"], num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=4,
-            name=f"vf-rl-{os.getpid()}-{secrets.token_hex(2)}-{rank}",
-        ).remote()  # fmt: skip
-        self._actors[rank] = actor
-        address, port = self._get(rank, actor.find_place.remote(max(gpus, 3)))
-        if self._stopped is not None:  # a signal came while Ray sought a place
-            self._events.put((rank, 128 + self._stopped))
-            return
-        if rank == 0:
-            self._master = (address, port)
-        print(f"vf-rl: node {rank} of {self.size} is on {address}", flush=True)
-        variables = {TOKEN_VARIABLE: self._token, COMMAND_VARIABLE: self._command}
-        words = [*PROGRAM, *self._words]
-        if self.size > 1:
-            words += [f"--cluster.trainer_nodes={self.num_trainers}"]
-            if self.num_envs:
-                words += [f"--cluster.env_nodes={self.num_envs}"]
-            if self.num_servers:
-                words += [f"--cluster.inference_nodes={self.num_servers}"]
-                serves = rank >= self.size - self.num_servers
-                words += [f"--trainer.args.vllm_server_port={port}"] * serves
-            host, master_port = self._master
-            variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(master_port)}
-            variables |= {"WORLD_SIZE": str(self.size), "RANK": str(rank)}
-        self._get(rank, actor.start.remote(words, variables))
-        if self._stopped is not None and rank == 0:  # the signal may have come before there was one
-            actor.signal.remote(signal.SIGTERM)
-        threading.Thread(target=self._follow, args=(rank, actor), daemon=True).start()
+        def plan(address: ADDRESS) -> tuple[list[str], dict[str, str]]:
+            words = server_command(self._config, *address)
+            if before is not None and before != address:
+                # The trainer hears of the new address from a server that it knows.
+                known = (one for one in list(self._addresses.values()) if answers(*one))
+                if one := next(known, None):
+                    words += ["--join", f"http://{_named(one)}"]
+            self._addresses[number] = address
+            gpus = {} if self._config.inference_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+            env = {**server_env(self._config, "", number), **self._own}
+            del env["CUDA_VISIBLE_DEVICES"]  # Ray has set them
+            return words, env | gpus
 
-    def _get(self, rank: int, call: Any) -> Any:
-        try:
-            return self._ray.get(call, timeout=self._start_s)
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise TomlError(
-                f"node {rank} of {self.size} has a place on {self._machine_of(rank)}, but Ray "
-                f"started no process there within {self._start_s:g} s (vllm_server_timeout); see "
-                "Ray's logs on that machine (/tmp/ray/session_latest/logs), and whether a firewall "
-                "lets its ports pass; `ray stop` there leaves it out of the next run"
-            ) from error
+        return RayChild(name, self._ray, place, plan, self._timeout_s, before)
 
-    def _machine_of(self, rank: int) -> str:
-        """Return the address of the machine where Ray has reserved a node's place."""
-        group, index, _ = self._places[rank]
-        node_id = self._ray.util.placement_group_table(group)["bundles_to_node_id"].get(index)
-        addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in self._ray.nodes()}
-        return addresses.get(node_id, f"a machine that is gone ({node_id})")
+    def _is_up(self, number: int) -> bool:
+        address = self._addresses.get(number)
+        return address is not None and answers(*address)
 
-    def _follow(self, rank: int, actor: Any) -> None:
-        """Print what a node prints, until its end or until its machine is lost."""
-        status = None
-        try:
-            while status is None:
-                lines, status = self._ray.get(actor.read.remote())
-                for line in lines:
-                    print(f"[node {rank}] {line}", flush=True)
-        except self._ray.exceptions.RayError:
-            status = None  # its machine, or its actor, is gone
-        if self._actors.get(rank) is actor:
-            self._events.put((rank, status))
+    def _servers_named(self) -> list[str]:
+        return [_named(self._addresses[number]) for number in sorted(self._addresses)]
 
-    def run(self) -> int:
-        running: set[int] = set()
-        status, deadline = 0, float("inf")
-        for rank in range(self.size):
-            if self._stopped is None:
-                self.start_node(rank)
-                running.add(rank)
-        while running and time.monotonic() < deadline:
-            if self._stopped is not None:
-                deadline = min(deadline, time.monotonic() + SAVE_GRACE_S + 60.0)
-            try:
-                rank, ended = self._events.get(timeout=READ_S)
-            except queue.Empty:
-                continue
-            is_over = deadline < float("inf") or self._stopped is not None
-            may_move = rank >= self.num_trainers
-            if ended is None and may_move and not is_over and self._restart(rank):
-                continue
-            running.discard(rank)
-            if ended is None and rank < self.num_trainers and not is_over:
-                print(
-                    f"vf-rl: error: the machine of node {rank}, with ranks of the trainer, is lost."
-                    f" Go on from the last checkpoint: {self._command} --resume",
-                    file=sys.stderr,
-                )
-            if rank < self.num_trainers and not is_over:
-                # The others end by themselves, because they have lost it or are told.
-                deadline = time.monotonic() + SAVE_GRACE_S + 60.0
-            if rank < self.num_trainers:
-                if not any(one < self.num_trainers for one in running):
-                    # One that is placed again just now finds no run, and would wait for it.
-                    deadline = min(deadline, time.monotonic() + 2 * STOP_GRACE_S)
-                failed = 1 if ended is None else (128 - ended if ended < 0 else ended)
-                status = failed if rank == 0 else status or failed
-        return status if self._stopped is None else 128 + self._stopped
+    def _plan_trainer(self, number: int, address: ADDRESS) -> tuple[list[str], dict[str, str]]:
+        master = address if number == 0 else self._master
+        config, named = self._config, self._servers_named()
+        env = {**trainer_env(config, "", named, self.num_trainers), **self._own}
+        if config.trainer_gpus:
+            del env["CUDA_VISIBLE_DEVICES"]  # Ray has set them
+        if named:
+            env[SERVERS_VARIABLE] = " ".join(named)
+        if number == 0 and self.num_envs:
+            env[WORKERS_VARIABLE] = _named((address[0], address[1] + 1))
+        words = trainer_command(config, self._options, number, self.num_trainers, master)
+        return words, env
 
-    def _restart(self, rank: int) -> bool:
-        """Start a node without ranks, whose machine is lost, where Ray finds a place."""
-        self._restarts[rank] += 1
-        if self._restarts[rank] > MAX_RESTARTS:
-            print(f"vf-rl: node {rank} is lost again, and is not placed again", file=sys.stderr)
-            return False
-        print(f"vf-rl: node {rank} is lost; Ray places it again", flush=True)
-        old = self._actors.pop(rank, None)
+    def _start_workers(self, name: str, place: Any) -> Supervised:
+        where = _named((self._master[0], self._master[1] + 1))
+        words = [*WORKERS, where, *self._config.words]
 
-        def start() -> None:
-            try:
-                if old is not None:
-                    self._ray.kill(old)
-                self.start_node(rank)
-            except (self._ray.exceptions.RayError, TomlError) as error:
-                print(f"vf-rl: node {rank}: {error}", file=sys.stderr)
-                self._events.put((rank, None))
+        def plan(address: ADDRESS) -> tuple[list[str], dict[str, str]]:
+            named = {SERVERS_VARIABLE: " ".join(self._servers_named())}
+            return words, {"CUDA_VISIBLE_DEVICES": "", **named, **self._own}
 
-        threading.Thread(target=start, daemon=True).start()
-        return True
+        def start() -> Child:
+            return RayChild(name, self._ray, place, plan, self._timeout_s)
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Ask node 0 to end, which tells the others; at a second signal, end all at once."""
-        is_second, self._stopped = self._stopped is not None, number
-        for rank, actor in list(self._actors.items()):
-            if is_second:
-                self._ray.kill(actor)
-            elif rank == 0:
-                actor.signal.remote(signal.SIGTERM)
-        if not is_second:
-            print(f"\nvf-rl: {signal.Signals(number).name}: ending all nodes", flush=True)
+        def are_ready() -> bool:
+            return any("for the trainer at" in line for line in workers.child.last_lines)
+
+        workers = Supervised(f"{name}, with rollout workers,", start, are_ready, self._config)
+        return workers
 
     def close(self) -> None:
-        for actor in list(self._actors.values()):
-            self._ray.kill(actor)  # `vf-rl` ends with it
         for group in self._groups:
             self._ray.util.remove_placement_group(group)
 
 
-def run_on_ray(config: RunConfig, options: argparse.Namespace) -> int:
+def _named(address: ADDRESS) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has this IPv4 address, or None."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None
+
+
+def run_on_ray(
+    config: RunConfig,
+    options: argparse.Namespace,
+    num_machines: int = 1,
+    on_end: Callable[[Any, int], None] = lambda ray, status: None,
+) -> int:
     """Run the configuration on a Ray cluster; return the exit status of its trainer.
 
+    Args:
+        num_machines: wait until the cluster has so many.
+        on_end: called with Ray and the status before we leave the cluster.
+
     Raises:
-        TomlError: Ray is not installed, does not answer, or has no place for the run.
+        TomlError: Ray is not installed, does not answer, or the configuration cannot run there.
     """
     where = config.place("cluster", "engine")
     try:
@@ -345,18 +450,16 @@ def run_on_ray(config: RunConfig, options: argparse.Namespace) -> int:
             f"{where} engine='ray' needs Ray, which is not installed: pip install "
             "'verifiers-rl[ray]', the same version on all machines"
         ) from error
-    from verifiers_rl.cli.plan import check_trainer_options
-
     if "vllm_server_host" in config.trainer_args:
         raise TomlError(
             f"{config.place('trainer', 'args', 'vllm_server_host')} vllm_server_host has no "
             "meaning where Ray chooses the machines; remove it"
         )
     args = check_trainer_options(config)
-    command = shlex.join(["vf-rl", *config.words])
     if isinstance(options.resume, str):  # other machines have other working directories
         options.resume = os.path.abspath(options.resume)
-    words = ["@", "config.toml", "--no-tmux", *folder_words(options), *replica_words(config)]
+    sent = copy.copy(config)
+    sent.words = ["@", "config.toml"]
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         write_code(config, str(args.output_dir), Path(folder))
         os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # of a job that Ray itself has started
@@ -373,21 +476,12 @@ def run_on_ray(config: RunConfig, options: argparse.Namespace) -> int:
                 f"{config.place('cluster', 'address')} address={config.cluster.address!r}: no Ray "
                 f"cluster answers there ({str(error).splitlines()[0]}); start one: ray start --head"
             ) from error
-    run = RayRun(ray, config, words, command)
+    status = 1
     try:
-        run.place(config.option("vllm_server_timeout"))
-        handle_signals(run.on_signal)
-        return run.run()
+        status = supervise(config, RayMachines(ray, sent, options, num_machines))
     except ray.exceptions.RayError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
-        return 1
     finally:
-        run.close()
+        on_end(ray, status)
         ray.shutdown()
-
-
-def replica_words(config: RunConfig) -> list[str]:
-    """Return the words by which a node starts one replica, because each has a node of its own.
-    Without `replicas`, a node divides its GPUs by itself.
-    """
-    return ["--inference.replicas=1"] if config.has_replicas else []
+    return status

@@ -16,8 +16,7 @@ from pathlib import Path
 from verifiers_rl.cli import pane
 from verifiers_rl.cli.config import RunConfig, folder_words
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.plan import servers_to_start
-from verifiers_rl.cli.servers import log_of
+from verifiers_rl.cli.plan import log_of, servers_to_start
 from verifiers_rl.report.run_folder import closing_lines
 
 

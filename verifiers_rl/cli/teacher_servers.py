@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+import httpx
+
+from verifiers_rl.cli.children import LocalChild, Supervised
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.plan import teacher_command, teacher_env, teachers_to_start
-from verifiers_rl.cli.servers import SupervisedServer, TeacherProbe
 from verifiers_rl.cli.teachers import KEY_VARIABLE, TEACHERS_VARIABLE
-from verifiers_rl.inference.client import InferenceServerError
-from verifiers_rl.inference.port import reserve_free_port
+from verifiers_rl.inference.port import RESERVED_VARIABLE, reserve_free_port
 
 HOST = "127.0.0.1"  # the trainer's rank 0, which asks them, is on this machine
 
@@ -30,9 +32,6 @@ class TeacherServers:
         gpus: CUDA_VISIBLE_DEVICES of each.
         server_log: the log of the other servers, or None.
 
-    Attributes:
-        servers: those that are started.
-
     Raises:
         PortError: a port cannot be reserved.
     """
@@ -40,7 +39,6 @@ class TeacherServers:
     def __init__(self, config: RunConfig, gpus: Sequence[str], server_log: Path | None) -> None:
         self._config, self._gpus, self._log = config, gpus, server_log
         self._key = secrets.token_urlsafe(32)
-        self.servers: list[SupervisedServer] = []
         self._ports: list[tuple[int, socket.socket]] = []
         for _ in teachers_to_start(config):
             self._ports.append(reserve_free_port(HOST))
@@ -53,42 +51,33 @@ class TeacherServers:
         urls = {table.name: f"http://{HOST}:{port}" for table, (port, _) in teachers}
         return {TEACHERS_VARIABLE: json.dumps(urls), KEY_VARIABLE: self._key}
 
-    def start(self, timeout_s: float) -> None:
-        """Start them. They load while the other servers do.
+    def start(self, timeout_s: float) -> Iterator[Supervised]:
+        """Start them, and yield each. They load while the other servers do.
 
         Args:
             timeout_s: how long they may take, for people.
         """
-        for number, table in enumerate(teachers_to_start(self._config)):
+        config = self._config
+        for number, table in enumerate(teachers_to_start(config)):
             port, what = self._ports[number][0], f"teacher {table.name!r}"
             print(f"vf-rl: starting {what} on {HOST}:{port}, up to {timeout_s:g} s", flush=True)
-            self.servers.append(
-                SupervisedServer(
-                    f"teacher-{table.name}",
-                    what,
-                    teacher_command(self._config, table, HOST, port),
-                    teacher_env(self._config, table, self._gpus[number], self._key),
-                    TeacherProbe(HOST, port, timeout_s),
-                    self._log and log_of_teacher(self._log, table.name),
-                    table.at,
-                )
-            )
+            log = self._log and log_of_teacher(self._log, table.name)
+            env = teacher_env(config, table, self._gpus[number], self._key)
+            env[RESERVED_VARIABLE] = str(port)
+            words = teacher_command(config, table, HOST, port)
+            start = partial(LocalChild, f"teacher-{table.name}", words, env, log)
+            is_up = partial(self._is_up, port)
+            yield Supervised(what, start, is_up, config, table.at, log, is_needed=True)
 
-    def look(self) -> None:
-        """Start those again that have died.
-
-        Raises:
-            InferenceServerError: one did not start, or has died too often.
-        """
-        for server in self.servers:
-            server.look(self._config)
-            if server.is_given_up:
-                raise InferenceServerError(f"{server.what} has died too often; see its log")
+    @staticmethod
+    def _is_up(port: int) -> bool:
+        """Return whether a teacher's server is up. Its control routes are for nobody."""
+        try:
+            return httpx.get(f"http://{HOST}:{port}/health", trust_env=False).is_success
+        except httpx.HTTPError:
+            return False
 
     def close(self) -> None:
-        """End them, and give their ports back."""
-        for server in self.servers:
-            server.child.stop()
-            server.client.close()
+        """Give their ports back."""
         for _, reservation in self._ports:
             reservation.close()

@@ -89,8 +89,8 @@ def train(interrupt: Interrupt, program: Program = VF_TRAIN) -> None:
         make_importable,
         parse_command_line,
     )
+    from verifiers_rl.cli.plan import servers_of_vf_rl
     from verifiers_rl.cli.resolved import write_resolved
-    from verifiers_rl.cli.servers import servers_of_vf_rl
     from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
     fail = program.fail

@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,17 +23,15 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from verifiers_rl.cli.children import Child, answers, ended_early, ended_within, status_of
+from verifiers_rl.cli.children import POLL_S, Child, ChildError
 from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
 from verifiers_rl.cli.errors import fail, folder_error
 from verifiers_rl.cli.plan import (
     assign_gpus,
     check_trainer_options,
-    server_command,
-    server_env,
     split_gpus,
+    start_server,
 )
-from verifiers_rl.cli.servers import SupervisedServer
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -50,7 +47,6 @@ USAGE = (
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
 OPENAI = "api.openai.com"
-POLL_S = 0.5
 
 
 class OptionError(ValueError):
@@ -95,6 +91,7 @@ def generate(argv: list[str]) -> int:
         with _endpoint(options, config, args) as (endpoint, server):
             return asyncio.run(_write_all(options, args, env, endpoint, server))
     except (
+        ChildError,
         GenerationError,
         InferenceServerError,
         InvalidEnvironmentError,
@@ -179,24 +176,11 @@ def _endpoint(
     gpus = assign_gpus(config)[0]
     with reserve_port(host, port):
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
-        client = InferenceClient(host, port, timeout_s)
-        print(f"vf-rl generate: starting the server, up to {timeout_s:g} s", flush=True)
-        server = SupervisedServer(
-            "inference", "the server", server_command(config, host, port),
-            server_env(config, gpus, 0), client, options.server_log,
-        )  # fmt: skip
+        server = start_server(config, gpus, (host, port), options.server_log)
         try:
             with _ending_by_signals():
-                deadline = time.monotonic() + timeout_s
-                while not answers(client):
-                    if ended_within(server.child, POLL_S):
-                        raise ended_early(server.child, options.server_log, config)
-                    if time.monotonic() > deadline:
-                        raise InferenceServerError(
-                            f"the server did not answer within {timeout_s:g} s "
-                            "(vllm_server_timeout)"
-                        )
-                with _answering(client) as endpoint:
+                server.wait_until_ready(timeout_s)
+                with _answering(InferenceClient(host, port)) as endpoint:
                     yield endpoint, server.child
         finally:
             server.child.mute()
@@ -251,7 +235,7 @@ async def _write_all(
 
     Raises:
         GenerationError: no rollout of an environment succeeds.
-        InferenceServerError: the server has ended.
+        ChildError: the server has ended.
         OptionError: there is no row to write.
     """
     from verifiers_rl.envs.generate import make_generating_environments
@@ -272,20 +256,10 @@ async def _write_all(
 
 
 async def _raise_at_end_of(server: Child) -> None:
-    """Wait until our server ends, then raise InferenceServerError."""
-    ended = asyncio.Event()
-    loop, process = asyncio.get_running_loop(), os.pidfd_open(server.process.pid)
-    loop.add_reader(process, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(process)
-        os.close(process)
-    server.process.wait()
-    raise InferenceServerError(
-        f"the server ended with status {status_of(server)}, see its output; rows that were written "
-        "before stay"
-    )
+    """Wait until our server ends, then raise ChildError."""
+    while not await asyncio.to_thread(server.wait, POLL_S):
+        pass
+    raise ChildError(f"the server {server.end}, see its output; rows that were written before stay")
 
 
 async def _write(options: argparse.Namespace, args: Any, environments: Any) -> None:

@@ -1,0 +1,190 @@
+"""The four variables of a run on several machines: read, and two machines that become a cluster."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import free_port
+from tests.helpers import write_environment
+from tests.machines import machines
+from tests.test_ray_engine import DRIVER, FAST, Started, needs_ray
+from verifiers_rl.cli import machines as machines_module
+from verifiers_rl.cli.children import ChildError
+from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.machines import Machine, join, machine_of, own_address, take_variables
+from verifiers_rl.inference.client import TOKEN_VARIABLE
+
+FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
+
+
+def read_toml(tmp_path, text):
+    path = tmp_path / "rl.toml"
+    path.write_text('model = "m"\n[env]\nid = "e"\n' + text)
+    return load_run_config(path, checks_model=False)
+
+
+def test_the_four_variables_are_read_and_not_handed_on():
+    environment = {**FOUR, "OTHER": "1"}
+    assert take_variables(environment) == Machine(1, 3, "10.0.0.5", 29500)
+    assert environment == {"OTHER": "1"}
+    assert take_variables({"OTHER": "1"}) is None
+    alone = {**FOUR, "WORLD_SIZE": "1", "RANK": "0"}
+    assert take_variables(alone) is None and not alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": None}, "MASTER_ADDR, MASTER_PORT, WORLD_SIZE set, RANK not: .* set all four"),
+        ({"RANK": "3"}, r"RANK='3' must be a whole number from 0 to 2 .*the first has RANK=0"),
+        ({"RANK": "-1"}, "RANK='-1' must be a whole number from 0 to 2"),
+        ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5' must be a whole number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536' must be a whole number from 1 to 65535"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set, as by torchrun.* without a launcher"),
+    ],
+)
+def test_variables_that_cannot_be_are_one_clear_error(changes, message):
+    given = {name: value for name, value in {**FOUR, **changes}.items() if value is not None}
+    with pytest.raises(TomlError, match=message):
+        take_variables(given)
+
+
+@pytest.mark.parametrize(
+    ("table", "variables", "message"),
+    [
+        ("trainer_nodes = 2", {}, r"trainer_nodes=2 is about several machines: set MASTER_ADDR"),
+        ('engine = "ray"', FOUR, "engine='ray' is about a Ray cluster that runs already"),
+        ('engine = "slurm"', {}, "engine='slurm' must be 'ray'"),
+        ('address = "a:1"', {}, "address='a:1' is of a Ray cluster; add engine"),
+        ("env_nodes = 0", {}, r"env_nodes=0 must be an integer >= 1"),
+        (
+            "env_nodes = 1\n[trainer.args]\nenv_workers = 0",
+            FOUR,
+            r"env_workers=0 runs all .* so \[cluster\] env_nodes has no effect; remove one",
+        ),
+    ],
+)
+def test_a_cluster_that_contradicts_itself_is_one_clear_error(
+    tmp_path, monkeypatch, table, variables, message
+):
+    for name, value in {TOKEN_VARIABLE: "secret", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TomlError, match=message):
+        machine_of(read_toml(tmp_path, f"[cluster]\n{table}\n"))
+
+
+def test_several_machines_need_one_token(tmp_path, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    for name, value in FOUR.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TomlError, match=f"{TOKEN_VARIABLE} is not set.* same value on each"):
+        machine_of(read_toml(tmp_path, ""))
+
+
+@pytest.mark.parametrize(
+    ("table", "num_servers"),
+    [
+        ("", 2),
+        ("trainer_nodes = 2", 1),
+        ("trainer_nodes = 3", 1),
+        ("env_nodes = 1", 1),
+        ("inference_nodes = 3", 3),
+        ("[trainer.args]\nvllm_servers = ['h:1']", None),
+    ],
+)
+def test_what_neither_trains_nor_rolls_out_serves(tmp_path, monkeypatch, table, num_servers):
+    for name, value in {TOKEN_VARIABLE: "secret", **FOUR}.items():
+        monkeypatch.setenv(name, value)
+    config = read_toml(tmp_path, f"[cluster]\n{table}\n")
+    assert machine_of(config).rank == 1
+    assert (config.cluster.engine, config.cluster.address) == ("ray", "10.0.0.5:29500")
+    assert config.cluster.inference_nodes == num_servers
+
+
+def test_a_name_that_is_loopback_here_or_a_foreign_address_is_refused(monkeypatch):
+    found = [(2, 2, 17, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(TomlError, match=r"MASTER_ADDR='here' is 127.0.1.1 .* cannot reach; set it"):
+        own_address(Machine(0, 2, "here", 29500))
+    monkeypatch.undo()
+    with pytest.raises(TomlError, match=r"MASTER_ADDR='no\.invalid' cannot be reached: "):
+        own_address(Machine(1, 2, "no.invalid", 29500))
+
+
+def test_a_head_that_never_comes_is_one_error_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(machines_module, "POLL_S", 0.01)
+    port = free_port()
+    message = rf"no Ray head at 127.0.0.1:{port} after 0.05 s .*: start vf-rl with RANK=0 there"
+    with pytest.raises(ChildError, match=message):
+        join(Machine(1, 2, "127.0.0.1", port), f"127.0.0.1:{port}", 0.05)
+
+
+@contextmanager
+def two_machines(tmp_path, status):
+    """vf-rl with the four variables on two machines, with stand-ins for server and trainer."""
+    env = write_environment(tmp_path, "tiny_env", {"a": "b"})
+    path = tmp_path / "rl.toml"
+    path.write_text(
+        f'model = "./model"\n{env}[inference]\ngpus = 0\n[trainer]\ngpus = 0\n'
+        f'[trainer.args]\noutput_dir = "{tmp_path}/run"\nvllm_server_timeout = 120\n'
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    folder = tempfile.mkdtemp(prefix="vfray", dir="/tmp")  # a longer name is too long for sockets
+    common = {f"RAY_health_check_{key}": str(value) for key, value in FAST.items()}
+    common |= {"RAY_TMPDIR": folder, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    common |= {"MASTER_PORT": "29500", "WORLD_SIZE": "2", TOKEN_VARIABLE: "of this run"}
+    # Machines have files of Ray's of their own.
+    apart = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder]
+    try:
+        with machines(2) as found:
+            common["MASTER_ADDR"] = found[0].address
+            runs = []
+            for rank, machine in enumerate(found):
+                command = [*machine.words, *(apart if rank else []), sys.executable, "-c", DRIVER]
+                command += [str(tmp_path / "end"), str(status), "@", str(path)]
+                environment = {**os.environ, **common, "RANK": str(rank)}
+                runs.append(Started(command, environment, tmp_path / f"log{rank}"))
+            with runs[0], runs[1]:
+                yield runs
+                deadline = time.monotonic() + 30  # what a killed one has started ends with it
+                while left := [pid for one in found for pid in one.pids()]:
+                    assert time.monotonic() < deadline, [
+                        Path(f"/proc/{p}/cmdline").read_bytes() for p in left
+                    ]
+                    time.sleep(0.2)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_two_machines_become_a_cluster_and_both_end_with_the_trainers_status(tmp_path):
+    with two_machines(tmp_path, status=7) as (first, second):
+        first.wait_for(r"\[trainer\] trains with 1 servers")
+        places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", first.said()))
+        assert set(places) == {"inference", "trainer"}
+        assert "joins Ray's head at 10.77.0.1:29500" in second.said()
+        (tmp_path / "end").touch()
+        assert first.process.wait(60) == 7, first.said()
+        assert second.process.wait(60) == 7, second.said()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_machine_without_its_head_ends_with_one_error(tmp_path):
+    with two_machines(tmp_path, status=0) as (first, second):
+        first.wait_for(r"\[trainer\] trains with 1 servers")
+        os.kill(first.process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        assert second.process.wait(90) == 1, second.said()
+        assert time.monotonic() - began < 60
+        assert "Ray's head at 10.77.0.1:29500 is lost, and the run with it" in second.said()

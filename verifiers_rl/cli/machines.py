@@ -1,0 +1,305 @@
+"""The four variables of torch's launchers, on several machines that each run the same
+`vf-rl @ config.toml`: they become a Ray cluster, and the run is one on it (cli/ray_engine.py).
+
+    RANK=0          starts Ray's head at MASTER_ADDR:MASTER_PORT, waits for WORLD_SIZE machines,
+                    runs, tells the others how the run has ended, and ends the head
+    RANK=1, 2, ...  joins the head, and waits until the run or the head has ended
+
+What a machine has started of Ray ends with its `vf-rl`, however that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, MutableMapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from verifiers_rl.cli.children import Child, ChildError, LocalChild
+from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.ending import SAVE_GRACE_S
+from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.teachers import refuse_several_machines
+from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.process.interrupts import handle_signals
+from verifiers_rl.process.waiting import WaitingLine
+
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+# In the environment of Ray on a machine: the file that gets the status of the run.
+END_VARIABLE = "VERIFIERS_RL_END_FILE"
+POLL_S = 0.5
+TELL_S = 30.0  # deadline for telling the other machines that the run has ended
+LOST_S = 25  # so long a machine does without the head
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine's place among several.
+
+    Attributes:
+        rank: its number; 0 has Ray's head.
+        size: how many there are.
+        host, port: of the head.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+def take_variables(environment: MutableMapping[str, str]) -> Machine | None:
+    """Return what the four variables say, and remove them, because what we start would take them
+    for its own. None if they are not set, or name one machine alone.
+
+    Raises:
+        TomlError: some are missing, or have values that cannot be.
+    """
+    given = [name for name in VARIABLES if environment.get(name)]
+    if not given:
+        return None
+    if "LOCAL_RANK" in environment:
+        raise TomlError(
+            "LOCAL_RANK is set, as by torchrun. vf-rl starts the ranks itself: start it once on "
+            "each machine, without a launcher"
+        )
+    if missing := [name for name in VARIABLES if name not in given]:
+        raise TomlError(
+            f"{', '.join(given)} set, {', '.join(missing)} not: for a run on several machines set "
+            "all four on each; for one on this machine unset all"
+        )
+    size = _number(environment, "WORLD_SIZE", 1, 10**6)
+    rank = _number(environment, "RANK", 0, size - 1)
+    port = _number(environment, "MASTER_PORT", 1, 65535)
+    host = environment["MASTER_ADDR"]
+    for name in VARIABLES:
+        del environment[name]
+    return Machine(rank, size, host, port) if size > 1 else None
+
+
+def _number(environment: MutableMapping[str, str], name: str, low: int, high: int) -> int:
+    text = environment[name]
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if not low <= value <= high:
+        why = " (WORLD_SIZE is the number of machines, and the first has RANK=0)"
+        raise TomlError(f"{name}={text!r} must be a whole number from {low} to {high}{why}")
+    return value
+
+
+def machine_of(config: RunConfig) -> Machine | None:
+    """Return this machine's place by the variables, and make the configuration that of a run on
+    Ray; None for a run on one machine, or on a cluster that is there already.
+
+    Raises:
+        TomlError: they contradict [cluster], or the token is missing.
+    """
+    machine, table = take_variables(os.environ), config.cluster
+    if machine is not None or table.engine:
+        refuse_several_machines(config)
+    if machine is None:
+        for name in ("trainer_nodes", "inference_nodes", "env_nodes"):
+            if not table.engine and getattr(table, name) is not None:
+                raise TomlError(
+                    f"{config.place('cluster', name)} {name}={getattr(table, name)} is about "
+                    f'several machines: set {", ".join(VARIABLES)} on each, or engine = "ray"'
+                )
+        return None
+    if table.engine:
+        raise TomlError(
+            f"{config.place('cluster', 'engine')} engine={table.engine!r} is about a Ray cluster "
+            f"that runs already, and {', '.join(VARIABLES)}, which start one, are set too; unset "
+            "them, or remove engine"
+        )
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise TomlError(
+            f"{TOKEN_VARIABLE} is not set, and WORLD_SIZE={machine.size}: all machines need one "
+            "token. Set it to the same value on each, such as what `openssl rand -hex 24` prints "
+            "once"
+        )
+    table.engine, table.address = "ray", f"{machine.host}:{machine.port}"
+    if table.inference_nodes is None and not config.trainer_args.get("vllm_servers"):
+        rest = machine.size - (table.trainer_nodes or 1) - (table.env_nodes or 0)
+        table.inference_nodes = max(rest, 1)
+    return machine
+
+
+def run_on_machines(config: RunConfig, options: argparse.Namespace, machine: Machine) -> int:
+    """Do this machine's part of the run; return the run's exit status.
+
+    Raises:
+        TomlError: as `ray_engine.run_on_ray`, or MASTER_ADDR has no address.
+    """
+    from verifiers_rl.cli.ray_engine import run_on_ray
+
+    timeout_s = config.option("vllm_server_timeout")
+    where = f"{machine.host}:{machine.port}"
+    # Ray's own ports ask for this token. Our token itself stays with our processes.
+    token = hmac.digest(os.environ[TOKEN_VARIABLE].encode(), b"ray", "sha256").hex()
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(LOST_S))
+    try:
+        if machine.rank:
+            return join(machine, where, timeout_s)
+        print(f"vf-rl: Ray's head for {machine.size} machines is at {where}", flush=True)
+        head = start_ray(machine, ["--head", "--port", str(machine.port)])
+        try:
+            wait_until_started(head, f"Ray's head at {where}", timeout_s)
+            return run_on_ray(config, options, machine.size, tell_others)
+        finally:
+            head.stop()
+    except ChildError as error:
+        fail(error)
+
+
+def join(machine: Machine, where: str, timeout_s: float) -> int:
+    """Let the run use this machine, until it has ended; return its exit status.
+
+    Raises:
+        ChildError: there is no head within `timeout_s`, or it is lost.
+    """
+    print(
+        f"vf-rl: machine {machine.rank} of {machine.size} joins Ray's head at {where}", flush=True
+    )
+    deadline = time.monotonic() + timeout_s
+    with WaitingLine(lambda: f"Ray's head at {where}") as line:
+        while not _listens(machine.host, machine.port):
+            if time.monotonic() > deadline:
+                raise ChildError(
+                    f"no Ray head at {where} after {timeout_s:g} s (vllm_server_timeout): start "
+                    "vf-rl with RANK=0 there, and let a firewall pass MASTER_PORT"
+                )
+            line.show()
+            time.sleep(POLL_S)
+    deadline, stopped = math.inf, 0
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal deadline, stopped
+        is_second, stopped = bool(stopped), number
+        # The launcher that sends it here sends it to rank 0 too, which saves a checkpoint.
+        deadline = 0.0 if is_second else time.monotonic() + SAVE_GRACE_S + 60.0
+        print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
+        end_file = Path(folder, "status")
+        ray = start_ray(machine, ["--address", where], {END_VARIABLE: str(end_file)})
+        handle_signals(on_signal)
+        try:
+            wait_until_started(ray, f"Ray on this machine, which joins {where},", timeout_s)
+            while not end_file.exists() and time.monotonic() < deadline:
+                if ray.wait(POLL_S) and not end_file.exists():
+                    raise ChildError(f"Ray's head at {where} is lost, and the run with it; see "
+                                     "the output of the machine with RANK=0")  # fmt: skip
+            return int(end_file.read_text()) if end_file.exists() else 128 + stopped
+        finally:
+            ray.stop()
+
+
+def tell_others(ray: Any, status: int) -> None:
+    """Tell the other machines that the run has ended."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    tell, own = ray.remote(_write_end).options, ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    calls = [
+        tell(num_cpus=0, scheduling_strategy=On(node, soft=False)).remote(status) for node in others
+    ]
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
+
+
+def _write_end(status: int) -> None:
+    path = Path(os.environ[END_VARIABLE])
+    beside = path.with_suffix(".unfinished")
+    beside.write_text(str(status))
+    beside.rename(path)
+
+
+def start_ray(machine: Machine, words: list[str], env: dict[str, str] | None = None) -> Child:
+    """Start Ray's processes of this machine, which end with their starter."""
+    words = [*words, "--node-ip-address", own_address(machine), "--block"]
+    # Nothing of ours goes through Ray's memory for objects.
+    words += ["--object-store-memory", "100000000", "--disable-usage-stats"]
+    words += ["--include-dashboard", "false"] if machine.rank == 0 else []
+    child = LocalChild("ray", ["-m", "verifiers_rl.cli.machines", "start", *words], env or {})
+    child.mute()
+    return child
+
+
+def wait_until_started(ray: Child, what: str, timeout_s: float) -> None:
+    """Wait until Ray says that it runs.
+
+    Raises:
+        ChildError: it has ended, or does not say so in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    with WaitingLine(lambda: what) as line:
+        while not any("Ray runtime started" in said for said in ray.last_lines):
+            if ray.wait(POLL_S):
+                ray.wait_for_output()
+                print("\n".join(ray.last_lines), file=sys.stderr)
+                raise ChildError(f"{what} {ray.end}; its last lines are above")
+            if time.monotonic() > deadline:
+                raise ChildError(f"{what} does not run after {timeout_s:g} s (vllm_server_timeout)")
+            line.show()
+
+
+def own_address(machine: Machine) -> str:
+    """Return the address of this machine that the head reaches; nothing is sent.
+
+    Raises:
+        TomlError: MASTER_ADDR has no address.
+    """
+    host = machine.host
+    try:
+        found = socket.getaddrinfo(host, machine.port, type=socket.SOCK_DGRAM)
+        family, _, _, _, address = found[0]
+        if machine.rank == 0:
+            own = str(address[0])
+            if own.startswith("127.") and host not in (own, "localhost"):
+                raise TomlError(
+                    f"MASTER_ADDR={host!r} is {own} on this machine, which other machines "
+                    "cannot reach; set it to this machine's address in their network"
+                )
+            return own
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TomlError(
+            f"MASTER_ADDR={host!r} cannot be reached: {error.strerror}; set it to the name or "
+            "address of the machine with RANK=0"
+        ) from error
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 5.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Be the program `ray`, and end with the process that started us."""
+    from verifiers_rl.process.parent import die_with_parent
+
+    die_with_parent(int(os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT")))
+    from ray.scripts.scripts import main as ray
+
+    run: Callable[[], None] = ray
+    run()
+
+
+if __name__ == "__main__":
+    main()
