@@ -1,17 +1,15 @@
 """Does a run on several machines learn, and outlive a machine whose link is cut?
 
-    python benchmarks/machines.py                      # four variables, ranks and servers on both
-    python benchmarks/machines.py --trainers 1 --cut 1 # the run goes on without the second server
-    python benchmarks/machines.py --trainers 2 --cut 1 # the run ends, with the command to resume
-    python benchmarks/machines.py --ray --cut 1        # Ray places the server again
+    python benchmarks/machines.py                      # four variables on two machines
+    python benchmarks/machines.py --trainers 2         # ranks on both
+    python benchmarks/machines.py --ray --cut          # Ray places a server again
     python benchmarks/machines.py --ray --interrupt    # all processes of the run end
-    python benchmarks/machines.py --machines 3 --cut 2 # ranks on 0 and 1, servers on 1 and 2
-    python benchmarks/machines.py --ray --cut 1 --steps 900 --until-back   # until it serves again
-    python benchmarks/machines.py --machines 3 --trainers 1 --servers 1 --envs 1 --cut 1  # workers
+    python benchmarks/machines.py --ray --cut --steps 900 --until-back   # until it serves again
 
-Two machines (three with Ray, of which one is the head) are network namespaces of this one, with
-addresses of their own; it takes root. Real servers and a real trainer, on CPUs, with the model of
-the demo. A link is cut after three steps. What is printed: the exit statuses, the servers in each
+Two machines (three with --ray, of which one is the head of a cluster that runs already) are network
+namespaces of this one, with addresses of their own; it takes root. Real servers and a real trainer,
+on CPUs, with the model of the demo. With --cut, the link of a machine with a server and without the
+trainer is cut after three steps. What is printed: the exit statuses, the servers in each
 step, the slowest step, the largest `mismatch_kl`, the share of rollouts that began again in another
 rollout worker, and what is left running afterwards.
 """
@@ -107,18 +105,14 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=2, help="machines with a server")
     parser.add_argument("--envs", type=int, default=0, help="machines with a rollout worker")
     parser.add_argument("--ray", action="store_true")
-    parser.add_argument(
-        "--cut",
-        type=int,
-        help="machine whose link is cut after 3 steps; with Ray, one with a server only",
-    )
+    parser.add_argument("--cut", action="store_true", help="cut a link after 3 steps")
     parser.add_argument("--interrupt", action="store_true", help="Ctrl-C after 3 steps")
     parser.add_argument(
         "--until-back", action="store_true", help="Ctrl-C three steps after a lost server is back"
     )
     parser.add_argument("--model", type=Path, help="a warm start that exists already")
     options = parser.parse_args()
-    options.trainers = options.trainers or (1 if options.ray else 2)
+    options.trainers = options.trainers or 1
     options.machines = options.machines or (3 if options.ray else 2)
 
     from tests.machines import machines
@@ -130,32 +124,33 @@ def main() -> None:
     with ExitStack() as stack:
         found = stack.enter_context(machines(options.machines))
         environment = stack.enter_context(ray_cluster(found)) if options.ray else os.environ
-        processes, starts = [], [{}]
+        processes, starts, apart = [], [{}], []
         if not options.ray:
-            common = {"MASTER_ADDR": found[0].address, "MASTER_PORT": "29500"}
+            own = stack.enter_context(tempfile.TemporaryDirectory(prefix="vfray", dir="/tmp"))
+            # Machines have files of Ray's of their own.
+            apart = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', own]
+            common = {"RAY_TMPDIR": own, "MASTER_ADDR": found[0].address, "MASTER_PORT": "29500"}
             common |= {"WORLD_SIZE": str(len(found)), "VERIFIERS_RL_TOKEN": "of this run"}
             starts = [{**common, "RANK": str(rank)} for rank in range(len(found))]
         for rank, variables in enumerate(starts):
             output = stack.enter_context((folder / f"log{rank}").open("wb"))
             process = subprocess.Popen(
-                [*found[rank].words, *VF_RL, str(toml)], cwd=ROOT,
+                [*found[rank].words, *(apart if rank else []), *VF_RL, str(toml)], cwd=ROOT,
                 env={**environment, **variables}, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
             processes.append(process)
-        if options.cut is not None or options.interrupt:
+        if options.cut or options.interrupt:
             # And the rollout workers of other machines, which take longer than three steps.
             joined = lambda: (folder / "log0").read_bytes().count(b"has joined") >= options.envs  # noqa: E731
             wait_until(
                 lambda: (len(rows_of(folder)) >= 3 and joined()) or processes[0].poll() is not None
             )
-        if options.cut is not None:
-            cut = found[options.cut]
-            if options.ray:  # a machine with a server, and without the trainer
-                said = (folder / "log0").read_text(errors="replace")
-                places = dict(re.findall(r"node (\d+) of \d+ is on ([\d.]+)", said))
-                taken = {places["0"], found[0].address}
-                cut = next(one for one in found if one.address not in taken)
-            cut.set_link("down")
+        if options.cut:
+            said = (folder / "log0").read_text(errors="replace")
+            places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", said))
+            taken = {address for name, address in places.items() if name.startswith("trainer")}
+            found_free = (one for one in found if one.address not in {*taken, found[0].address})
+            next(found_free).set_link("down")
         began = time.monotonic()
         if options.until_back:
             wait_until(lambda: are_back(folder) or processes[0].poll() is not None)

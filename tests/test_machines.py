@@ -174,8 +174,8 @@ def test_two_machines_become_a_cluster_and_both_end_with_the_trainers_status(tmp
         assert set(places) == {"inference", "trainer"}
         assert "joins Ray's head at 10.77.0.1:29500" in second.said()
         (tmp_path / "end").touch()
-        assert first.process.wait(60) == 7, first.said()
-        assert second.process.wait(60) == 7, second.said()
+        assert first.process.wait(120) == 7, first.said()
+        assert second.process.wait(120) == 7, second.said()
 
 
 @needs_ray
@@ -185,6 +185,6 @@ def test_a_machine_without_its_head_ends_with_one_error(tmp_path):
         first.wait_for(r"\[trainer\] trains with 1 servers")
         os.kill(first.process.pid, signal.SIGKILL)
         began = time.monotonic()
-        assert second.process.wait(90) == 1, second.said()
-        assert time.monotonic() - began < 60
+        assert second.process.wait(150) == 1, second.said()
+        assert time.monotonic() - began < 120
         assert "Ray's head at 10.77.0.1:29500 is lost, and the run with it" in second.said()

@@ -388,7 +388,7 @@ class Started:
     def said(self):
         return self.log.read_text()
 
-    def wait_for(self, pattern, seconds=120):
+    def wait_for(self, pattern, seconds=240):
         deadline = time.monotonic() + seconds
         while not (hit := re.search(pattern, self.said())):
             assert time.monotonic() < deadline and self.process.poll() is None, self.said()

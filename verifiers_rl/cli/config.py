@@ -49,13 +49,15 @@ gpus = 1                         # 0: CPU
 class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module beside this file
 [trainer.args]                   # fields of RLConfig; loss and advantage may be "module:function"
 
-[cluster]                        # several machines; [inference] and [trainer] are of each
-trainer_nodes = 2                # so many machines train, the first ones; by default all
-inference_nodes = 2              # so many run servers, the last ones; by default all
-env_nodes = 1                    # so many run rollout workers (env_workers on each), besides those
-                                 # of the trainer: the first ones that do not train; by default none
-engine = "ray"                   # Ray chooses the machines; without it, MASTER_ADDR, MASTER_PORT,
-                                 # WORLD_SIZE and RANK say which one this is
+[cluster]                        # several machines (docs/clusters.md); [inference] and [trainer]
+                                 # are of each
+trainer_nodes = 2                # places for ranks, each with `[trainer] gpus`; by default 1
+inference_nodes = 2              # places for servers, each for all replicas; by default 1, and with
+                                 # the four variables all machines that are left
+env_nodes = 1                    # places for rollout workers (env_workers in each), besides those
+                                 # of the trainer; by default none
+engine = "ray"                   # the run is on a Ray cluster that runs already; without it,
+                                 # MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK make one
 address = "auto"                 # of the Ray cluster; "auto": the one of this machine
 """
 
@@ -581,14 +583,14 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
 
 
 def _cluster(config: RunConfig) -> ClusterTable:
-    """[cluster], checked. Whether its counts fit the machines is for cli/nodes.py to see."""
+    """[cluster], checked. Whether its counts fit the machines is for Ray to see."""
     config.check_keys(("cluster",), [f.name for f in fields(ClusterTable)])
     given = {k: v for k, v in config.table("cluster").items() if v is not None}
     table, place = ClusterTable(**given), config.place
     if "engine" in given and table.engine != "ray":
         raise TomlError(
             f"{place('cluster', 'engine')} engine={table.engine!r} must be 'ray'; leave it out to "
-            "start vf-rl on each machine by hand"
+            "start vf-rl on each machine with the four variables"
         )
     if "address" in given and not (isinstance(table.address, str) and table.address):
         raise TomlError(

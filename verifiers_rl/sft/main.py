@@ -203,12 +203,12 @@ def run_other(options: argparse.Namespace, config: SFTRunConfig) -> int | None:
 
 
 def launch(options: argparse.Namespace, config: SFTRunConfig) -> NoReturn:
-    """Become accelerate's launcher of a rank for each GPU."""
+    """Become torch's launcher of a rank for each GPU."""
     from verifiers_rl.cli.ending import SAVE_GRACE_S
+    from verifiers_rl.cli.plan import launcher_command
 
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(Path(__file__).with_name("accelerate.yaml"))]
-    command += ["--num_processes", str(config.trainer_gpus), "-m", "verifiers_rl.sft.main"]
+    command = [sys.executable, *launcher_command(config.trainer_gpus)]
+    command += ["-m", "verifiers_rl.sft.main"]
     # A launcher of several ranks kills them after this time, by default 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(round(SAVE_GRACE_S)))
     sys.stdout.flush()
