@@ -114,7 +114,7 @@ def train(
         extra_s = generation_s / len(rows) * options["batch_size"]  # for a step
         for name in ("rollouts_per_example", "max_tokens", "max_steps"):
             options.pop(name)
-        options["eval_max_tokens"] = 16
+        options["eval_sampling"] = {"max_tokens": 16}
         trainer = SFTTrainer(str(model), SFTConfig(**options), rows, env=env, callbacks=callbacks)
     else:
         if method == "opd":

@@ -57,9 +57,12 @@ def make_standin() -> Any:
             return group
 
     return Orchestrator(
-        Runner(1000), lambda: None, batch_size=BATCH_SIZE, rollouts_per_example=GROUP,
-        sampling_args={}, max_off_policy_steps=0,
-    )  # fmt: skip
+        Runner(1000),
+        lambda: None,
+        batch_size=BATCH_SIZE,
+        rollouts_per_example=GROUP,
+        sampling_args={},
+    )
 
 
 def make_env() -> Any:

@@ -1,15 +1,15 @@
 """Does generation hide behind training? Step time against the time of the slower of the two alone.
 
-    python benchmarks/overlap.py [--steps 12] [--only base|order|evaluation]
+    python benchmarks/overlap.py [--steps 12] [--only base|ahead|evaluation]
 
 The real `RLTrainer` and `Orchestrator` run on a small model. A stand-in for the server makes
 rollouts of a given duration, and forward and backward sleep for a given duration.
 
 base: the bound is max(generation, training) with batches ahead, and their sum without.
-order: one rollout in 64 takes five times as long as the others, on a server with half as many
-places as a batch has rollouts; `batch_order` "planned" beside "ready". The bound is the work of a
-batch divided by the number of places. A second bound follows from the staleness that is allowed:
-a rollout that begins with the weights of step v must be complete when step v + k takes its batch.
+ahead: one rollout in 64 takes five times as long as the others, on a server with half as many
+places as a batch has rollouts, with 1 to 4 batches ahead. The bound is the work of a batch divided
+by the number of places. A second bound follows from the staleness that is allowed: a rollout that
+begins with the weights of step v must be complete when step v + k takes its batch.
 evaluation: one every second step, beside training and as a blocking one, over none.
 """
 
@@ -73,7 +73,6 @@ def step_times(
     training_s: float,
     ahead: int,
     steps: int,
-    order: str = "planned",
     **options: Any,
 ) -> list[float]:
     """Return the seconds between the ends of two steps, while the pipeline is full.
@@ -108,10 +107,13 @@ def step_times(
         **options,
     )  # fmt: skip
     orchestrator = Orchestrator(
-        server, lambda: None, batch_size=BATCH_SIZE, rollouts_per_example=GROUP,
-        sampling_args={}, max_concurrent=server.places, batch_order=order,
-        max_off_policy_steps=ahead,
-    )  # fmt: skip
+        server,
+        lambda: None,
+        batch_size=BATCH_SIZE,
+        rollouts_per_example=GROUP,
+        sampling_args={},
+        max_concurrent=server.places,
+    )
     tokenizer = load_example("warm_start").make_tokenizer()
     trainer = Sleeping(
         make_tiny_model(), None, args, tokenizer, orchestrator=orchestrator, weight_sync=StubSink()
@@ -138,24 +140,17 @@ def base(steps: int) -> None:
             )
 
 
-def order(steps: int) -> None:
+def ahead(steps: int) -> None:
     usual_s, slow_s, training_s, places = 0.4, 2.0, 0.2, 32
     bound = (63 * usual_s + slow_s) / places
     print(f"63 rollouts of {usual_s} s, one of {slow_s} s, {places} places; bound {bound:.3f} s")
-    print("| batches ahead | bound by staleness s | planned s | / bound | ready s | / bound |")
-    print("| --- | --- | --- | --- | --- | --- |")
-
-    def mean(ahead: int, order: str) -> float:
+    print("| batches ahead | bound by staleness s | step s | / bound |")
+    print("| --- | --- | --- | --- |")
+    for number in (1, 2, 3, 4):
         server = Server(lambda number: slow_s if number % 64 == 60 else usual_s, places)
-        return statistics.mean(step_times(server, training_s, ahead, steps, order))
-
-    for ahead in (1, 2, 3, 4):
-        planned, ready = mean(ahead, "planned"), mean(ahead, "ready")
-        print(
-            f"| {ahead} | {slow_s / ahead:.3f} | {planned:.3f} | {planned / bound:.3f} | "
-            f"{ready:.3f} | {ready / bound:.3f} |",
-            flush=True,
-        )
+        step_s = statistics.mean(step_times(server, training_s, number, steps))
+        row = f"| {number} | {slow_s / number:.3f} | {step_s:.3f} | {step_s / bound:.3f} |"
+        print(row, flush=True)
 
 
 def evaluation(steps: int) -> None:
@@ -184,10 +179,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--only", choices=("base", "order", "evaluation"))
+    parser.add_argument("--only", choices=("base", "ahead", "evaluation"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for table in (base, order, evaluation):
+    for table in (base, ahead, evaluation):
         if options.only in (None, table.__name__):
             table(options.steps)
             print()

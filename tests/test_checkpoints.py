@@ -26,7 +26,6 @@ from verifiers_rl.report.run_folder import (
     newest_checkpoint,
     read_metrics,
 )
-from verifiers_rl.types import Batch
 
 
 @pytest.fixture(scope="module")
@@ -172,38 +171,22 @@ def test_lines_of_logs_over_several_steps_are_those_of_an_unbroken_run(
     same_as_uninterrupted(make_trainer, tmp_path, EndsAt(3), EndsAt(5), **options)
 
 
-class TwoGroups(StubSource):
-    def get(self):
-        batch = super().get()
-        for number, rollout in enumerate(batch.rollouts):
-            rollout.example_id = number // 4
-        return Batch(batch.step, batch.policy_version, batch.samples, batch.rollouts)
-
-
-def test_a_signal_between_two_updates_of_a_batch_waits_for_the_end_of_the_step(make_trainer):
-    class BehindAnUpdate(RLTrainer):
-        def _train_on(self, *args):
-            if self.state.global_step == 1 and not self.checkpoints.can_repeat_step:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super()._train_on(*args)
-
-    options = {"source": TwoGroups(), "updates_per_batch": 2, "save_steps": 100}
-    trainer = make_trainer(kind=BehindAnUpdate, **options)
-    with pytest.raises(Interrupted):
-        trainer.train()
-    assert newest_checkpoint(trainer.args.output_dir).name == "checkpoint-2"
-
-
 def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, caplog):
-    class Failing(TwoGroups):
-        trainer = None
+    """As with DeepSpeed, whose backward takes the optimizer's step."""
 
-        def raise_if_failed(self):
-            if self.trainer.state.global_step == 1 and not self.trainer.checkpoints.can_repeat_step:
-                raise ValueError("the next batch broke")
+    def fail():
+        raise ValueError("it broke")
 
-    Failing.trainer = trainer = make_trainer(source=Failing(), updates_per_batch=2, save_steps=100)
-    with pytest.raises(ValueError, match="the next batch broke"):
+    class Failing(RLTrainer):
+        def _train_on(self, *args):
+            loss = super()._train_on(*args)
+            if self.state.global_step == 1:
+                self.checkpoints.weights_change()
+                self.checkpoints.save_on_error(fail)
+            return loss
+
+    trainer = make_trainer(kind=Failing, save_steps=100)
+    with pytest.raises(ValueError, match="it broke"):
         trainer.train()
     assert newest_checkpoint(trainer.args.output_dir) is None
     assert "step 1 is not saved: the next one has changed its weights" in caplog.text

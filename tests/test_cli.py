@@ -120,8 +120,8 @@ def test_several_environments_are_read(write_toml):
         ("env = 3\n", r"env must be one \[env\] or several \[\[env\]\], not 3"),
         ('[[env]]\nid = "e"\n[[env]]\nid = 2\n', r"\[\[env\]\] 2: id=2 must be a string"),
         ('[[env]]\nid = "e"\nwight = 2\n', r"\[\[env\]\] 1 has an unknown key 'wight'.*'weight'"),
-        ('[[env]]\nid = "e"\nweight = "x"\n', r"\[\[env\]\] 1: weight='x' must be a number > 0"),
-        ('[[env]]\nid = "e"\nweight = 0\n', r"\[\[env\]\] 1: weight=0 must be a number > 0"),
+        ('[[env]]\nid = "e"\nweight = "x"\n', r"\[\[env\]\] 1: weight='x': must be a number > 0"),
+        ('[[env]]\nid = "e"\nweight = 0\n', r"\[\[env\]\] 1: weight=0: must be a number > 0"),
         ('[[env]]\nid = "e"\n[[env]]\nid = "e"\n', r"two \[\[env\]\] are named 'e'"),
         ('[env]\nid = "e"\nweight = 2\n', r"\[env\] has an unknown key 'weight'"),
         (
@@ -139,9 +139,9 @@ def test_several_environments_are_read(write_toml):
         ("[env]\n", r"\[env\]: id is missing"),
         (
             '[env]\nid = "e"\n[inference]\ngpus = -1\n',
-            r"\[inference\] gpus=-1 must be an integer >= 0",
+            r"\[inference\] gpus=-1: must be an integer >= 0",
         ),
-        ('[env]\nid = "e"\n[inference]\nargs = 3\n', r"\[inference.args\] must be a table, not 3"),
+        ('[env]\nid = "e"\n[inference]\nargs = 3\n', r"\[inference\] args=3: must be a table"),
         ("[env\n", r"config.toml: "),
         (
             '[env]\nid = "e"\n[inference.args]\nmodel = "x"\n',
@@ -331,7 +331,7 @@ def test_each_replica_has_gpus_and_a_port_of_its_own(monkeypatch, write_toml):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     with pytest.raises(TomlError, match=r"gpus=2 for each of 2 replicas and .* need 5 GPUs"):
         plan.assign_gpus(config)
-    with pytest.raises(TomlError, match=r"\[inference\] replicas=0 must be an integer >= 1"):
+    with pytest.raises(TomlError, match=r"\[inference\] replicas=0: must be an integer >= 1"):
         load_run_config(write_toml('[env]\nid = "e"\n[inference]\nreplicas = 0\n'))
 
 
@@ -456,8 +456,6 @@ def test_a_flag_with_dashes_is_the_flag_with_underscores(write_toml):
     # Ours, which follow from the trainer's options, would win as the last.
     assert flags.count("--max-model-len") == 1 and flags[flags.index("--max-model-len") + 1] == "64"
     assert "--tensor-parallel-size" not in flags
-    with pytest.raises(TomlError, match="has 'max_model_len' in two spellings; remove one"):
-        load_run_config(write_toml(f'{toml}"max-model-len" = 64\nmax_model_len = 32\n'))
     with pytest.raises(TomlError, match="has 'port'; set vllm_server_port in"):
         load_run_config(write_toml(f'{toml}"--port" = 3\n'))
 

@@ -33,7 +33,6 @@ from verifiers_rl.cli.config import RunConfig, check_trainer_args, load_run_conf
 from verifiers_rl.cli.setup import workspace_files
 from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
 from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.conversations import Tokenization
@@ -465,18 +464,6 @@ def test_names_of_options_and_metrics_exist(name):
         and not (word.startswith("eval_") and word.removeprefix("eval_") in known)
     }  # fmt: skip
     assert len(found) > 4 and not unknown
-
-
-def test_what_is_said_of_trl_agrees_with_the_hints():
-    rows = re.findall(r"^\| (`.+?) \| .*? \| (.+?) \| .*$", read("docs/from_trl.md"), re.MULTILINE)
-    known, compared = {option.name for option in fields(RLConfig)}, 0
-    for theirs, ours in rows:
-        for name in re.findall(r"`(\w+)`", theirs):
-            options = known & {*re.findall(r"\w+", HINTS.get(name, ""))}
-            if options and "`" in ours:
-                compared += 1
-                assert options & {*re.findall(r"\w+", ours)}, (name, HINTS[name], ours)
-    assert compared > 15
 
 
 # --- The site -------------------------------------------------------------------------------------

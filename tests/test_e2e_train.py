@@ -154,12 +154,16 @@ def test_a_deterministic_run_samples_the_same_tokens_again_in_other_processes(ma
     assert equal_share(first, sample(env_workers=0)) < 0.5
 
 
-def test_ready_batches_and_greedy_evaluations_beside_them(make_trainer):
+def test_batches_in_advance_and_greedy_evaluations_beside_them(make_trainer):
     options = {"eval_strategy": "steps", "eval_steps": 2, "eval_examples": 16, "max_steps": 5}
     trainer = make_trainer(
-        example_env(), batch_order="ready", max_off_policy_steps=2, max_concurrent=48,
-        eval_temperature=0.0, eval_rollouts_per_example=2, eval_concurrent=8, **options,
-    )  # fmt: skip
+        example_env(),
+        max_off_policy_steps=2,
+        max_concurrent=48,
+        eval_sampling={"temperature": 0.0},
+        eval_rollouts_per_example=2,
+        **options,
+    )
     runner, evaluated, trained = trainer.orchestrator.env, [], []
     run_group, get = runner.run_group, trainer.orchestrator.get
 
@@ -245,7 +249,10 @@ def test_groups_that_teach_nothing_are_replaced(make_trainer):
         return float(sum(given == right for given, right in zip(reply, answer, strict=False)))
 
     env = make_env({"abc": "cba", "defg": "gfed"}, reward)
-    options = {"batch_size": 32, "min_reward_variance": 1e-6, "max_oversampling": 2.0}
+    options = {
+        "batch_size": 32,
+        "group_filter": {"min_reward_variance": 1e-6, "max_oversampling": 2.0},
+    }
     trainer = make_trainer(env, max_steps=1, **options)
     trainer.train()
     # Of the step's four groups, two epochs of two examples, those of "abc" do not pass.
@@ -374,7 +381,7 @@ def test_a_trainer_killed_in_a_push_goes_on_with_the_same_server(server, warm_st
     # What the server had of the adapter was replaced: its first batch is of the very weights.
     assert history(trainer, "mismatch_kl")[3] < 1e-6
     num_groups = 32 // 8  # as SIX_STEPS says
-    order = trainer.orchestrator._positions.example_order
+    order = trainer.orchestrator.example_order
     sizes = trainer.orchestrator.env.sizes("train")
     steps = [range(step * num_groups, (step + 1) * num_groups) for step in range(6)]
     expected = [sorted(order(positions, sizes)) for positions in steps]

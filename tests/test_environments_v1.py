@@ -803,8 +803,8 @@ def test_more_rollouts_run_at_once_than_the_soft_limit_of_open_files_lets(tokeni
 def test_sampling_of_evaluations_is_that_of_the_run_over_that_of_the_environment(
     tokenizer, tmp_path, split
 ):
-    options = {"eval_temperature": 0.0, "eval_max_tokens": 7, "eval_top_k": 5, "split": split}
     evaluated = {"temperature": 0.0, "max_tokens": 7, "top_k": 5}
+    options = {"eval_sampling": evaluated, "split": split}
     trained = {"temperature": 0.7, "max_tokens": 40, "top_k": -1}
 
     def asked(env):

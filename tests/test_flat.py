@@ -115,7 +115,6 @@ rollouts_per_example = 8
 learning_rate = 1e-4
 warmup_steps = 10
 lora_alpha = 32
-max_oversampling = 2.0
 max_off_policy_steps = 2
 max_concurrent = 96
 max_seq_len = 4096
@@ -134,9 +133,6 @@ use_lora = true
 lora_rank = 8
 lora_dropout = 0.1
 lora_target_modules = ["q_proj"]
-min_reward_variance = 0.01
-min_reward = 0.1
-max_reward = 0.9
 kl_beta = 0.02
 kl_target = 0.1
 report_to = ["wandb"]
@@ -148,6 +144,11 @@ eval_examples = 50
 eval_rollouts_per_example = 4
 eval_on_start = false
 save_steps = 40
+[trainer.args.group_filter]
+max_oversampling = 2.0
+min_reward_variance = 0.01
+min_reward = 0.1
+max_reward = 0.9
 """
 
 
@@ -193,7 +194,7 @@ def test_every_flat_key_sets_an_option_that_exists():
     assert not {*flat.MOVED, *flat.MEANINGS} & flat.REFUSED.keys()
 
 
-NO_FILTER = {"min_reward_variance": 0.0, "min_reward": None, "max_reward": None}
+NO_FILTER = {"group_filter": {"min_reward_variance": 0.0, "min_reward": None, "max_reward": None}}
 NO_PENALTY = {"kl_beta": 0.0, "kl_target": None}
 
 
@@ -202,9 +203,9 @@ NO_PENALTY = {"kl_beta": 0.0, "kl_target": None}
     [
         ("[lora]\nenabled = false\n", {"use_lora": False}),
         ("[lora]\nrank = 4\nalpha = 8\n", {"lora_rank": 4, "lora_alpha": 8}),
-        ("[difficulty_filter]\n", {"min_reward_variance": 1e-6}),
-        ("[difficulty_filter]\nenabled = true\n", {"min_reward_variance": 1e-6}),
-        ("[difficulty_filter]\nmin_reward = 0.2\n", {"min_reward": 0.2}),
+        ("[difficulty_filter]\n", {"group_filter": {"min_reward_variance": 1e-6}}),
+        ("[difficulty_filter]\nenabled = true\n", {"group_filter": {"min_reward_variance": 1e-6}}),
+        ("[difficulty_filter]\nmin_reward = 0.2\n", {"group_filter": {"min_reward": 0.2}}),
         ("[difficulty_filter]\nenabled = false\nmin_reward = 0.2\n", NO_FILTER),
         ("[kl_penalty]\nbeta = 0.1\n", {"kl_beta": 0.1}),
         ("[kl_penalty]\nenabled = false\nbeta = 0.1\n", NO_PENALTY),
@@ -246,10 +247,11 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
     assert read(second, FLAT).trainer_args["batch_size"] == 256
     # A later flat file switches off what an earlier one has set.
     off = "[difficulty_filter]\nenabled = false\n[kl_penalty]\nenabled = false\n"
-    switched_off = {**NO_FILTER, **NO_PENALTY}
+    all_on = "--trainer.args.group_filter.max_oversampling 3.0"
     for below in (FLAT, OURS):
-        args = read(below, off, words="--trainer.args.max_oversampling 3.0").make_args(use_cpu=True)
-        assert {name: getattr(args, name) for name in switched_off} == switched_off
+        args = read(below, off, words=all_on).make_args(use_cpu=True)
+        assert args.make_filter().lets_all_pass
+        assert {name: getattr(args, name) for name in NO_PENALTY} == NO_PENALTY
     words = "--sampling.temperature 0.5 --max_steps 3 --trainer.args.batch_size 32 --env.1.weight 4"
     config = read(FLAT, words=words + " --eval.env.0.num_examples 7")
     args = config.trainer_args
@@ -273,7 +275,7 @@ eval_strategy = "steps"
 eval_steps = 10
 eval_on_start = false
 eval_examples = 40
-min_reward_variance = 0.05
+group_filter = { min_reward_variance = 0.05 }
 report_to = ["tensorboard", "wandb"]
 """
 
@@ -318,7 +320,7 @@ def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
 
 def test_an_error_about_what_a_table_implies_names_the_table(read):
     text = 'model = "m"\n[[env]]\nid = "e"\n[[eval.env]]\nid = "f"\nonly = "train"\n'
-    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1: weight=0 must be"):
+    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1: weight=0: must be"):
         read(text + "weight = 0\n")
     with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1 has an unknown key 'wight'"):
         read(text + "wight = 2\n")

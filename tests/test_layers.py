@@ -119,7 +119,7 @@ def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
         ("tools_in_process", "tools_in_process", True),  # alone: true
         ("learning_rate 1e-3", "learning_rate", 1e-3),
         ("warmup_steps 2", "warmup_steps", 2),
-        ("min_reward -0.5", "min_reward", -0.5),  # a number, not an option
+        ("vllm_server_timeout -0.5", "vllm_server_timeout", -0.5),  # a number, not an option
         ("lora_target_modules q_proj v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
         ("lora_target_modules all-linear", "lora_target_modules", ["all-linear"]),
         ('lora_target_modules ["q_proj"]', "lora_target_modules", ["q_proj"]),

@@ -62,9 +62,9 @@ def test_variables_that_cannot_be_are_one_clear_error(changes, message):
     [
         ("trainer_nodes = 2", {}, r"trainer_nodes=2 is about several machines: set MASTER_ADDR"),
         ('engine = "ray"', FOUR, "engine='ray' is about a Ray cluster that runs already"),
-        ('engine = "slurm"', {}, "engine='slurm' must be 'ray'"),
+        ('engine = "slurm"', {}, "engine='slurm': must be 'ray'"),
         ('address = "a:1"', {}, "address='a:1' is of a Ray cluster; add engine"),
-        ("env_nodes = 0", {}, r"env_nodes=0 must be an integer >= 1"),
+        ("env_nodes = 0", {}, r"env_nodes=0: must be an integer >= 1"),
         (
             "env_nodes = 1\n[trainer.args]\nenv_workers = 0",
             FOUR,

@@ -158,7 +158,7 @@ def test_samples_of_one_rollout_are_known_by_its_number():
     two = [Rollout(0, "", samples=make_samples(1, seed=n)) for n in range(4)]
     samples = [sample for rollout in two for sample in rollout.samples]
     batch = Batch(0, 0, samples, two, groups=[two[:2], two[2:]])  # of the same example
-    assert batch.sizes.group_ids.tolist() == [0, 0, 1, 1] and len(batch.sizes.parts(2)) == 2
+    assert batch.sizes.group_ids.tolist() == [0, 0, 1, 1]
     assert Batch(0, 0, samples, two).sizes.group_ids.tolist() == [0] * 4
     alone = Batch(0, 0, make_samples(3)).sizes.rollout_ids  # each a rollout of its own
     assert len(set(alone.tolist())) == 3
@@ -313,7 +313,7 @@ def test_a_batch_of_a_server_that_lost_the_policy_meanwhile_is_not_taken(make_or
 def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(
     make_orchestrator, monkeypatch, is_evaluation
 ):
-    monkeypatch.setattr("verifiers_rl.group_pool.LOOK_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.groups.LOOK_S", 0.05)
     runner, looks = StubRunner(delay_s=60), []
 
     def look():
@@ -530,7 +530,7 @@ def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrat
     first = one_step(orchestrator)
     assert sorted(call[1] for call in runner.seen) == [0, 1, 2, 3]
     assert [rollout.example_id for rollout in first.rollouts[::4]] == [2]  # 5 was not reached
-    assert "1 of the 4 groups generated pass, 2 are wanted: loosen GroupFilter(" in caplog.text
+    assert "1 of the 4 groups generated pass, 2 are wanted: loosen group_filter" in caplog.text
     assert "min_reward_variance=1e-06" in caplog.text
     runner.seen.clear()
     one_step(orchestrator, step=1)

@@ -20,7 +20,7 @@ from tests.helpers import ROOT, StubSource, make_samples
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
 from verifiers_rl import read_rollouts
 from verifiers_rl.envs.messages import EnvWorkerError
-from verifiers_rl.group_pool import RolloutError
+from verifiers_rl.groups import RolloutError
 from verifiers_rl.report import recording
 from verifiers_rl.report.recording import WriterThread, WritingError, row_of
 from verifiers_rl.report.rollouts import IS_EVAL, read_run

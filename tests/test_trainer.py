@@ -684,18 +684,6 @@ def test_a_rotation_that_changes_with_the_batch_is_warned_of(
     assert warned != is_exact
 
 
-@pytest.mark.parametrize(
-    "head", [{"lora_target_modules": ["lm_head"]}, {"lora_modules_to_save": ["lm_head"]}]
-)
-def test_unused_parameters_are_not_looked_for_where_the_head_is_trained(make_trainer, head):
-    make_trainer(use_lora=True, ddp_find_unused_parameters=True)
-    tied = make_tiny_model(tie_word_embeddings=True)
-    make_trainer(tied, use_lora=False, ddp_find_unused_parameters=True)
-    for options in ({"use_lora": False}, {"use_lora": True, **head}):
-        with pytest.raises(ConfigError, match="ddp_find_unused_parameters=True: where the LM"):
-            make_trainer(ddp_find_unused_parameters=True, **options)
-
-
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lora):
     from verifiers_rl import forward as module
@@ -790,9 +778,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         "batch_size": 24,
         "rollouts_per_example": 6,
         "max_concurrent": 5,
-        "eval_concurrent": 3,
-        "eval_temperature": 0.0,
-        "batch_order": "ready",
+        "eval_sampling": {"temperature": 0.0},
         "max_off_policy_steps": 3,
         "generation_timeout": 9.0,
         "shuffle": False,
@@ -807,8 +793,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     given = made["orchestrator"][1]
     assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
     assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)
-    assert (given["batch_order"], given["max_off_policy_steps"]) == ("ready", 3)
-    assert given["eval_concurrent"] == 3 and given["eval_sampling_args"]["temperature"] == 0.0
+    assert given["eval_sampling_args"]["temperature"] == 0.0
     assert given["example_order"](range(4), [40]) == [0, 1, 2, 3]  # shuffled it would not be
     group = [Rollout(0, "", reward=reward) for reward in (0.0, 1.0)]
     assert given["advantage_fn"](group) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
@@ -816,7 +801,8 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     assert given["mask_truncated_completions"] is True
     assert given["zero_truncated_completions"] is True
 
-    options = {"min_reward": 0.5, "max_oversampling": 2.0, "batch_size": 24, "seed": 3}
+    group_filter = {"min_reward": 0.5, "max_oversampling": 2.0}
+    options = {"group_filter": group_filter, "batch_size": 24, "seed": 3}
     args = RLConfig(**folder, **options, rollouts_per_example=6)
     RLTrainer(make_tiny_model(), "env", args, tokenizer)
     given = made["orchestrator"][1]
@@ -1839,64 +1825,13 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
     assert set(means.reduce(1, 1).values()) == {0.0}
 
 
-def test_several_updates_a_batch_are_steps_on_its_parts(make_trainer):
-    parts = [make_samples(4, seed=seed, longest=12) for seed in (1, 2)]
-
-    class Groups(StubSource):
-        """Two groups in one batch, or a batch of each."""
-
-        def __init__(self, at_once):
-            super().__init__()
-            self.at_once = at_once
-
-        def get(self):
-            step, version = self.pending.pop(0)
-            chosen = parts if self.at_once else [parts[step]]
-            rollouts = [
-                Rollout(number, "p", "c", reward=0.5, samples=[sample])
-                for number, samples in enumerate(chosen)
-                for sample in samples
-            ]
-            return Batch(step, version, [s for group in chosen for s in group], rollouts)
-
-    def train(at_once, **options):
-        trainer = make_trainer(
-            source=Groups(at_once), optim="sgd", learning_rate=1.0, overwrite_output_dir=True,
-            max_grad_norm=0.1, max_steps=1 if at_once else 2, logging_steps=1, **options,
-        )  # fmt: skip
-        trainer.train()
-        rows = [row for row in trainer.state.log_history if "num_loss_tokens" in row]
-        return [p.detach() for p in trainer.model.parameters()], rows, trainer.weight_sync.pushed
-
-    once, (row,), pushed = train(True, updates_per_batch=2)
-    apart, rows, _ = train(False)
-    one_update, _, _ = train(True)
-    for weight, expected in zip(once, apart, strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
-    assert any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(once, one_update, strict=True))
-    assert pushed == [0, 1]  # at the start and at the end
-    assert row["num_loss_tokens"] == sum(r["num_loss_tokens"] for r in rows)
-    assert row["loss"] == pytest.approx(sum(r["loss"] for r in rows) / 2, rel=1e-4)
-
-
-def test_the_options_of_attention_and_chunks_reach_the_step(make_trainer, tmp_path, monkeypatch):
-    from verifiers_rl import forward as module
-
-    sizes = []
-    real = module.chunked_logprobs_and_entropy
-
-    def spy(hidden, head, targets, temperature, chunk_size, *args, **kwargs):
-        sizes.append(chunk_size)
-        return real(hidden, head, targets, temperature, chunk_size, *args, **kwargs)
-
-    monkeypatch.setattr(module, "chunked_logprobs_and_entropy", spy)
+def test_the_option_of_attention_reaches_the_step(make_trainer, tmp_path):
     folder = tmp_path / "model"
     make_tiny_model().save_pretrained(folder)
     for model in (str(folder), make_tiny_model()):
-        trainer = make_trainer(model, attn_implementation="eager", logits_chunk_tokens=5)
+        trainer = make_trainer(model, attn_implementation="eager")
         assert trainer.model.config._attn_implementation == "eager"
         batch_gradients(trainer, make_samples(4))
-    assert set(sizes) == {5}
     with pytest.raises(ConfigError, match=r"attn_implementation='flash': "):
         make_trainer(attn_implementation="flash")
 

@@ -40,7 +40,7 @@ WRONG = {
     ),
     "an option of another library": (
         OURS + "num_generations = 8\n", "", "mine.toml: [trainer.args] has an unknown key "
-        "'num_generations'; here it is rollouts_per_example",
+        "'num_generations'; docs/reference.md lists the options",
     ),
     "a key of an environment": (
         ENVS + 'id = "f"\nwight = 2\n', "", "mine.toml: [[env]] 2 has an unknown key 'wight'; did "
@@ -91,8 +91,8 @@ WRONG = {
         "strings, none of them empty",
     ),
     "GPUs": (
-        HEAD + "[inference]\ngpus = -1\n", "", "mine.toml: [inference] gpus=-1 must be an integer "
-        ">= 0 (0: CPU)",
+        HEAD + "[inference]\ngpus = -1\n", "", "mine.toml: [inference] gpus=-1: must be an "
+        "integer >= 0",
     ),
     "a trainer's class": (
         HEAD + '[trainer]\nclass = "MyTrainer"\n', "", "mine.toml: [trainer] class='MyTrainer': "
@@ -101,21 +101,16 @@ WRONG = {
     "no model": (HEAD.partition("\n")[2], "", "mine.toml: model is missing; set it to a string"),
     "no environment": ('model = "m"\n', "", "mine.toml: [env]: id is missing; set it to a string"),
     "a weight": (
-        ENVS + 'id = "f"\nweight = 0\n', "", "mine.toml: [[env]] 2: weight=0 must be a number > 0",
+        ENVS + 'id = "f"\nweight = 0\n', "", "mine.toml: [[env]] 2: weight=0: must be a number > 0",
     ),
     "two names": (ENVS + 'id = "e"\n', "", "two [[env]] are named 'e'; give one another name"),
     "what an environment is for": (
-        ENVS + 'id = "f"\nonly = "test"\n', "", "mine.toml: [[env]] 2: only='test' must be 'train' "
-        "or 'eval'; leave it out for both",
+        ENVS + 'id = "f"\nonly = "test"\n', "", "mine.toml: [[env]] 2: only='test': must be one of "
+        "train, eval, or left out",
     ),
     "a flag that has its own place": (
         HEAD + "[inference.args]\nport = 3\n", "", "mine.toml: [inference.args] has 'port'; set "
         "vllm_server_port in [trainer.args] instead",
-    ),
-    "a flag in two spellings": (
-        HEAD + '[inference.args]\nmax_model_len = 3\n"max-model-len" = 4\n', "", "mine.toml: "
-        "[inference.args] has 'max_model_len' in two spellings; remove one, such as "
-        "'max-model-len'",
     ),
     "a file of secrets": (
         'env_file = "none.env"\n' + HEAD, "", "mine.toml: env_file='none.env': there is no file ",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import Trainer
 
 from verifiers_rl.advantages import AdvantageFn
-from verifiers_rl.config import ConfigError, RLConfig
+from verifiers_rl.config import ConfigError, RLConfig, default_options
 from verifiers_rl.data import ExampleOrder
-from verifiers_rl.foreign_names import HINTS
+from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.losses import LossFn
 from verifiers_rl.process import parent
@@ -30,14 +29,6 @@ _WITHOUT_EFFECT = {
     "compute_loss_func": "pass loss_fn",
     "model_init": "pass model",
 }
-_FOREIGN_ARGUMENTS = {
-    "tokenizer": "here it is processing_class",
-    "reward_funcs": _DATA,
-    "reward_processing_classes": _DATA,
-    "rollout_func": _DATA,
-    "environment_factory": _DATA,
-    "tools": _DATA,
-}
 
 
 # Options that do nothing beside a part that the caller gives.
@@ -47,11 +38,9 @@ _REPLACED_OPTIONS = {
     "example_order": ("shuffle",),
     "orchestrator": (
         *("advantage", "shuffle", "mask_truncated_completions", "zero_truncated_completions"),
-        *("min_reward_variance", "min_reward", "max_reward", "max_concurrent", "env_workers"),
-        *("client_type", "mask_env_responses", "max_prompt_len", "batch_order", "eval_concurrent"),
-        *("eval_temperature", "eval_max_tokens", "eval_top_p", "eval_top_k", "eval_min_p"),
-        *("stop", "eval_stop", "include_stop_str_in_output", "chat_template_kwargs"),
-        "tools_in_process",
+        *("group_filter", "max_concurrent", "env_workers", "tools_in_process", "client_type"),
+        *("mask_env_responses", "max_prompt_len", "eval_sampling", "stop"),
+        *("include_stop_str_in_output", "chat_template_kwargs"),
     ),
     "weight_sync": ("weight_sync_backend", "weight_sync_port", "vllm_servers"),
 }
@@ -92,8 +81,8 @@ def check_arguments(
     for name in others:
         if name in _WITHOUT_EFFECT:
             raise ConfigError(f"{name} has no effect in RLTrainer: {_WITHOUT_EFFECT[name]}")
-        if name not in inspect.signature(Trainer.__init__).parameters:
-            hint = _FOREIGN_ARGUMENTS.get(name) or HINTS.get(name) or "see RLTrainer and RLConfig"
+        if name not in (known := inspect.signature(Trainer.__init__).parameters):
+            hint = did_you_mean(name, known, "options belong into RLConfig; see docs/from_trl.md")
             raise ConfigError(f"RLTrainer takes no argument {name!r}: {hint}")
     if isinstance(processing_class, str):
         raise ConfigError(
@@ -136,11 +125,7 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
                 )
     elif env is None:
         raise ConfigError("env is None: pass an environment, or an orchestrator that has its own")
-    # The defaults of a config class of the user's own may differ from ours.
-    defaults = {
-        f.name: f.default if f.default_factory is MISSING else f.default_factory()
-        for f in fields(args)
-    }
+    defaults = default_options(args)  # those of a class of the user's own may differ from ours
     for part, options in _REPLACED_OPTIONS.items():
         replacement = getattr(replaced, part)
         reads = getattr(replacement, "reads", ())  # a part may say which options it reads itself

@@ -98,9 +98,15 @@ def _with_segments(
 
     @functools.wraps(attend)
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any,
-        sample_segments: SampleSegments | Literal["whole rows"] | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        sample_segments: SampleSegments | Literal["whole rows"] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         if isinstance(sample_segments, SampleSegments):
             return attend_to_segments(
                 attend, sample_segments, module, query, key, value, *args, **kwargs
@@ -112,9 +118,15 @@ def _with_segments(
 
 
 def _in_calls(
-    attend: Attention, segments: SampleSegments, module: nn.Module,
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    attend: Attention,
+    segments: SampleSegments,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Call SDPA for each segment."""
     rows = []
     for row, (queries, keys, columns) in enumerate(segments.rows):
@@ -126,19 +138,30 @@ def _in_calls(
         )
         outputs = [
             attend(
-                module, q[None], k[None], v[None], segments.masks.get((q.shape[1], k.shape[1])),
-                *args, **kwargs,
+                module,
+                q[None],
+                k[None],
+                v[None],
+                segments.masks.get((q.shape[1], k.shape[1])),
+                *args,
+                **kwargs,
             )[0]
             for q, k, v in parts
-        ]  # fmt: skip
+        ]
         rows.append(torch.cat(outputs, 1))  # (1, T, heads, size of a head)
     return torch.cat(rows), None
 
 
 def _in_sequences(
-    attend: Attention, segments: SampleSegments, module: nn.Module,
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    attend: Attention,
+    segments: SampleSegments,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     """Give flash attention sequences, in the only row of the layout "flat". Its causal mask lets
     the last query of a sequence see the last key.
     """

@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import math
 import os
-import typing
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -19,7 +18,6 @@ from transformers.trainer_utils import SchedulerType
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.did_you_mean import did_you_mean
-from verifiers_rl.foreign_names import HINTS
 from verifiers_rl.losses import (
     DEFAULT_MASKS,
     LOSSES,
@@ -44,22 +42,23 @@ from verifiers_rl.option_rules import (
     ShareBelow1,
     address_of,
     are_addresses,
+    declared,
     fits,
     from_json,
     must,
     not_negative,
     one_of,
     positive,
-    rules_of,
+    problem_of,
     share_below_1,
-    type_rule,
     usable,
 )
-from verifiers_rl.types import LOAD_S, MAX_MASK, BatchOrder
+from verifiers_rl.types import LOAD_S, MAX_MASK
 from verifiers_rl.user_code import UserCodeError, load_user_code
 
 DEFAULT_MASK = 256  # top_k where a sampling mask needs one
-# Without temperature: the trainer computes all logprobs of a batch at one temperature.
+# Options that one environment may have for itself. Not the temperature: the trainer computes all
+# logprobs of a batch at one temperature.
 _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -77,58 +76,74 @@ def _option(default: Any, help: str) -> Any:
 
 # Options of TrainingArguments that this trainer cannot honour, and what to use.
 # Setting one is an error, not a no-op.
-_BATCHES = "set batch_size and micro_batch_size"
-_DATA = "data comes from the environment; see batch_size, shuffle and seed"
-_EVALUATION = "evaluation runs the environment; see eval_strategy and eval_examples"
-_UNSUPPORTED = "it is not supported yet"
-_COMPILED = "set torch_compile; rows of any length need the default backend and mode"
 _UNUSED_BASE_OPTIONS = {
-    "per_device_train_batch_size": _BATCHES,
-    "gradient_accumulation_steps": _BATCHES,
-    "auto_find_batch_size": _BATCHES,
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
+        "set batch_size and micro_batch_size",
+    ),
+    **dict.fromkeys(
+        (
+            "prediction_loss_only",
+            "per_device_eval_batch_size",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "eval_accumulation_steps",
+            "include_for_metrics",
+            "batch_eval_metrics",
+            "bf16_full_eval",
+            "fp16_full_eval",
+        ),
+        "evaluation runs the environment; see eval_strategy and eval_examples",
+    ),
+    **dict.fromkeys(
+        (
+            "dataloader_drop_last",
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_in_order",
+            "remove_unused_columns",
+            "label_names",
+            "train_sampling_strategy",
+            "length_column_name",
+        ),
+        "data comes from the environment; see batch_size, shuffle and seed",
+    ),
+    **dict.fromkeys(
+        (
+            "use_liger_kernel",
+            "liger_kernel_config",
+            "parallelism_config",
+            "torch_empty_cache_steps",
+        ),
+        "it is not supported yet",
+    ),
+    **dict.fromkeys(
+        ("torch_compile_backend", "torch_compile_mode"),
+        "set torch_compile; rows of any length need the default backend and mode",
+    ),
     "average_tokens_across_devices": "the loss is always divided by the loss tokens of all ranks",
     "num_train_epochs": "set max_steps",
     "label_smoothing_factor": "the loss is loss_fn",
     "fp16": "set bf16",
+    "data_seed": "set seed",
     "neftune_noise_alpha": "noise in the trainer alone would make importance ratios wrong",
-    "use_liger_kernel": _UNSUPPORTED,
-    "liger_kernel_config": _UNSUPPORTED,
-    "torch_compile_backend": _COMPILED,
-    "torch_compile_mode": _COMPILED,
-    "parallelism_config": _UNSUPPORTED,
-    "torch_empty_cache_steps": _UNSUPPORTED,
     "include_num_input_tokens_seen": "tokens are counted in num_tokens",
     "enable_jit_checkpoint": "a run always saves a checkpoint upon SIGTERM; see docs/resume.md",
     "ignore_data_skip": "a resumed run always goes on with the examples that come next",
-    "per_device_eval_batch_size": _EVALUATION,
-    "prediction_loss_only": _EVALUATION,
-    "eval_do_concat_batches": _EVALUATION,
-    "eval_use_gather_object": _EVALUATION,
-    "eval_accumulation_steps": _EVALUATION,
-    "include_for_metrics": _EVALUATION,
-    "batch_eval_metrics": _EVALUATION,
-    "bf16_full_eval": _EVALUATION,
-    "fp16_full_eval": _EVALUATION,
-    "data_seed": "set seed",
-    "dataloader_drop_last": _DATA,
-    "dataloader_num_workers": _DATA,
-    "dataloader_pin_memory": _DATA,
-    "dataloader_persistent_workers": _DATA,
-    "dataloader_prefetch_factor": _DATA,
-    "dataloader_multiprocessing_context": _DATA,
-    "dataloader_in_order": _DATA,
-    "remove_unused_columns": _DATA,
-    "label_names": _DATA,
-    "train_sampling_strategy": _DATA,
-    "length_column_name": _DATA,
+    "ddp_find_unused_parameters": "the LM head runs outside of forward, so DDP would treat it as "
+    "unused",
 }
 # Types of these are not checked: TrainingArguments takes or sets others than it declares.
 _FREE_TYPE = {"accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"}
-# A string is allowed too, but HfArgumentParser could not parse a list if the type said so.
-_FREE_TYPE |= {"lora_target_modules"}
-# A number, or true and false, are allowed too, but HfArgumentParser would parse "auto" as one.
-_FREE_TYPE |= {"env_workers", "share_prefixes"}
+# HfArgumentParser could not parse these if their types said what else is allowed: a string in place
+# of a list; a number, or true and false, in place of "auto".
+_FREE_TYPE |= {"lora_target_modules", "env_workers", "share_prefixes"}
 _FREE_TYPE |= {"resume_from_checkpoint"}  # what train() takes, see _INHERITED_RULES
+# Options whose value is a table; JSON on a command line.
+_TABLES = ("loss_args", "gradient_masks", "chat_template_kwargs", "group_filter", "eval_sampling")
 # Beginnings and ends of names of optimizers and schedules that cannot work here.
 _LAYERWISE = (
     "it updates weights inside the backward pass: a batch of several microbatches would be several "
@@ -178,7 +193,6 @@ def _are_of_template(value: dict[str, Any]) -> str | None:
     return f"{wrong[0]!r} is no variable of a chat template; remove it" if wrong else None
 
 
-_is_factor = must("be a number >= 1", lambda value: value >= 1)
 _vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <= 2)
 _is_auto_or_count = must(
     "be 'auto' or an integer >= 0",
@@ -202,6 +216,8 @@ _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
     "adam_beta1": (share_below_1,),
     "adam_beta2": (share_below_1,),
     "weight_decay": (not_negative,),
+    "max_grad_norm": (not_negative,),
+    "warmup_steps": (not_negative,),
     "eval_steps": (positive,),
     "seed": (must("be from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32),),
     "resume_from_checkpoint": (
@@ -220,12 +236,9 @@ _INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
 
 def unknown_option_hint(name: str, config_class: Any = None) -> str:
     """Return what to set instead of an option that `RLConfig` does not have."""
-    name = name.replace("-", "_")
-    hints = {**HINTS, **getattr(config_class, "HINTS", {})}
-    if name in hints:
-        return hints[name]
-    known = [f.name for f in fields(config_class or RLConfig)]
-    return did_you_mean(name, known, "verifiers_rl/config.py lists the options")
+    name, kind = name.replace("-", "_"), config_class or RLConfig
+    others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"
+    return kind.HINTS.get(name) or did_you_mean(name, [f.name for f in fields(kind)], others)
 
 
 def refuse_unknown_options(cls: type[_T]) -> type[_T]:
@@ -246,6 +259,14 @@ def refuse_unknown_options(cls: type[_T]) -> type[_T]:
     return cls
 
 
+def default_options(config: Any) -> dict[str, Any]:
+    """Return the default of each field of a config's class."""
+    return {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in fields(config)
+    }
+
+
 @refuse_unknown_options
 @dataclass
 class RLConfig(TrainingArguments):
@@ -260,7 +281,8 @@ class RLConfig(TrainingArguments):
     # What differs in a config that extends this one, such as `SFTConfig`.
     TRAINER, METHOD = "RLTrainer", "reinforcement learning"
     BEST = "reward"  # the default of metric_for_best_model
-    UNUSED, INHERITED_RULES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES
+    # HINTS: what to set in place of an unknown option.
+    UNUSED, INHERITED_RULES, HINTS = _UNUSED_BASE_OPTIONS, _INHERITED_RULES, dict[str, str]()
 
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", lambda value: value != "")] = _option(
@@ -280,14 +302,6 @@ class RLConfig(TrainingArguments):
         "constant",
         "Schedule of the learning rate. With warmup_steps, constant first rises to learning_rate.",
     )
-    warmup_steps: NotNegativeNumber = _option(
-        0,
-        "Steps over which the learning rate rises from 0; a value below 1 is a share of max_steps.",
-    )
-    max_grad_norm: NotNegativeNumber = _option(
-        1.0,
-        "A larger gradient norm of the whole batch is scaled down to this; 0 for no limit.",
-    )
     # None until __post_init__ decides, then a bool, as the base class declares it.
     bf16: bool = _option(
         None,
@@ -303,14 +317,8 @@ class RLConfig(TrainingArguments):
     save_steps: PositiveNumber = _option(100, "Steps between checkpoints.")
     # The order of the types lets HfArgumentParser parse a list.
     report_to: list[str] | None | str = _option("none", "Trackers, such as wandb or tensorboard.")
-    project: str = _option("huggingface", "Project of the run at W&B and trackio.")
     wandb_entity: str | None = _option(
         None, "User or team that owns the project at W&B. Default: that of the key."
-    )
-    ddp_find_unused_parameters: bool | None = _option(
-        False,
-        "Option of torch's DDP. Keep it False: the LM head runs outside of forward, so with True "
-        "DDP would treat the head as unused.",
     )
 
     # --- LoRA -------------------------------------------------------------------------------------
@@ -354,21 +362,11 @@ class RLConfig(TrainingArguments):
         "Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. "
         "Default: micro_batch_size * max_seq_len.",
     )
-    updates_per_batch: PositiveInt = _option(
-        1,
-        "Optimizer steps on one batch, each on a part of its groups. Their gradients are taken at "
-        "different weights, so the later parts are further off-policy: see docs/losses.md.",
-    )
     share_prefixes: Annotated[str, _is_auto_or_bool] = _option(
         "auto",
         "Compute tokens that samples have in common at their beginning once: a group's prompt, the "
         "trunk of a trajectory that branches. auto: where the model can keep the samples apart; "
         "true: an error where it cannot; false: each sample is computed whole.",
-    )
-    logits_chunk_tokens: PositiveInt | None = _option(
-        None,
-        "Tokens whose logits are held in memory at once; the result does not depend on it. "
-        "Default: as many as take 256 MB in float32.",
     )
     head_dtype: Literal["model", "float32"] = _option(
         "model",
@@ -380,12 +378,6 @@ class RLConfig(TrainingArguments):
         None,
         "Attention of the policy, as transformers names it: sdpa, eager, flex_attention, "
         "flash_attention_2. Default: what transformers chooses for the model.",
-    )
-    torch_compile: bool = _option(
-        False,
-        "Compile the decoder's layers for rows of any length, each without its attention to shared "
-        "rows. The first steps take longer, the others less: see benchmarks/README.md. Not with "
-        "fsdp or deepspeed.",
     )
     max_seq_len: Annotated[int, must("be an integer >= 2", lambda value: value >= 2)] = _option(
         2048,
@@ -404,12 +396,6 @@ class RLConfig(TrainingArguments):
         "next batch is sampled while the trainer works on this one. k > 1 keeps the server busy "
         "while a batch waits for its slowest rollouts; weights then change while the server "
         "generates, and no token is older than k steps.",
-    )
-    batch_order: BatchOrder = _option(
-        "planned",
-        "planned: a batch has the groups that were begun for it, and waits for the slowest. ready: "
-        "a batch has the first groups that are complete, and a late group joins a later batch; "
-        "needs max_off_policy_steps >= 2.",
     )
 
     # --- Sampling ---------------------------------------------------------------------------------
@@ -463,8 +449,8 @@ class RLConfig(TrainingArguments):
         False,
         "Give each request for a rollout a seed that follows from seed and the rollout's place, so "
         "that the same run samples the same tokens again. vf-rl starts a server on GPUs with "
-        "vLLM's batch invariance. Needs batch_order planned and max_off_policy_steps 0 or 1; "
-        "docs/mismatch.md says where it holds.",
+        "vLLM's batch invariance. Needs max_off_policy_steps 0 or 1; docs/mismatch.md says "
+        "where it holds.",
     )
     generation_timeout: PositiveNumber = _option(
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
@@ -506,23 +492,14 @@ class RLConfig(TrainingArguments):
         False, "Leave truncated rollouts out of the loss; they stay in the baseline."
     )
     zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
-    min_reward_variance: NotNegativeNumber = _option(
-        0.0,
-        "Groups whose rewards vary less than this are replaced by new ones. 1e-6 replaces groups "
-        "in which all rewards are equal; 0 replaces none.",
-    )
-    min_reward: float | None = _option(
-        None, "Groups with a lower mean reward are too hard and are replaced; None for no limit."
-    )
-    max_reward: float | None = _option(
-        None, "Groups with a higher mean reward are too easy and are replaced; None for no limit."
-    )
-    max_oversampling: Annotated[float, _is_factor] = _option(
-        3.0,
-        "If min_reward_variance, min_reward or max_reward is set, at most max_oversampling * "
-        "batch_size rollouts are generated for one batch. Replacements start only in the first "
+    group_filter: dict[str, Any] | str | None = _option(
+        {},
+        "Groups that are replaced by new ones: {min_reward_variance = 1e-6} replaces those whose "
+        "rewards vary less, so that all are equal; min_reward and max_reward those with a lower or "
+        "higher mean reward, too hard or too easy. At most max_oversampling (3.0) * batch_size "
+        "rollouts are generated for one batch. Replacements start only in the first "
         "generation_timeout seconds times the number of pending batches. If too few groups pass, "
-        "the batch is smaller.",
+        "the batch is smaller. On a command line, write JSON.",
     )
     advantage: Annotated[str, one_of(ADVANTAGES)] = _option(
         "mean",
@@ -615,26 +592,11 @@ class RLConfig(TrainingArguments):
         1,
         "Rollouts of each example in an evaluation. Above 1, the evaluation also logs pass@k.",
     )
-    eval_temperature: Annotated[float, not_negative, _vllm_takes] | None = _option(
-        None,
-        "Sampling temperature of evaluations; 0 takes the likeliest token. This option and the "
-        "next five: None is as in training, in each environment.",
-    )
-    eval_max_tokens: PositiveInt | None = _option(None, "max_tokens of evaluations.")
-    eval_top_p: Annotated[float, must("be > 0 and <= 1", lambda value: 0 < value <= 1)] | None = (
-        _option(None, "top_p of evaluations.")
-    )
-    eval_top_k: NotNegativeInt | None = _option(None, "top_k of evaluations; 0 for all tokens.")
-    eval_min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] | None = (
-        _option(None, "min_p of evaluations.")
-    )
-    eval_stop: Annotated[list[str] | None, _are_strings] = _option(
-        None, "stop of evaluations; an empty list for none."
-    )
-    eval_concurrent: PositiveInt | None = _option(
-        None,
-        "Rollouts of an evaluation in flight at a time, among those of max_concurrent. None: as "
-        "many. The push behind an evaluation waits for it, so a small number holds up training.",
+    eval_sampling: dict[str, Any] | str | None = _option(
+        {},
+        "Sampling of evaluations where it differs from that of training, in each environment: such "
+        "as {temperature = 0, max_tokens = 512}. A temperature of 0 takes the likeliest token, and "
+        "a top_k of 0 all tokens. On a command line, write JSON.",
     )
     num_rollouts_to_print: NotNegativeInt = _option(
         2, "Rollouts in the table at each logging step; 0 for no table."
@@ -656,10 +618,8 @@ class RLConfig(TrainingArguments):
         import torch
 
         self._check_unused_base_options()
-        self._take_other_forms()
-        self._check_types()
-        self._check_rules()
-        self._check_together()
+        self.ddp_find_unused_parameters = False
+        self._check()
         if self.deepspeed and not importlib.util.find_spec("deepspeed"):
             raise ConfigError(
                 f"deepspeed={self.deepspeed!r}: DeepSpeed is not installed; "
@@ -680,7 +640,7 @@ class RLConfig(TrainingArguments):
         num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
         num_evaluated = self.eval_examples * self.eval_rollouts_per_example
         waves = math.ceil(num_rollouts / self.max_concurrent)
-        waves += math.ceil(num_evaluated / (self.eval_concurrent or self.max_concurrent))
+        waves += math.ceil(num_evaluated / self.max_concurrent)
         waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
         if self.env_workers:  # the workers load their environments first
             waiting_s += max(self.generation_timeout, LOAD_S)
@@ -699,18 +659,51 @@ class RLConfig(TrainingArguments):
             raise ConfigError(str(error)) from error
         self.torch_compile = compiles
 
+    def _check_unused_base_options(self) -> None:
+        defaults = default_options(self)
+        # False by TrainingArguments, HfArgumentParser or ourselves. A copy of an RLConfig has it.
+        may_be_false = {"include_num_input_tokens_seen", "ddp_find_unused_parameters"}
+        may_be_false |= {"dataloader_pin_memory"} if self.use_cpu else set()
+        for name in self.UNUSED.keys() & defaults.keys():
+            value = getattr(self, name)
+            is_ours = name in may_be_false and value is False
+            if value != defaults[name] and not is_ours:
+                raise ConfigError(
+                    f"{name}={value!r} has no effect in {self.TRAINER}: {self.UNUSED[name]}. "
+                    "Remove it"
+                )
+
+    def _check(self) -> None:
+        self._take_other_forms()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None and f.default is None:
+                continue
+            if (problem := self._problem(f.name, value)) is not None:
+                raise ConfigError(f"{f.name}={value!r}: {problem}")
+        self._check_tables()
+        self._check_together()
+
     def _take_other_forms(self) -> None:
-        """Take values in the forms in which a command line has them: JSON, a number as text, one
-        string for a list of one.
+        """Take values in the forms in which a command line or numpy has them: JSON, a number as
+        text, one string for a list of one.
         """
-        for name in ("loss_args", "gradient_masks", "chat_template_kwargs"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, from_json(name, value))
-        self.loss_args = {} if self.loss_args is None else self.loss_args
-        self.chat_template_kwargs = self.chat_template_kwargs or {}
-        for name in ("stop", "eval_stop"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, [value])
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+            elif isinstance(value, np.integer | np.floating):
+                value = value.item()
+            elif isinstance(value, str) and (f.name in _TABLES or f.name.endswith("_kwargs")):
+                value = from_json(f.name, value)
+            elif value is None and f.name in _TABLES and f.name != "gradient_masks":
+                value = {}
+            setattr(self, f.name, value)
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        sampling = self.eval_sampling
+        if isinstance(sampling, dict) and isinstance(stop := sampling.get("stop"), str):
+            self.eval_sampling = {**sampling, "stop": [stop]}
         if self.lora_target_modules == ["all-linear"]:
             self.lora_target_modules = "all-linear"  # type: ignore[assignment]
         if self.report_to is None:
@@ -721,43 +714,34 @@ class RLConfig(TrainingArguments):
             booleans: dict[str, Any] = {"true": True, "false": False}
             self.share_prefixes = booleans.get(self.share_prefixes.lower(), self.share_prefixes)
 
-    def _check_unused_base_options(self) -> None:
-        defaults = {
-            f.name: f.default_factory() if f.default_factory is not MISSING else f.default
-            for f in fields(self)
-        }
-        for name, instead in self.UNUSED.items():
-            value = getattr(self, name, None)
-            # TrainingArguments replaces some values of None later. A copy of an RLConfig has
-            # these replacements already; the first construction sees the user's values.
-            if (
-                name in defaults
-                and value != defaults[name]
-                and not (name == "dataloader_pin_memory" and self.use_cpu)
-                # HfArgumentParser turns its default "no" into False.
-                and not (name == "include_num_input_tokens_seen" and value is False)
-            ):
-                raise ConfigError(
-                    f"{name}={value!r} has no effect in {self.TRAINER}: {instead}. Remove it"
-                )
+    def _problem(self, name: str, value: Any) -> str | None:
+        """Return what is wrong with this value of an option, by its declared type and its rules."""
+        kind, rules = declared(cast(Any, type(self)))[name]
+        rules = [*rules, *self.INHERITED_RULES.get(name, ())]
+        return problem_of(value, Any if name in _FREE_TYPE else kind, rules)
 
-    def _check_types(self) -> None:
-        """Check each value against its field's declared type. None passes if it is the default."""
-        declared = typing.get_type_hints(type(self))
-        for f in fields(self):
-            value, kind = getattr(self, f.name), declared[f.name]
-            if isinstance(value, os.PathLike):
-                value = os.fspath(value)
-                setattr(self, f.name, value)
-            if isinstance(value, np.integer | np.floating):
-                value = value.item()
-                setattr(self, f.name, value)
-            if f.name in _FREE_TYPE or (value is None and f.default is None):
-                continue
-            if not fits(value, kind):
-                raise ConfigError(f"{f.name}={value!r}: {type_rule(value, kind)}")
-            if f.name.endswith("_kwargs") and isinstance(value, str) and value.startswith("{"):
-                from_json(f.name, value)
+    def _check_tables(self) -> None:
+        """Check what is in the tables: losses, masks, the filter, the sampling of evaluations."""
+        if self.loss in LOSSES:  # the trainer loads a user's own loss
+            self.make_loss()
+        for name, options in self.masks().items():
+            if (problem := one_of(MASKS)(name)) is not None:
+                raise ConfigError(f"gradient_masks={name!r}: {problem}")
+            if name in MASKS:
+                self._load(MASKS, name, "gradient_masks", "gradient_masks", options)
+        self.make_filter()
+        for name, value in cast(dict[str, Any], self.eval_sampling).items():
+            known = ("temperature", *_SAMPLING_OF_ONE_ENV)
+            if name not in known:
+                hint = did_you_mean(name, known, f"known: {', '.join(known)}")
+                raise ConfigError(f"eval_sampling.{name}={value!r}: no sampling option; {hint}")
+            may_be_0 = name in ("temperature", "top_k")  # the likeliest token, all tokens
+            problem = None if may_be_0 and value == 0 else self._problem(name, value)
+            if name == "max_tokens" and problem is None and value >= self.max_seq_len:
+                problem = f"must be below max_seq_len={self.max_seq_len}"
+            if problem is not None:
+                or_0 = ", or 0" if may_be_0 else ""
+                raise ConfigError(f"eval_sampling.{name}={value!r}: {problem}{or_0}")
 
     def servers(self) -> list[tuple[str, int]]:
         """Return host and port of each inference server."""
@@ -840,17 +824,6 @@ class RLConfig(TrainingArguments):
         except UserCodeError as error:
             raise ConfigError(str(error)) from error
 
-    def _check_rules(self) -> None:
-        """Check each value against the rules in its field's type."""
-        declared = typing.get_type_hints(type(self), include_extras=True)
-        for f in fields(self):
-            rules = [*rules_of(declared[f.name]), *self.INHERITED_RULES.get(f.name, ())]
-            value = getattr(self, f.name)
-            for problem in (rule(value) for rule in rules if value is not None):
-                if problem is not None:
-                    or_none = ", or left out" if f.default is None and "must" in problem else ""
-                    raise ConfigError(f"{f.name}={value!r}: {problem}{or_none}")
-
     def _check_together(self) -> None:
         """Check values that depend on each other."""
 
@@ -865,24 +838,16 @@ class RLConfig(TrainingArguments):
         )
         check(
             "include_stop_str_in_output",
-            not self.include_stop_str_in_output or bool(self.stop or self.eval_stop),
+            not self.include_stop_str_in_output
+            or bool(self.stop or cast(dict[str, Any], self.eval_sampling).get("stop")),
             "without effect unless stop is set",
         )
-        check(
-            "sampling_mask",
-            not self.sampling_mask or self.client_type == "openai_chat_completions_token",
-            f"client_type={self.client_type!r} gets no mask; leave client_type out",
-        )
-        check(
-            "router_replay",
-            not self.router_replay or self.client_type == "openai_chat_completions_token",
-            f"client_type={self.client_type!r} gets no experts; leave client_type out",
-        )
-        check(
-            "deterministic",
-            not self.deterministic or self.batch_order == "planned",
-            "with batch_order='ready' a batch has the groups that are ready first; set 'planned'",
-        )
+        for name in ("sampling_mask", "router_replay"):
+            check(
+                name,
+                not getattr(self, name) or self.client_type == "openai_chat_completions_token",
+                f"client_type={self.client_type!r} gets none; leave client_type out",
+            )
         check(
             "deterministic",
             not self.deterministic or self.max_off_policy_steps <= 1,
@@ -899,21 +864,11 @@ class RLConfig(TrainingArguments):
             not self.chat_template_kwargs or self.client_type != "renderer",
             "the renderers package does not use the chat template; choose another client_type",
         )
-        low, high = self.min_reward, self.max_reward
         check(
-            "min_reward",
-            low is None or high is None or low <= high,
-            f"must not be above max_reward={high!r}",
+            "shuffle",
+            self.shuffle or self.make_filter().lets_all_pass,
+            "with group_filter it must be True, or every epoch would leave out the same examples",
         )
-        if self.group_filter().lets_all_pass:
-            check(
-                "max_oversampling",
-                self.max_oversampling == 3.0,
-                "without effect unless min_reward_variance, min_reward or max_reward is set",
-            )
-        else:
-            check("shuffle", self.shuffle, "with a filter it must be True, or every epoch would "
-                  "leave out the same examples")  # fmt: skip
         check(
             "eval_steps",
             self.eval_steps is None or self.eval_strategy != "no",
@@ -950,13 +905,6 @@ class RLConfig(TrainingArguments):
                 self.weight_sync_port == 0,
                 "without effect with weight_sync_backend='http', where no worker meets the trainer",
             )
-        if self.loss in LOSSES:  # the trainer loads a user's own loss
-            self.make_loss()
-        for name, options in self.masks().items():
-            if (problem := one_of(MASKS)(name)) is not None:
-                raise ConfigError(f"gradient_masks={name!r}: {problem}")
-            if name in MASKS:
-                self._load(MASKS, name, "gradient_masks", "gradient_masks", options)
         if self.batch_size % self.rollouts_per_example:
             groups = math.ceil(self.batch_size / self.rollouts_per_example)
             raise ConfigError(
@@ -964,26 +912,13 @@ class RLConfig(TrainingArguments):
                 f"rollouts_per_example={self.rollouts_per_example}; "
                 f"try batch_size={groups * self.rollouts_per_example}"
             )
-        check(
-            "updates_per_batch",
-            self.updates_per_batch <= self.groups_per_batch,
-            f"must be at most the {self.groups_per_batch} groups of a batch",
-        )
-        check(
-            "batch_order",
-            self.batch_order == "planned" or self.max_off_policy_steps >= 2,
-            f"without effect if max_off_policy_steps={self.max_off_policy_steps}: each group that "
-            "was begun must be trained in the next batch; set max_off_policy_steps >= 2",
-        )
-        check(
-            "eval_concurrent",
-            self.eval_concurrent is None or self.eval_concurrent <= self.max_concurrent,
-            f"must be at most max_concurrent={self.max_concurrent}, or left out",
-        )
-        for name in ("max_prompt_len", "max_tokens", "eval_max_tokens"):
+        for name in ("max_prompt_len", "max_tokens"):
             value = getattr(self, name)
-            check(name, value is None or value < self.max_seq_len,
-                  f"must be below max_seq_len={self.max_seq_len}, or left out")  # fmt: skip
+            check(
+                name,
+                value is None or value < self.max_seq_len,
+                f"must be below max_seq_len={self.max_seq_len}, or left out",
+            )
 
     @property
     def token_budget(self) -> int:
@@ -994,16 +929,31 @@ class RLConfig(TrainingArguments):
     def groups_per_batch(self) -> int:
         return self.batch_size // self.rollouts_per_example
 
-    def group_filter(self) -> GroupFilter:
-        return GroupFilter(self.min_reward_variance, self.min_reward, self.max_reward)
+    def make_filter(self) -> GroupFilter:
+        """Return the filter that `group_filter` describes.
+
+        Raises:
+            ConfigError: it has an unknown key, or a value that cannot work.
+        """
+        table = cast(dict[str, Any], self.group_filter)
+        known = [f.name for f in fields(GroupFilter)]
+        for name, value in table.items():
+            if name not in known:
+                hint = did_you_mean(name, known, f"known: {', '.join(known)}")
+                raise ConfigError(f"group_filter.{name}={value!r}: unknown; {hint}")
+        try:
+            return GroupFilter(**table)
+        except ValueError as error:
+            raise ConfigError(f"group_filter.{error}") from error
 
     @property
     def max_groups_per_batch(self) -> int:
         """The most groups generated for one batch, including those that the filter rejects."""
-        if self.group_filter().lets_all_pass:
+        group_filter = self.make_filter()
+        if group_filter.lets_all_pass:
             return self.groups_per_batch
         # 1e-9: 100 * 1.15 is 114.99999999999999
-        return max(int(self.groups_per_batch * self.max_oversampling + 1e-9), 1)
+        return max(int(self.groups_per_batch * group_filter.max_oversampling + 1e-9), 1)
 
     @property
     def length_option(self) -> str:
@@ -1034,10 +984,7 @@ class RLConfig(TrainingArguments):
                     f"{', '.join(_SAMPLING_OF_ONE_ENV)}"
                 )
             setattr(copied, name, value)
-        copied._take_other_forms()
-        copied._check_types()
-        copied._check_rules()
-        copied._check_together()
+        copied._check()
         return copied
 
     def sampling_args(self) -> dict[str, Any]:
@@ -1071,13 +1018,10 @@ class RLConfig(TrainingArguments):
         }
 
     def eval_sampling_args(self) -> dict[str, Any]:
-        """Do as `sampling_args`, for evaluations: each `eval_` option that is set replaces the one
-        of training.
-        """
+        """Do as `sampling_args`, for evaluations."""
         copied = copy.copy(self)
-        for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop"):
-            if (value := getattr(self, f"eval_{name}")) is not None:
-                setattr(copied, name, value)
+        for name, value in cast(dict[str, Any], self.eval_sampling).items():
+            setattr(copied, name, value)
         copied.sampling_mask = copied.router_replay = False  # nothing is trained on an evaluation
         return copied.sampling_args()
 

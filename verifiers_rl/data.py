@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -118,6 +119,9 @@ def group_by_role(group: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(roles.values())
 
 
+_LEAST = {"min_reward_variance": 0, "max_oversampling": 1}  # of the bounds of a filter
+
+
 @dataclass(frozen=True)
 class GroupFilter:
     """Decides by the rewards of surviving rollouts whether a group is worth training on. A group of
@@ -128,15 +132,36 @@ class GroupFilter:
     Attributes:
         min_reward_variance: a group with a smaller variance (over n) does not pass; 0: all pass.
         min_reward, max_reward: bounds of the mean reward; None for no bound.
+        max_oversampling: the most groups that are generated for one group of a batch, >= 1.
+
+    Raises:
+        ValueError: a bound is no number or out of range. The message begins with its name.
     """
 
     min_reward_variance: float = 0.0
     min_reward: float | None = None
     max_reward: float | None = None
+    max_oversampling: float = 3.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), _LEAST.get(f.name, -math.inf)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and least <= value < math.inf) and (value, f.default) != (None, None):
+                bound = f" >= {least:g}" if f.name in _LEAST else ""
+                raise ValueError(f"{f.name}={value!r}: must be a number{bound}")
+        low, high = self.min_reward, self.max_reward
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_reward={low!r}: must not be above max_reward={high!r}")
+        if self.lets_all_pass and self.max_oversampling != GroupFilter.max_oversampling:
+            raise ValueError(
+                f"max_oversampling={self.max_oversampling!r}: without effect unless "
+                "min_reward_variance, min_reward or max_reward is set"
+            )
 
     @property
     def lets_all_pass(self) -> bool:
-        return self == GroupFilter()
+        return (self.min_reward_variance, self.min_reward, self.max_reward) == (0, None, None)
 
     def passes(self, group: Sequence[Rollout]) -> bool:
         if self.lets_all_pass or any(r.added_advantages is not None for r in group):

@@ -17,5 +17,5 @@ def did_you_mean(
         otherwise: is returned if none of them is near.
         shown: how the error shows a name.
     """
-    near = difflib.get_close_matches(name, list(known), 1)
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return f"did you mean {shown(near[0])}?" if near else otherwise

@@ -285,12 +285,6 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
         raise ConfigError(
             "torch_compile=True: it has not been tried with FSDP and DeepSpeed; leave it out"
         )
-    updates = getattr(args, "updates_per_batch", 1)
-    if updates > 1 and zero is not None and "optimizer" in zero.deepspeed_config:
-        raise ConfigError(
-            f"updates_per_batch={updates}: DeepSpeed's own optimizer would step the learning rate "
-            'at each update; remove "optimizer" from its config, and Trainer\'s steps it once'
-        )
     if needs_copy and (fsdp is not None or zero is not None):
         raise ConfigError(
             "kl_beta without LoRA, as any loss that needs reference_logprobs, keeps a copy of the "

@@ -38,7 +38,7 @@ def predict_targets(
         model: as it was prepared for training.
         base: the Hugging Face model inside it.
         microbatch: on the device of the model.
-        args: temperature, `logits_chunk_tokens` and `head_dtype`.
+        args: temperature and `head_dtype`.
         layout, shares_prefixes: of the microbatch, from `model_trials.choose_layout`.
         needs_full_logits: the model changes its logits, so they are not made in chunks.
         entropy: see `Entropy`.
@@ -48,13 +48,17 @@ def predict_targets(
     attention = attention_inputs(microbatch, base.config, layout, shares_prefixes)
     model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
     vocab_size = base.config.get_text_config().vocab_size
-    chunk_size = args.logits_chunk_tokens or chunk_size_for(vocab_size)
+    chunk_size = chunk_size_for(vocab_size)
     if needs_full_logits:
         logits = model(**model_inputs).logits  # (B, T, vocabulary)
         return token_logprobs_and_entropy(
-            logits[targets.rows, targets.columns], targets.token_ids, temperature, entropy,
-            overwrite=True, allowed=targets.allowed,
-        )  # fmt: skip
+            logits[targets.rows, targets.columns],
+            targets.token_ids,
+            temperature,
+            entropy,
+            overwrite=True,
+            allowed=targets.allowed,
+        )
     head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
     with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
         hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
@@ -64,7 +68,13 @@ def predict_targets(
         num_chunks = -(-len(targets.token_ids) // chunk_size)
         min_chunks = max_over_ranks(num_chunks, args.device)
     return chunked_logprobs_and_entropy(
-        hidden, to_logits, targets.token_ids, temperature, chunk_size, entropy,
-        head_is_trained=any(p.requires_grad for p in head), min_chunks=min_chunks,
+        hidden,
+        to_logits,
+        targets.token_ids,
+        temperature,
+        chunk_size,
+        entropy,
+        head_is_trained=any(p.requires_grad for p in head),
+        min_chunks=min_chunks,
         allowed=targets.allowed,
-    )  # fmt: skip
+    )

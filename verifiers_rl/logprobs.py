@@ -141,9 +141,13 @@ class _FrozenHead(torch.autograd.Function):
             for number, mode in enumerate(modes):
                 with torch.enable_grad():
                     outputs = token_logprobs_and_entropy(
-                        head(chunk), chunk_targets, temperature, mode, overwrite=True,
+                        head(chunk),
+                        chunk_targets,
+                        temperature,
+                        mode,
+                        overwrite=True,
                         allowed=chunk_allowed,
-                    )  # fmt: skip
+                    )
                     gradients += torch.autograd.grad(outputs[number].sum(), chunk)
             results.append((*(output.detach() for output in outputs), *gradients))
         logprobs, entropy, *gradients = (torch.cat(parts) for parts in zip(*results, strict=True))
@@ -206,9 +210,13 @@ def chunked_logprobs_and_entropy(
             # Otherwise all chunks share one bfloat16 copy of the head and sum gradients in it.
             torch.clear_autocast_cache()
             return token_logprobs_and_entropy(
-                head(chunk), chunk_targets, temperature, mode, overwrite=True,
+                head(chunk),
+                chunk_targets,
+                temperature,
+                mode,
+                overwrite=True,
                 allowed=chunk_allowed,
-            )  # fmt: skip
+            )
 
         # Backward begins with the last chunk, so a checkpoint of it would save nothing.
         return project(chunk) if is_last else checkpoint(project, chunk, use_reentrant=False)

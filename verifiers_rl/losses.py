@@ -570,6 +570,13 @@ class AdaptiveKL:
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.beta *= 1 + 0.1 * error
 
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return the weight for a checkpoint; see `checkpoints.Kept`."""
+        return {"beta": self.beta}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.beta = state["beta"]
+
 
 @needs("entropy_gradient")
 def entropy_bonus(inputs: LossInputs, beta: float) -> LossOutputs:

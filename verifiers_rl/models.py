@@ -101,8 +101,14 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
 
 
 def _warn_of_lora_options(args: RLConfig, why: str) -> None:
-    names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
-             "lora_modules_to_save", "lora_use_rslora")  # fmt: skip
+    names = (
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "lora_modules_to_save",
+        "lora_use_rslora",
+    )
     defaults = {one.name: one.default for one in dataclasses.fields(args)}
     given = [f"{n}={getattr(args, n)!r}" for n in names if getattr(args, n) != defaults[n]]
     if given:
@@ -346,15 +352,6 @@ def check_policy(model: Any, args: RLConfig) -> None:
         raise ConfigError(
             f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "
             "it out"
-        )
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not args.ddp_find_unused_parameters:
-        return
-    in_forward = {id(p) for p in model.get_input_embeddings().parameters()}  # with a tied head
-    if any(p.requires_grad and id(p) not in in_forward for p in head.parameters()):
-        raise ConfigError(
-            "ddp_find_unused_parameters=True: where the LM head is trained it must be False: the "
-            "head runs outside of forward, so DDP would treat it as unused"
         )
 
 

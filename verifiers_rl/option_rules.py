@@ -5,10 +5,12 @@ the types themselves. Each error names the value and the fix.
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal
@@ -46,6 +48,24 @@ def rules_of(kind: Any) -> list[Rule]:
     if typing.get_origin(kind) is Annotated:
         return [rule for rule in kind.__metadata__ if callable(rule)]
     return [rule for part in typing.get_args(kind) for rule in rules_of(part)]
+
+
+@functools.cache
+def declared(cls: Any) -> dict[str, tuple[Any, list[Rule]]]:
+    """Return the type of each field of a dataclass, and the rules in it."""
+    kinds = typing.get_type_hints(cls)
+    with_rules = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: (kinds[f.name], rules_of(with_rules[f.name])) for f in fields(cls)}
+
+
+def problem_of(value: Any, kind: Any, rules: Iterable[Rule]) -> str | None:
+    """Return what is wrong with a value of this type and of these rules, or None."""
+    if not fits(value, kind):
+        return type_rule(value, kind)
+    problems = (rule(value) for rule in rules if value is not None)
+    problem = next((problem for problem in problems if problem is not None), None)
+    or_none = NoneType in _parts(kind) and problem is not None and "must" in problem
+    return f"{problem}, or left out" if or_none else problem
 
 
 def address_of(server: str) -> tuple[str, int] | None:

@@ -7,12 +7,12 @@
 
 By default at most one batch is pending, and weights change only between `get` and the next
 `submit`, so all tokens of a batch have one policy version. If several batches are pending, the
-later ones use the server while the earlier ones wait for their slowest rollouts; with
-`batch_order="ready"` a batch does not wait for those, see group_pool.py. Weights then change during
-generation, and every token carries its version. An evaluation runs beside the pending batches.
+later ones use the server while the earlier ones wait for their slowest rollouts. Weights then
+change during generation, and every token carries its version. An evaluation runs beside the pending
+batches.
 
-A "planned" step's examples depend only on its number and the seed, so a resumed run continues with
-the next examples and needs no saved position. For "ready", `state_dict` has what is needed.
+Each step has `max_groups` positions in the order of examples to itself, used or not. So its
+examples follow from its number and the seed, and a resumed run continues with the next examples.
 """
 
 from __future__ import annotations
@@ -27,22 +27,27 @@ from functools import partial
 from typing import Any
 
 from verifiers_rl.advantages import AdvantageFn, center_on_group_mean, of_rewards, set_advantages
-from verifiers_rl.data import ExampleOrder, GroupFilter, first_of_each, order_examples
-from verifiers_rl.group_pool import (
-    GroupPool,
+from verifiers_rl.data import (
+    ExampleOrder,
+    GroupFilter,
+    examples_at,
+    first_of_each,
+    order_examples,
+)
+from verifiers_rl.groups import (
     RolloutError,
     evaluate,
     result_of_rollouts,
+    run_groups,
     tell_of_failures,
     while_served,
 )
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.positions import Positions
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.waiting import result_of
 from verifiers_rl.report.means import batch_metrics
-from verifiers_rl.types import LOAD_S, Batch, BatchOrder, EnvRunner, Progress, Rollout, Slots, Split
+from verifiers_rl.types import LOAD_S, Batch, EnvRunner, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +65,14 @@ class Orchestrator:
         rollouts_per_example: rollouts of a group.
         sampling_args: the sampling options in each rollout request.
         max_concurrent: rollouts in flight at a time; fewer if too few files may be open.
-        batch_order: "planned" or "ready", see group_pool.py.
-        max_off_policy_steps: the oldest that a group may become in "ready", see `GroupPool`.
         eval_sampling_args: the sampling options of evaluations; default: `sampling_args`.
-        eval_concurrent: rollouts of an evaluation in flight at a time, among those of
-            `max_concurrent`; default: as many.
         rollout_timeout_s: deadline of one rollout. A batch runs in waves of `max_concurrent`
             rollouts, and each wave may take this long.
         example_order: chooses the training examples; default: shuffled, environments in equal
             shares.
         group_filter: a finished group that does not pass is replaced by a new one. Replacements
             start only in the first `rollout_timeout_s` of a batch, times the pending batches.
-        max_groups: the most groups that are generated for a batch. In "planned" each step reserves
-            this many examples of the epoch, used or not. Default: the groups of a batch.
+        max_groups: the most groups that are generated for a batch. Default: the groups of a batch.
         advantage_fn: computes advantages from a group's surviving rollouts; default: rewards minus
             their mean. Advantages that an environment has set itself are kept.
         mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
@@ -87,10 +87,7 @@ class Orchestrator:
         rollouts_per_example: int,
         sampling_args: dict[str, Any],
         max_concurrent: int = 512,
-        batch_order: BatchOrder = "planned",
-        max_off_policy_steps: int = 1,
         eval_sampling_args: dict[str, Any] | None = None,
-        eval_concurrent: int | None = None,
         rollout_timeout_s: float = 600.0,
         example_order: ExampleOrder = order_examples,
         group_filter: GroupFilter | None = None,
@@ -105,10 +102,7 @@ class Orchestrator:
         self.rollouts_per_example = rollouts_per_example
         self.sampling_args = sampling_args
         self.max_concurrent = rollouts_at_once(max_concurrent, env.files_per_rollout)
-        self.batch_order = batch_order
-        self.max_off_policy_steps = max_off_policy_steps
         self.eval_sampling_args = eval_sampling_args or sampling_args
-        self.eval_concurrent = min(eval_concurrent or self.max_concurrent, self.max_concurrent)
         self.rollout_timeout_s = rollout_timeout_s
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
@@ -121,12 +115,11 @@ class Orchestrator:
         )
         self._thread: LoopThread | None = None
         self._slots: Slots
-        self._pool: GroupPool
-        self._taking: asyncio.Lock  # batches take their groups one after the other
-        self._positions = Positions(batch_order, example_order, self.max_groups)
-        self._next_step = 0  # the first whose batch the trainer has not taken
-        # Each batch, its step and how many were pending after its submission.
-        self._pending: deque[tuple[Future[Batch], int, int]] = deque()
+        self.example_order = example_order
+        # Positions in the order of examples that the steps before a checkpoint had more than these.
+        self._num_skipped = 0
+        # Each batch, its progress and how many were pending after its submission.
+        self._pending: deque[tuple[Future[Batch], Progress, int]] = deque()
         self._evaluation: tuple[Future[dict[str, float]], Progress] | None = None
         # The groups of the last evaluations and the policy version of each, for rollouts.jsonl.
         self.evaluated: deque[tuple[int, list[list[Rollout]]]] = deque(maxlen=4)
@@ -136,12 +129,7 @@ class Orchestrator:
     def start(self) -> None:
         """Start the thread and open the environment's client."""
         self._thread = LoopThread("orchestrator")
-        self._slots, self._taking = Slots(self.max_concurrent), asyncio.Lock()
-        self._pool = GroupPool(
-            self.batch_order, self.num_groups, self.rollouts_per_example,
-            self.max_off_policy_steps, self._slots, self.max_concurrent, self._run_group,
-            self._finish,
-        )  # fmt: skip
+        self._slots = Slots(self.max_concurrent)
         deadline_s = max(self.rollout_timeout_s, LOAD_S) + 60.0  # a minute more than its own
         try:
             opening = self._thread.run(self.env.open())
@@ -163,8 +151,9 @@ class Orchestrator:
         """
         num_batches = len(self._pending) + 1  # that share the server so far, with this one
         assert self._thread is not None, "call start() first"
-        batch = self._thread.run(self._generate(step, model, policy_version, num_batches))
-        self._pending.append((batch, step, num_batches))
+        progress = Progress(self._slots)
+        batch = self._generate(step, model, policy_version, num_batches, progress)
+        self._pending.append((self._thread.run(batch), progress, num_batches))
 
     def raise_if_failed(self) -> None:
         """Raise the error of the first pending batch or of the evaluation, if that has failed.
@@ -186,21 +175,18 @@ class Orchestrator:
         if self._evaluation is not None:
             self._evaluation[0].cancel()
             self._evaluation = None
-        self._thread.loop.call_soon_threadsafe(self._clear, self._next_step)
 
     def wait(self) -> None:
         """Wait until all pending batches are generated, without taking them."""
         for pending in self._pending:
             self._wait_for(*pending)
 
-    def _wait_for(self, batch: Future[Batch], step: int, num_batches: int) -> Batch:
+    def _wait_for(self, batch: Future[Batch], progress: Progress, num_batches: int) -> Batch:
         num_batches = max(num_batches, len(self._pending))
         num_rollouts = self.max_groups * self.rollouts_per_example * num_batches
         waves = -(-num_rollouts // self.max_concurrent)
-        return result_of_rollouts(
-            batch, lambda: self._pool.progress(step), num_rollouts, waves, num_batches,
-            self.rollout_timeout_s,
-        )  # fmt: skip
+        timeout_s = self.rollout_timeout_s
+        return result_of_rollouts(batch, progress, num_rollouts, waves, num_batches, timeout_s)
 
     def get(self) -> Batch:
         """Wait for the first pending batch and take it.
@@ -214,8 +200,6 @@ class Orchestrator:
         assert self._pending, "no batch was submitted"
         batch = self._wait_for(*self._pending[0])
         self._pending.popleft()
-        self._next_step = batch.step + 1
-        self._positions.drop_before(batch.step)
         return batch
 
     def begin_evaluation(
@@ -228,7 +212,7 @@ class Orchestrator:
         examples = first_of_each(self.env.sizes("eval"), num_examples)
         if not examples:
             raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
-        progress = Progress(self._slots, share=Slots(self.eval_concurrent))
+        progress = Progress(self._slots)
         progress.num_requested = len(examples) * num_rollouts
 
         def run(example: int) -> Coroutine[Any, Any, list[Rollout]]:
@@ -246,23 +230,35 @@ class Orchestrator:
         future, progress = self._evaluation
         num_pending = len(self._pending)  # they share the server with it
         num_of_batches = self.max_groups * self.rollouts_per_example * num_pending
-        waves = -(-progress.num_requested // self.eval_concurrent)
+        waves = -(-progress.num_requested // self.max_concurrent)
         waves += -(-num_of_batches // self.max_concurrent)
         try:
+            num_rollouts, timeout_s = progress.num_requested, self.rollout_timeout_s
             return result_of_rollouts(
-                future, lambda: str(progress), progress.num_requested, waves, num_pending + 1,
-                self.rollout_timeout_s,
-            )  # fmt: skip
+                future, progress, num_rollouts, waves, num_pending + 1, timeout_s
+            )
         finally:
             self._evaluation = None
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return what a run that continues at this step needs; see `Positions`."""
-        return self._positions.state_dict(step)
+        """Return what a run that continues at this step needs, if its steps have more groups, or
+        fewer.
+        """
+        return {"step": step, "first_position": self._first_position(step)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the examples that had not been trained on."""
-        self._positions.load_state_dict(state)
+        """Continue with the examples behind those of the steps before."""
+        self._num_skipped = state["first_position"] - state["step"] * self.max_groups
+        if self._num_skipped:
+            logger.warning(
+                "the steps of the checkpoint had more or fewer groups (batch_size, "
+                "rollouts_per_example, group_filter): this run goes on with the example behind "
+                "them, number %d in the order of examples",
+                state["first_position"],
+            )
+
+    def _first_position(self, step: int) -> int:
+        return step * self.max_groups + self._num_skipped
 
     def stop(self) -> None:
         """Cancel pending batches, close the environment's client and join the thread."""
@@ -271,38 +267,39 @@ class Orchestrator:
         gc.unfreeze()
         thread, self._thread, self._evaluation = self._thread, None, None
         self._pending.clear()
-        thread.loop.call_soon_threadsafe(self._pool.begin_no_more)  # when others are cancelled
         thread.stop(self.env.close)
 
     # --- On the thread ----------------------------------------------------------------------------
 
-    def _clear(self, next_step: int) -> None:
-        self._pool.clear()
-        self._positions.give_back(next_step)
-
     async def _generate(
-        self, step: int, model: str, policy_version: int, num_batches: int
+        self, step: int, model: str, policy_version: int, num_batches: int, progress: Progress
     ) -> Batch:
         start = asyncio.get_running_loop().time()
-        replace_until = start + num_batches * self.rollout_timeout_s
+        first = self._first_position(step)
+        positions = range(first, first + self.max_groups)
         try:
-            examples = self._positions.examples_of(step, self.env.sizes("train"))
-            self._pool.add(step, model, policy_version, examples, replace_until)
+            examples = examples_at(self.example_order, positions, self.env.sizes("train"))
         except ValueError as error:
             raise RolloutError(str(error)) from error
-        async with self._taking:
-            requests = await while_served(self._pool.take(step), self.check_server)
-            finished = sorted((done for r in requests for done in r.finished), key=lambda f: f[0])
-            self._positions.assign([place for place, _, passes in finished if passes], step)
+
+        def run(example: int) -> Coroutine[Any, Any, list[Rollout]]:
+            number = self.rollouts_per_example
+            progress.num_requested += number
+            return self._run_group("train", example, number, model, policy_version, progress)
+
+        replace_until = start + num_batches * self.rollout_timeout_s
+        running = run_groups(run, self._finish, examples, self.num_groups, replace_until)
+        complete = await while_served(running, self.check_server)
         await asyncio.to_thread(self.check_server)
-        groups = [group for _, group, _ in finished]
-        kept = [group for _, group, passes in finished if passes]
+        groups = [group for group, _ in complete]
+        kept = [group for group, passes in complete if passes]
         tell_of_failures(groups)
         if len(kept) < self.num_groups:
             logger.warning(
-                "%d of the %d groups generated pass, %d are wanted: loosen %s or raise "
-                "max_oversampling", len(kept), len(groups), self.num_groups, self.group_filter,
-            )  # fmt: skip
+                "%d of the %d groups generated pass, %d are wanted: loosen group_filter or raise "
+                "its max_oversampling: %s",
+                *(len(kept), len(groups), self.num_groups, self.group_filter),
+            )
         rollouts = [rollout for group in kept for rollout in group if rollout.error is None]
         if not rollouts:  # show people those that did not pass; no step is taken
             rollouts = [r for group in groups for r in group if r.error is None]
@@ -312,11 +309,8 @@ class Orchestrator:
         samples = [sample for rollout in rollouts for sample in rollout.samples]
         metrics = batch_metrics(groups) | {"num_samples": float(len(samples))}
         metrics["filtered_share"] = 1 - len(kept) / len(groups)
-        if self.batch_order == "ready":
-            metrics["late_group_share"] = sum(r.step < step for r in requests) / len(requests)
         metrics["generation_s"] = asyncio.get_running_loop().time() - start
-        version = min(request.policy_version or 0 for request in requests)
-        return Batch(step, version, samples, rollouts, metrics, groups=groups)
+        return Batch(step, policy_version, samples, rollouts, metrics, groups=groups)
 
     async def _run_group(
         self,
@@ -336,13 +330,10 @@ class Orchestrator:
             await asyncio.to_thread(self.check_server)
         return group
 
-    def _finish(self, position: int, group: list[Rollout]) -> bool:
+    def _finish(self, group: list[Rollout]) -> bool:
         """Set the group's advantages. Return whether it passes the filter."""
         try:
             self._set_advantages(group)
         except ValueError as error:
             raise RolloutError(str(error)) from error
-        passes = self.group_filter.passes(group)
-        if not passes:
-            self._positions.reject(position)
-        return passes
+        return self.group_filter.passes(group)

@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -54,9 +53,9 @@ from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
 from verifiers_rl.expert_balance import add_balance_loss, has_balance
 from verifiers_rl.forward import predict_targets
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.kl_control import KLControl
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import (
+    AdaptiveKL,
     LossFn,
     LossInputs,
     is_of_advantages,
@@ -174,8 +173,11 @@ class RLTrainer(SavingTrainer):
         self._interrupts, self._window = Interrupts(), StepWindow()
         self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
         own = (RunFilesCallback(lambda: self.evaluations.due), EarlyWarnings(self._window))
-        self.checkpoints.kept["kl_control"] = kl_control = KLControl(self.loss_fn, self._window)
-        for callback in (self.checkpoints, self._files, *own, kl_control, self._window):
+        terms = getattr(self.loss_fn, "terms", ())
+        self._adaptive_kl = next((term for term in terms if isinstance(term, AdaptiveKL)), None)
+        if self._adaptive_kl is not None:
+            self.checkpoints.kept["adaptive_kl"] = self._adaptive_kl
+        for callback in (self.checkpoints, self._files, *own, self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
         self._why_full_logits: str | None = None
@@ -268,13 +270,11 @@ class RLTrainer(SavingTrainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run forward and backward on this step's batch. With `updates_per_batch` above 1, do so
-        for a part of its groups at a time, and let the optimizer step in between. Trainer itself
-        takes the last step.
+        """Run forward and backward on this step's batch. Trainer then takes the optimizer's step.
 
         Returns:
             Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
-            mean loss of the parts.
+            batch's loss.
         """
         if self._layout is None:
             self._layout = self._choose_layout(model)
@@ -283,18 +283,11 @@ class RLTrainer(SavingTrainer):
         self.batch = batch = self.checkpoints.save_on_error(self._next_batch)
         start = time.monotonic()
         means, self._counts = TokenMeans(self._files.values_of(batch)), StepCounts()
-        parts = batch.sizes.parts(self.args.updates_per_batch)
-        batch_loss = torch.zeros((), device=self.args.device)
-        for number, part in enumerate(parts):
-            if number and not self.is_deepspeed_enabled:  # which has taken its step
-                self.checkpoints.weights_change()
-                if self.args.max_grad_norm:
-                    self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-                cast(torch.optim.Optimizer, self.optimizer).step()
-                model.zero_grad()
-            batch_loss += self._train_on(model, batch, part, means, len(parts)) / len(parts)
+        batch_loss = self._train_on(model, batch, means)
         # This waits for the device.
         token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
+        if self._adaptive_kl is not None and "reference_kl" in token_means:
+            self._adaptive_kl.update(token_means["reference_kl"])  # the same on all ranks
         train_s = time.monotonic() - start
         metrics = {
             **batch.metrics,
@@ -308,35 +301,40 @@ class RLTrainer(SavingTrainer):
         self._window.add(metrics)
         return batch_loss
 
-    def _train_on(
-        self, model: nn.Module, batch: Batch, part: np.ndarray, means: TokenMeans, num_parts: int
-    ) -> Tensor:
-        """Run forward and backward on the samples of one of the batch's parts, (S,) bool.
+    def _train_on(self, model: nn.Module, batch: Batch, means: TokenMeans) -> Tensor:
+        """Run forward and backward on this rank's share of a batch, and return its loss.
 
         The loss of each microbatch is a sum. This method divides it once, by a number that belongs
-        to the part on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
-        factor `world_size` undoes this. So the gradient does not depend on how the part was split.
+        to the batch on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
+        factor `world_size` undoes this. So the gradient does not depend on how the batch was split.
         """
         args, tokenizer, sizes = self.args, cast(Any, self.processing_class), batch.sizes
         weights, denominator = weigh_samples(
-            np.where(part, sizes.num_loss_tokens, 0).tolist(), sizes.rollout_ids.tolist(),
-            args.loss_normalization, args.batch_size * args.max_seq_len / num_parts,
-        )  # fmt: skip
+            sizes.num_loss_tokens.tolist(),
+            sizes.rollout_ids.tolist(),
+            args.loss_normalization,
+            args.batch_size * args.max_seq_len,
+        )
         # Samples without gradient count in the denominator, but are not computed.
-        is_computed = part & (sizes.num_loss_tokens > 0)
+        is_computed = sizes.num_loss_tokens > 0
         if is_of_advantages(self.loss_fn) and not has_balance(self._base_of(model)):
             is_computed &= sizes.has_advantage > 0
         config = self._base_of(self.model).config.get_text_config()
         plans, num_shared = plan_batch(
-            sizes, is_computed, args.token_budget, args.world_size, cast(Layout, self._layout),
-            getattr(config, "hidden_size", 1024), self._shares_prefixes,
+            sizes,
+            is_computed,
+            args.token_budget,
+            args.world_size,
+            cast(Layout, self._layout),
+            getattr(config, "hidden_size", 1024),
+            self._shares_prefixes,
             config._attn_implementation,
-        )  # fmt: skip
+        )
         samples = scatter_samples(batch, plans, args.device)
         # Without loss tokens there is no gradient, so the optimizer changes nothing.
-        plan = plans[args.process_index] if sizes.num_loss_tokens[part].any() else []
-        self._counts.add_part(sizes, is_computed, num_shared, part)
-        loss_of_part = torch.zeros((), device=args.device)
+        plan = plans[args.process_index] if sizes.num_loss_tokens.any() else []
+        self._counts.add_samples(sizes, is_computed, num_shared)
+        batch_loss = torch.zeros((), device=args.device)
         for number, rows in enumerate(plan):
             if self.checkpoints.can_repeat_step:
                 self._interrupts.check_all(waits=False)
@@ -356,10 +354,10 @@ class RLTrainer(SavingTrainer):
                 with self.compute_loss_context_manager():
                     loss = self.microbatch_loss(model, microbatch, means)
                     loss = loss * args.world_size / denominator
-                loss_of_part += loss.detach()
+                batch_loss += loss.detach()
                 if is_last:  # before the backward in which DeepSpeed takes its step
                     self.checkpoints.save_on_error(
-                        partial(raise_if_not_finite, loss_of_part, args.world_size)
+                        partial(raise_if_not_finite, batch_loss, args.world_size)
                     )
                     if self.is_deepspeed_enabled:
                         self.checkpoints.weights_change()
@@ -367,7 +365,7 @@ class RLTrainer(SavingTrainer):
         self.checkpoints.save_on_error(
             partial(raise_if_gradient_not_finite, model, args.world_size)
         )
-        return loss_of_part
+        return batch_loss
 
     def _choose_layout(self, model: nn.Module) -> Layout:
         """Test what the model supports, after it is wrapped and split as for training."""
@@ -412,9 +410,15 @@ class RLTrainer(SavingTrainer):
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
             return predict_targets(
-                model, self._base_of(model), microbatch, self.args, cast(Layout, self._layout),
-                self._shares_prefixes, bool(self._why_full_logits), entropy,
-            )  # fmt: skip
+                model,
+                self._base_of(model),
+                microbatch,
+                self.args,
+                cast(Layout, self._layout),
+                self._shares_prefixes,
+                bool(self._why_full_logits),
+                entropy,
+            )
 
     @torch.no_grad()
     def reference_logprobs(self, microbatch: Microbatch) -> Tensor:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 # Seconds that an environment may take to start. A longer generation_timeout takes its place.
 LOAD_S = 300.0
 Split = Literal["train", "eval"]
-# Which groups a batch has: those that were requested for it, or the first that are complete.
-BatchOrder = Literal["planned", "ready"]
 MAX_MASK = 1024  # tokens that a sampling mask has at one position
 HEAD_BYTES = 16  # before the fields of a sample that may be None, when it is sent
 
@@ -310,21 +308,14 @@ class Progress:
 
     Args:
         slots: shared by all rollouts.
-        on_done: called when rollouts have given their slots back.
-        share: if given, these rollouts hold a slot of it too, and so no more of `slots` than it
-            has.
 
     Attributes:
         num_requested: rollouts that were requested so far.
         num_done: rollouts that have given their slot back.
     """
 
-    def __init__(
-        self, slots: Slots, on_done: Callable[[], None] = lambda: None, share: Slots | None = None
-    ) -> None:
+    def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._on_done = on_done
-        self._share = share
         self.num_requested = 0
         self.num_done = 0
 
@@ -332,42 +323,27 @@ class Progress:
         return f"{self.num_done} of {self.num_requested}"
 
     async def __aenter__(self) -> None:
-        if self._share is not None:
-            await self._share.acquire()
-        try:
-            await self._slots.acquire()
-        except BaseException:  # cancelled while it waited
-            if self._share is not None:
-                self._share.release()
-            raise
+        await self._slots.acquire()
 
     async def __aexit__(self, *error: Any) -> None:
         self._slots.release()
-        if self._share is not None:
-            self._share.release()
-        self._count_done(1)
+        self.num_done += 1
 
     @asynccontextmanager
     async def several(self, num: int) -> AsyncIterator[Callable[[], None]]:
         """Do as `Slots.several`."""
         num_left = num
-        own = self._share.several(num) if self._share is not None else nullcontext(lambda: None)
-        async with own as end_one_of_share, self._slots.several(num) as end_one:
+        async with self._slots.several(num) as end_one:
 
             def count_one() -> None:
                 nonlocal num_left
                 end_one()
-                end_one_of_share()
                 if num_left:
                     num_left -= 1
-                    self._count_done(1)
+                    self.num_done += 1
 
             yield count_one
-        self._count_done(num_left)
-
-    def _count_done(self, num: int) -> None:
-        self.num_done += num
-        self._on_done()
+        self.num_done += num_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,15 +392,6 @@ class SampleSizes:
         return cls(
             lengths, loss_tokens, rollouts, groups, has_advantage, order, num_shared, optional_bytes
         )
-
-    def parts(self, number: int) -> list[np.ndarray]:
-        """Split the groups into this many parts of about as many groups, or as many parts as there
-        are groups. Return for each (S,) bool, its samples.
-        """
-        groups, group_of = np.unique(self.group_ids, return_inverse=True)
-        number = max(min(number, len(groups)), 1)
-        part_of = group_of * number // max(len(groups), 1)
-        return [part_of == part for part in range(number)]
 
     def columns(self) -> list[np.ndarray]:
         """Return all fields, in the order in which the constructor takes them."""

@@ -66,13 +66,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import keyword
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.env_file import read_env_files
@@ -102,9 +103,19 @@ from verifiers_rl.cli.teachers import (
     read_teachers,
 )
 from verifiers_rl.inference.checkpoint import model_error
+from verifiers_rl.option_rules import (
+    NotNegativeInt,
+    PositiveInt,
+    PositiveNumber,
+    declared,
+    must,
+    of_type,
+    problem_of,
+)
 from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
+_Kind = TypeVar("_Kind")
 __all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError is of layers
 
 
@@ -119,11 +130,11 @@ class EnvTable:
     id: str = ""
     args: dict[str, Any] = field(default_factory=dict)
     name: str = ""
-    weight: float = 1.0
+    weight: PositiveNumber = 1.0
     sampling: dict[str, Any] = field(default_factory=dict)
     v1: dict[str, Any] | None = None
-    only: Any = None
-    eval_examples: int | None = None
+    only: Literal["train", "eval"] | None = None
+    eval_examples: PositiveInt | None = None
     learning: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,14 +152,35 @@ class EnvTable:
 
 
 @dataclass
+class InferenceTable:
+    """[inference]."""
+
+    gpus: NotNegativeInt = 1
+    replicas: PositiveInt | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TrainerTable:
+    """[trainer]."""
+
+    gpus: NotNegativeInt = 1
+    class_: Annotated[str, must("be of the form module:name", names_user_code)] = ""
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class ClusterTable:
     """[cluster]: how many machines do what, and what places the processes."""
 
-    engine: str = ""
-    address: str = "auto"
-    trainer_nodes: int | None = None
-    inference_nodes: int | None = None
-    env_nodes: int | None = None
+    engine: Annotated[
+        str,
+        must("be 'ray'; leave it out to start vf-rl on each machine", {"ray"}.__contains__),
+    ] = ""
+    address: Annotated[str, must("be 'auto', or the host:port of a Ray cluster", bool)] = "auto"
+    trainer_nodes: PositiveInt | None = None
+    inference_nodes: PositiveInt | None = None
+    env_nodes: PositiveInt | None = None
 
 
 @dataclass
@@ -268,8 +300,8 @@ class RunConfig:
         """Return the error that says where the option is from with which `message` begins. A key of
         the flat layout is named as it is there.
         """
-        name = (re.match(r"\w+", message) or [""])[0]
-        found = find(self.tree, ("trainer", "args", name))
+        name = (re.match(r"\w+(\.\w+)*", message) or [""])[0]
+        found = find(self.tree, ("trainer", "args", *name.split(".")))
         if isinstance(found, Value):
             own = found.key[-1]
             return TomlError(f"{found.place} {own}{message.removeprefix(name)}")
@@ -457,7 +489,7 @@ def load_run_config(
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
     ours, theirs = Tree(), Tree()
     for number, path in enumerate(paths):
-        own, of_flat = flat.split(_one_spelling(read_layer(path, number), path), str(path))
+        own, of_flat = flat.split(_one_spelling(read_layer(path, number)), str(path))
         ours, theirs = merge(ours, own), merge(theirs, of_flat)
     for number, (key, text) in enumerate(overrides, len(paths)):
         layer = layer_of(key, text, number)
@@ -479,29 +511,16 @@ def load_run_config(
     )
 
 
-def _one_spelling(layer: Tree, path: Path) -> Tree:
-    """Return a layer with the flags of servers in one spelling, so that a later layer replaces
-    them however they are written.
-
-    Raises:
-        TomlError: a flag is there in two spellings.
+def _one_spelling(layer: Tree) -> Tree:
+    """Give the flags of servers in a layer one spelling, so that a later layer replaces them
+    however they are written.
     """
     teachers = layer.get("teacher")
     numbers = teachers if isinstance(teachers, Tables) else ()
     for at in (("inference", "args"), *(("teacher", number, "args") for number in numbers)):
         args = find(layer, at)
-        if not isinstance(args, dict) or isinstance(args, Tables):
-            continue
-        flags = Tree()
-        for key, value in args.items():
-            name = key.lstrip("-").replace("-", "_")
-            if name in flags:
-                raise TomlError(
-                    f"{path}: {table_name(at)} has {name!r} in two spellings; remove one, such as "
-                    f"{key!r}"
-                )
-            flags[name] = value
-        put(layer, at, flags)
+        if isinstance(args, dict) and not isinstance(args, Tables):
+            put(layer, at, {key.lstrip("-").replace("-", "_"): args[key] for key in args})
     return layer
 
 
@@ -526,37 +545,23 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
                 f"{source}: the top level has an unknown key {shown!r}; "
                 f"{nearest_hint(shown, known)}"
             )
-    for name, what in (
-        ("inference", "flags of the server"),
-        ("trainer", "options of the trainer"),
-    ):
-        advice = f"{what} belong into [{name}.args]"
-        known = ["gpus", "class" if name == "trainer" else "replicas", "args"]
-        config.check_keys((name,), known, advice)
-    data = plain(tree)
-    inference, trainer = (data.get(name, {}) for name in flat.OURS)
-    class_name = trainer.get("class", "")
-    if "class" in trainer and not (isinstance(class_name, str) and names_user_code(class_name)):
-        raise TomlError(
-            f"{place('trainer', 'class')} class={class_name!r}: must be of the form module:name"
-        )
-    config.trainer_class_name = class_name
-    for name, section in (("inference", inference), ("trainer", trainer)):
-        gpus = section.get("gpus", 1)
-        if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 0:
-            raise TomlError(f"{place(name, 'gpus')} gpus={gpus!r} must be an integer >= 0 (0: CPU)")
-        setattr(config, f"{name}_gpus", gpus)
-        setattr(config, f"{name}_args", config.table(name, "args"))
-    replicas = inference.get("replicas", 1)
-    if type(replicas) is not int or replicas < 1:
-        where = place("inference", "replicas")
-        raise TomlError(f"{where} replicas={replicas!r} must be an integer >= 1")
-    config.inference_replicas, config.has_replicas = replicas, "replicas" in inference
+    advice = "{} belong into [{}.args]"
+    inference = read_table(
+        config, ("inference",), InferenceTable, advice.format("flags of the server", "inference")
+    )
+    trainer = read_table(
+        config, ("trainer",), TrainerTable, advice.format("options of the trainer", "trainer")
+    )
+    config.inference_gpus, config.trainer_gpus = inference.gpus, trainer.gpus
+    config.inference_args, config.trainer_args = inference.args, trainer.args
+    config.trainer_class_name = trainer.class_
+    config.inference_replicas = inference.replicas or 1
+    config.has_replicas = inference.replicas is not None
     servers = find(tree, ("trainer", "args", "vllm_servers"))
     if isinstance(servers, Value) and (servers.text or "").lower() == "none":
         config.trainer_args["vllm_servers"] = None  # before all types are known
     if config.trainer_args.get("vllm_servers"):
-        if inference:
+        if "inference" in tree:
             raise TomlError(
                 f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, "
                 "so [inference] has no effect; remove one of the two"
@@ -582,30 +587,57 @@ def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> R
     return config
 
 
+def check_values(
+    config: RunConfig, at: tuple[str, ...], values: dict[str, Any], known: Mapping[str, Any]
+) -> None:
+    """Check values of a table, and give those of the command line their types.
+
+    Args:
+        known: the type and the rules of each key, as from `option_rules.declared`.
+
+    Raises:
+        TomlError: a value does not fit.
+    """
+    for key in values.keys() & known.keys():
+        kind, rules = known[key]
+        given = find(config.tree, (*at, key))
+        if isinstance(given, Value) and given.text is not None:
+            values[key] = of_type(values[key], given.text, kind)
+        if (problem := problem_of(values[key], kind, rules)) is not None:
+            place = config.place(*at, key)
+            colon = ":" if place[-1].isdigit() else ""  # of "[[env]] 2"
+            raise TomlError(f"{place}{colon} {key}={values[key]!r}: {problem}")
+
+
+def read_table(
+    config: RunConfig, at: tuple[str, ...], kind: type[_Kind], advice: str = ""
+) -> _Kind:
+    """Return a table of the configuration as an object of this dataclass.
+
+    Args:
+        advice: the end of an error about an unknown key.
+
+    Raises:
+        TomlError: a key is no field of the class, or has a value that does not fit its type.
+    """
+    known = {
+        name.rstrip("_"): one for name, one in declared(cast(Any, kind)).items()
+    }  # class_ is "class"
+    config.check_keys(at, known, advice)
+    given = config.table(*at)
+    check_values(config, at, given, known)
+    return kind(**{f"{key}_" if keyword.iskeyword(key) else key: given[key] for key in given})
+
+
 def _cluster(config: RunConfig) -> ClusterTable:
     """[cluster], checked. Whether its counts fit the machines is for Ray to see."""
-    config.check_keys(("cluster",), [f.name for f in fields(ClusterTable)])
-    given = {k: v for k, v in config.table("cluster").items() if v is not None}
-    table, place = ClusterTable(**given), config.place
-    if "engine" in given and table.engine != "ray":
-        raise TomlError(
-            f"{place('cluster', 'engine')} engine={table.engine!r} must be 'ray'; leave it out to "
-            "start vf-rl on each machine with the four variables"
-        )
-    if "address" in given and not (isinstance(table.address, str) and table.address):
-        raise TomlError(
-            f"{place('cluster', 'address')} address={table.address!r} must be 'auto', or the "
-            "host:port of a Ray cluster"
-        )
+    table, place = read_table(config, ("cluster",), ClusterTable), config.place
+    given = config.table("cluster")
     if "address" in given and not table.engine:
         raise TomlError(
             f"{place('cluster', 'address')} address={table.address!r} is of a Ray cluster; add "
             'engine = "ray", or remove it'
         )
-    for name in ("trainer_nodes", "inference_nodes", "env_nodes"):
-        count = given.get(name, 1)
-        if type(count) is not int or count < 1:
-            raise TomlError(f"{place('cluster', name)} {name}={count!r} must be an integer >= 1")
     if "inference_nodes" in given and config.trainer_args.get("vllm_servers"):
         raise TomlError(
             f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, so "
@@ -662,9 +694,7 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             f"{found.source}: env must be one [env] or several [[env]], not {found.value!r}"
         )
     tables: list[EnvTable] = []
-    of_mix = ["name", "weight", "sampling", "only", "eval_examples"]
-    kinds: dict[str, type] = dict.fromkeys(["id", "name", "algorithm", "teacher", "hint"], str)
-    kinds |= dict.fromkeys(["args", "sampling"], dict)
+    of_mix = ["name", "weight", "sampling", "only", "eval_examples", *LEARNING]
     for number in range(len(found) if is_mix else 1):
         at = ("env", str(number)) if is_mix else ("env",)
         env = config.table(*at)
@@ -674,8 +704,8 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             return config.place(*at, key)
 
         # One environment alone has no share, and its sampling is the run's.
-        ours = [*of_mix, *LEARNING] if is_mix else []
-        learns = [key for key in (LEARNING if is_mix else LEARNING[:2]) if key in env]
+        ours = of_mix if is_mix else []
+        learns = [key for key in (LEARNING if is_mix else ("algorithm", "teacher")) if key in env]
         if learns and "teacher" not in config.TABLES:
             raise TomlError(
                 f"{place(learns[0])}: {config.PROGRAM} reads no {learns[0]!r}: its environments "
@@ -694,30 +724,10 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             env = {key: env[key] for key in ours if key in env} | {"id": taskset["id"], "v1": v1}
         else:
             config.check_keys(at, ["id", "args", *ours])
-        for key, kind in kinds.items():
-            if key in env and not isinstance(env[key], kind):
-                value = find(config.tree, (*at, key))
-                if kind is str and isinstance(value, Value) and value.text is not None:
-                    env[key] = value.text
-                    continue
-                expected = "string" if kind is str else "table"
-                raise TomlError(f"{place(key)}: {key}={env[key]!r} must be a {expected}")
+        learning = {key: (kind, ()) for key, kind in LEARNING.items()}
+        check_values(config, at, env, {**declared(cast(Any, EnvTable)), **learning})
         if not env.get("id"):
             raise TomlError(f"{where}: id is missing; set it to a string")
-        weight = env.get("weight", 1.0)
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 < weight < float("inf"):
-            raise TomlError(f"{place('weight')}: weight={weight!r} must be a number > 0")
-        if env.get("only") not in (None, "train", "eval"):
-            raise TomlError(
-                f"{place('only')}: only={env['only']!r} must be 'train' or 'eval'; leave it out "
-                "for both"
-            )
-        limit = env.get("eval_examples", 1)
-        if type(limit) is not int or limit < 1:
-            raise TomlError(
-                f"{place('eval_examples')}: eval_examples={limit!r} must be an integer >= 1"
-            )
         learned = {key: env.pop(key) for key in LEARNING if is_mix and key in env}
         tables.append(EnvTable(**env, learning=learned))
         if any(_share_a_name(tables[-1], other) for other in tables[:-1]):
@@ -742,7 +752,6 @@ def check_trainer_args(config: RunConfig) -> None:
     import typing
 
     from verifiers_rl.config import unknown_option_hint
-    from verifiers_rl.option_rules import of_type
 
     kind = config.config_class()
     known = {f.name for f in fields(kind)}

@@ -32,7 +32,7 @@ MOVED = {
     "learning_rate": "learning_rate",
     "warmup_steps": "warmup_steps",
     "lora_alpha": "lora_alpha",
-    "oversampling_factor": "max_oversampling",
+    "oversampling_factor": "group_filter.max_oversampling",
     "max_async_level": "max_off_policy_steps",
     "max_inflight_rollouts": "max_concurrent",
     "seq_len": "max_seq_len",
@@ -54,9 +54,9 @@ MOVED = {
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.target_modules": "lora_target_modules",
-    "difficulty_filter.min_reward_variance": "min_reward_variance",
-    "difficulty_filter.min_reward": "min_reward",
-    "difficulty_filter.max_reward": "max_reward",
+    "difficulty_filter.min_reward_variance": "group_filter.min_reward_variance",
+    "difficulty_filter.min_reward": "group_filter.min_reward",
+    "difficulty_filter.max_reward": "group_filter.max_reward",
     "kl_penalty.beta": "kl_beta",
     "kl_penalty.target_kl": "kl_target",
     "wandb.project": "project",
@@ -74,7 +74,7 @@ MEANINGS = {
     "env_files": "another name of `env_file`",
     "loss": '"rl" only: what this trainer does',
     "difficulty_filter.enabled": "false leaves the filter out. Default true; with no bound beside "
-    "it, groups of one reward are replaced (`min_reward_variance = 1e-6`)",
+    "it, groups of one reward are replaced (`group_filter.min_reward_variance = 1e-6`)",
     "kl_penalty.enabled": "false leaves the penalty out. Default true, if the table is there",
     "wandb": "the table also adds wandb to `report_to`",
     "eval": "the table also sets `eval_strategy`; `interval` is 100 by default, and "
@@ -287,8 +287,8 @@ def _filter(flat: Tree) -> None:
         return
     where = _newest(table, "difficulty_filter")
     if (off := _switched_off(table)) is not None:
-        flat["difficulty_filter"] = _neutral(off, min_reward_variance=0.0, min_reward=None,
-                                             max_reward=None)  # fmt: skip
+        bounds = {"min_reward_variance": 0.0, "min_reward": None, "max_reward": None}
+        flat["difficulty_filter"] = _neutral(off, **bounds)
     elif not table:
         name = "min_reward_variance"
         table[name] = where.default(SAME_REWARDS, "difficulty_filter", name)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 TEACHERS_VARIABLE = "VERIFIERS_RL_TEACHERS"  # JSON: the URLs of those that vf-rl has started
 KEY_VARIABLE = "VERIFIERS_RL_TEACHER_KEY"  # their API key
-LEARNING = ("algorithm", "teacher", "distill_coef", "hint")  # keys of an [[env]]
+# Keys of an [[env]], and the types of their values.
+LEARNING: dict[str, Any] = {"algorithm": str, "teacher": str, "distill_coef": float, "hint": str}
 _OPTIONS = ("base_url", "key_variable", "timeout_s", "max_concurrent")  # of `Teacher`
 _UNUSED_URL = "http://127.0.0.1"  # where only the other values of a teacher are checked
 # Flags of a teacher's server that have a place of their own, or none.

@@ -123,20 +123,19 @@ class StepCounts:
     num_loss_tokens: int = 0
     num_idle: int = 0
 
-    def add_part(
-        self, sizes: SampleSizes, is_computed: np.ndarray, num_shared: np.ndarray, part: np.ndarray
+    def add_samples(
+        self, sizes: SampleSizes, is_computed: np.ndarray, num_shared: np.ndarray
     ) -> None:
-        """Count a part of a batch.
+        """Count the samples of a batch.
 
         Args:
             sizes: of all samples of the batch.
             is_computed, num_shared: see `packing.plan_batch`.
-            part: (S,) bool, samples of the part.
         """
-        self.num_tokens_of_samples += int(sizes.lengths[is_computed].sum())
-        self.num_tokens += int((sizes.lengths - num_shared)[is_computed].sum())
-        self.num_loss_tokens += int(sizes.num_loss_tokens[is_computed].sum())
-        self.num_idle += int((part & ~is_computed).sum())
+        self.num_tokens_of_samples = int(sizes.lengths[is_computed].sum())
+        self.num_tokens = int((sizes.lengths - num_shared)[is_computed].sum())
+        self.num_loss_tokens = int(sizes.num_loss_tokens[is_computed].sum())
+        self.num_idle = int((~is_computed).sum())
 
     def add_microbatch(self, microbatch: Microbatch) -> None:
         self.num_microbatches += 1

@@ -13,7 +13,7 @@ export const METRICS = {
   uniform_group_share: {
     text: "Share of groups whose rollouts all have the same reward: they teach nothing.",
     above: 0.5,
-    hint: "set min_reward_variance",
+    hint: "set group_filter",
   },
   filtered_share: { text: "Share of generated groups that the filters left out." },
   loss: { text: "Its level says little, because the advantages of a group sum to 0." },
