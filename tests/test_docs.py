@@ -31,6 +31,7 @@ from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import RunConfig, check_trainer_args, load_run_config
 from verifiers_rl.cli.setup import workspace_files
+from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import module_name
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.losses import LOSSES, MASKS, LossInputs, check_outputs
@@ -437,6 +438,7 @@ def known_names():
     tables.add("chat_template_kwargs")  # of an agent's sampling
     flags = {flag[2:].replace("-", "_") for flag in server_flags()}
     arguments = {"loss_fn", "advantage_fn", "example_order", "peft_config"}
+    arguments |= {option.name for option in fields(GroupFilter)}
     arguments |= {"eps_low", "eps_high", "max_ratio", "min_ratio", "completion", "prompt"}
     return options | tables | flags | arguments | metrics() | {*LOSSES, *MASKS, *ADVANTAGES}
 
