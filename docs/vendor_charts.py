@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-FOLDER = Path(__file__).parent.parent / "verifiers_rl/report/view/static/vendor"
+FOLDER = Path(__file__).parent.parent / "verifiers_rl/view/static/vendor"
 RECORD = FOLDER / "vendored.json"
 FILES = {
     "package/dist/uPlot.iife.min.js": "uPlot.iife.min.js",

@@ -135,6 +135,7 @@ def test_arrows_point_down():
         rooms = {one.split(".")[0] for one in imported}
         if room not in ("cli", "", "server_side", *LEAVES):
             assert "cli" not in rooms, module
+            assert room == "view" or "view" not in rooms, module
         if room in (*ROOMS, *PURE, "process", "config"):
             assert not rooms & {"trainer", "orchestrator", "server_side"}, module
         if room in PURE:

@@ -30,9 +30,9 @@ from verifiers_rl.report.rollouts import (
     remove_rollouts,
     write_run,
 )
-from verifiers_rl.report.view import browse, one_file, server
-from verifiers_rl.report.view.browse import Filter, group_of, page_of, rollout_of, select, tokens_of
-from verifiers_rl.report.view.runs import MetricsFile, Run, Runs, ViewError
+from verifiers_rl.view import browse, one_file, server
+from verifiers_rl.view.browse import Filter, group_of, page_of, rollout_of, select, tokens_of
+from verifiers_rl.view.runs import MetricsFile, Run, Runs, ViewError
 
 HERE = socket.gethostname()
 

@@ -14,8 +14,8 @@ from tests.test_rollouts import token_arrays
 from tests.test_view import HOSTILE, make_row, serving, write_lines, write_rows
 from verifiers_rl import read_rollouts
 from verifiers_rl.report.rollouts import ROLLOUTS, RolloutWriter, write_run
-from verifiers_rl.report.view import browse, one_file
-from verifiers_rl.report.view.runs import Runs
+from verifiers_rl.view import browse, one_file
+from verifiers_rl.view.runs import Runs
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -38,10 +38,10 @@ def look_at_runs(arguments: list[str]) -> int:
 
 
 def _view(options: argparse.Namespace) -> int:
-    from verifiers_rl.report.view.runs import Runs, ViewError
+    from verifiers_rl.view.runs import Runs, ViewError
 
     try:
-        from verifiers_rl.report.view import server
+        from verifiers_rl.view import server
     except ImportError as error:
         fail(
             f"the page needs starlette and uvicorn ({error}): vLLM brings them, or "
@@ -69,8 +69,8 @@ def _view(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from verifiers_rl.report.view.one_file import write_page
-    from verifiers_rl.report.view.runs import Runs, ViewError
+    from verifiers_rl.view.one_file import write_page
+    from verifiers_rl.view.runs import Runs, ViewError
 
     try:
         lines = write_page(Runs(options.runs), options.output, int(options.max_mb * 1e6))

@@ -26,7 +26,7 @@ import numpy as np
 
 from verifiers_rl.json_text import as_json
 from verifiers_rl.report.rollouts import HAS_ERROR, HAS_TOKENS, IS_EVAL, Rollouts
-from verifiers_rl.report.view.browse import (
+from verifiers_rl.view.browse import (
     Lines,
     cut_texts,
     preview_of,
@@ -34,7 +34,7 @@ from verifiers_rl.report.view.browse import (
     summary_of,
     tokens_of,
 )
-from verifiers_rl.report.view.runs import Run, Runs, ViewError
+from verifiers_rl.view.runs import Run, Runs, ViewError
 
 STATIC = Path(__file__).parent / "static"
 MAX_ROWS = 1_000  # lines of metrics of a run; of more, neighbours become one

@@ -37,7 +37,7 @@ from starlette.routing import Route
 
 from verifiers_rl.json_text import as_json
 from verifiers_rl.report.rollouts import Rollouts
-from verifiers_rl.report.view.browse import (
+from verifiers_rl.view.browse import (
     Filter,
     group_of,
     page_of,
@@ -45,7 +45,7 @@ from verifiers_rl.report.view.browse import (
     rollout_of,
     tokens_of,
 )
-from verifiers_rl.report.view.runs import Run, Runs
+from verifiers_rl.view.runs import Run, Runs
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]  # under which browsers reach it, also through a tunnel
