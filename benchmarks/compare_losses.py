@@ -152,7 +152,7 @@ def train(
 
     options = {
         "max_seq_len": 64, "max_tokens": 16, "temperature": 1.0, "logging_steps": 1,
-        "save_strategy": "no", "num_rollouts_to_print": 0, "disable_tqdm": True, "use_cpu": True,
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
         "micro_batch_size": 128, "eval_rollouts_per_example": 3, "overwrite_output_dir": True,
         "output_dir": str(folder / "run"), "vllm_server_port": port, "seed": seed,
         "env_workers": 0,
@@ -189,7 +189,7 @@ def exact_match_at_start(task: str, model: Path, port: int, folder: Path) -> dic
     args = RLConfig(
         output_dir=str(folder / "start"), overwrite_output_dir=True, use_cpu=True, use_lora=False,
         vllm_server_port=port, max_seq_len=64, max_tokens=16, temperature=1.0, disable_tqdm=True,
-        eval_rollouts_per_example=3, num_rollouts_to_print=0, env_workers=0,
+        eval_rollouts_per_example=3, env_workers=0,
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
         evaluated = RLTrainer(str(model), make_env(task), args).evaluate()

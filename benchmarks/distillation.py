@@ -119,7 +119,7 @@ def train(
     else:
         if method == "opd":
             env = [WeightedEnv(env, "reverse_text", scorer=Distillation(teacher, "opd"))]
-        args = RLConfig(**options, temperature=1.0, num_rollouts_to_print=0)
+        args = RLConfig(**options, temperature=1.0)
         trainer = RLTrainer(str(model), env, args, callbacks=callbacks)
     start = time.monotonic()
     with contextlib.redirect_stdout(io.StringIO()):

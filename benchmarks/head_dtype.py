@@ -57,7 +57,7 @@ def main() -> None:
                         bf16=True, use_lora=False, learning_rate=0.0, max_steps=options.steps,
                         batch_size=128, rollouts_per_example=8, max_seq_len=64, max_tokens=16,
                         micro_batch_size=128, temperature=1.0, vllm_server_port=server.port,
-                        save_strategy="no", logging_steps=1, num_rollouts_to_print=0,
+                        save_strategy="no", logging_steps=1,
                         disable_tqdm=True, env_workers=0, head_dtype=of_trainer,
                     )  # fmt: skip
                     with contextlib.redirect_stdout(io.StringIO()):

@@ -49,7 +49,7 @@ def train(folder: Path, options: argparse.Namespace) -> None:
         rollouts_per_example=4, max_tokens_per_microbatch=64, max_seq_len=64, max_tokens=16,
         max_steps=options.steps, learning_rate=1e-3, save_steps=3, save_total_limit=2,
         max_off_policy_steps=0, eval_strategy="steps", eval_steps=5, eval_examples=8,
-        disable_tqdm=True, num_rollouts_to_print=0,
+        disable_tqdm=True,
         # Nothing is saved before the first checkpoint: begin again.
         overwrite_output_dir=newest is None and holds_a_run(folder),
     )  # fmt: skip
@@ -95,11 +95,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def compare(folder: Path, expected: Path) -> dict[str, Any]:
     """What is the same in both runs, and the largest difference of a loss."""
-    from verifiers_rl import read_rollouts
+    import pyarrow.parquet as pq
 
     def examples(of: Path) -> list[Any]:
-        keys = ("step", "split", "example", "reward", "num_tokens")
-        return sorted(tuple(row[key] for key in keys) for row in read_rollouts(of))
+        keys = ["step", "split", "example", "reward", "num_tokens"]
+        rows = pq.read_table(of / "rollouts", columns=keys).to_pylist()
+        return sorted(tuple(row.values()) for row in rows)
 
     def steps(of: Path, name: str) -> list[int]:
         return [row["step"] for row in rows_of(of) if name in row]

@@ -124,7 +124,7 @@ def first_step(model: Path, output: Path, port: int, step: Step, num_rollouts: i
         bf16=step.dtype == "bfloat16", learning_rate=0.0, max_steps=1, batch_size=num_rollouts,
         rollouts_per_example=8, micro_batch_size=num_rollouts, max_seq_len=96,
         max_tokens=MAX_TOKENS, max_off_policy_steps=0, vllm_server_port=port, save_strategy="no",
-        disable_tqdm=True, num_rollouts_to_print=0, log_rollouts=False, env_workers=0, seed=1,
+        disable_tqdm=True, log_rollouts=0, env_workers=0, seed=1,
         **step.options,
     )  # fmt: skip
     prompts = [{"prompt": f"Example number {n}."} for n in range(num_rollouts // 8)]

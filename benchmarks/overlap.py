@@ -103,7 +103,7 @@ def step_times(
     args = RLConfig(
         output_dir=folder.name, use_cpu=True, use_lora=False, max_steps=steps, save_strategy="no",
         batch_size=BATCH_SIZE, rollouts_per_example=GROUP, max_seq_len=32, micro_batch_size=512,
-        max_off_policy_steps=ahead, logging_steps=steps, num_rollouts_to_print=0, disable_tqdm=True,
+        max_off_policy_steps=ahead, logging_steps=steps, disable_tqdm=True,
         **options,
     )  # fmt: skip
     orchestrator = Orchestrator(

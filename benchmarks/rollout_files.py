@@ -1,10 +1,11 @@
 """What does a step lose by writing its rollouts? A batch of random rollouts, without a model.
 
-    python benchmarks/rollout_files.py [--rollouts 512] [--length 1024] [--tokens-of 0.05]
+    python benchmarks/rollout_files.py [--rollouts 512] [--length 1024] [--log-rollouts 0.05]
 
-The trainer's thread hands the step to the writer's thread, which makes lines and arrays and writes
-them. Both run under one interpreter lock, so the time of the writer's thread on the CPU is the most
-that the trainer's can lose. Seconds are means over the steps behind the first.
+The trainer's thread hands the step to the writer's thread, which makes a table and writes it. Both
+run under one interpreter lock, so the time of the writer's thread on the CPU is the most that the
+trainer's can lose; most of it is pyarrow's, without the lock. Seconds are means over the steps
+behind the first. Each step has a file of its own here.
 """
 
 import argparse
@@ -36,8 +37,8 @@ def make_batch(num_rollouts: int, length: int, step: int):
         rollout = Rollout(number // GROUP, "?", text, samples=[sample], reward=float(rng.random()))
         sample.set_advantage(rollout.reward)
         messages = [{"role": "user", "content": "?" * 4 * PROMPT}]
-        messages.append({"role": "assistant", "content": text, "turn": 0, "end_s": 9.0})
-        turn = {"begin_s": 0.0, "end_s": 9.0, "num_prompt_tokens": PROMPT, "finish_reason": "stop"}
+        messages.append({"role": "assistant", "content": text})
+        turn = {"message": 1, "begin_s": 0.0, "end_s": 9.0, "num_prompt_tokens": PROMPT}
         rollout.record = as_json({"begun_at": 1.0, "messages": messages, "turns": [turn]})
         if number % GROUP == 0:
             groups.append([])
@@ -52,18 +53,21 @@ def main() -> None:
     )
     parser.add_argument("--rollouts", type=int, default=512)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--tokens-of", type=float, default=0.05)
+    parser.add_argument("--log-rollouts", type=float, default=0.05)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     from examples.warm_start import make_tokenizer
     from tests.helpers import make_tiny_model
     from verifiers_rl.config import RLConfig
+    from verifiers_rl.report import rollouts
     from verifiers_rl.report.recording import RolloutFiles
+
+    rollouts.FILE_S = 0.0
 
     with tempfile.TemporaryDirectory() as folder:
         args = RLConfig(
             output_dir=folder, use_cpu=True, batch_size=options.rollouts,
-            rollouts_per_example=GROUP, log_tokens_of=options.tokens_of,
+            rollouts_per_example=GROUP, log_rollouts=options.log_rollouts,
         )  # fmt: skip
         trainer = SimpleNamespace(
             args=args, processing_class=make_tokenizer(), model=make_tiny_model(), batch=None,
@@ -75,7 +79,8 @@ def main() -> None:
         with files.open():
             files.on_train_begin(args, state, None)
             clocks: list[int] = []
-            files._submit(lambda: clocks.append(time.pthread_getcpuclockid(threading.get_ident())))
+            thread = files._thread
+            thread.submit(lambda: clocks.append(time.pthread_getcpuclockid(threading.get_ident())))
             for step in range(options.steps):
                 trainer.batch = batches[step % 4]
                 trainer.batch.step = step
@@ -83,15 +88,14 @@ def main() -> None:
                 if values is not None:
                     values.collect(1)
                 state.global_step = step + 1
-                files._thread.wait()
+                thread.wait()
                 before, start = time.clock_gettime(clocks[0]), time.monotonic()
                 files.on_step_end(args, state, None)
                 on_trainer.append(time.monotonic() - start)
-                files._thread.wait()
+                thread.wait()
                 waited.append(time.monotonic() - start)
                 on_writer.append(time.clock_gettime(clocks[0]) - before)
-        sizes = {path.name: path.stat().st_size for path in Path(folder).glob("rollouts.*")}
-        tokens = sum(path.stat().st_size for path in Path(folder).glob("rollout_tokens/*"))
+        size = sum(path.stat().st_size for path in Path(folder).glob("rollouts/*"))
     rows = options.rollouts * options.steps
     first = batches[0].rollouts[0]
     record = len(first.record) - len(first.completion) - 4 * PROMPT
@@ -100,10 +104,7 @@ def main() -> None:
         f"writer's thread:  {1e3 * np.mean(on_writer[1:]):.1f} ms of CPU a step, "
         f"{1e3 * np.mean(waited[1:]):.1f} ms until it is written"
     )
-    print(
-        f"on disk: {sizes['rollouts.jsonl'] / rows:.0f} bytes a rollout, "
-        f"{tokens / options.steps / 1e6:.2f} MB of tokens a step"
-    )
+    print(f"on disk: {size / rows:.0f} bytes a rollout")
     print(f"record: {record} bytes beside the text of prompt and reply")
 
 

@@ -114,7 +114,7 @@ def make_ours(options: argparse.Namespace, folder: str, timer: Any) -> Any:
     args = SFTConfig(
         **common_options(options, folder), use_lora=options.lora, shuffle=False,
         batch_size=options.batch_size, micro_batch_size=options.micro_batch_size,
-        max_seq_len=options.longest, log_rollouts=False,
+        max_seq_len=options.longest, log_rollouts=0,
     )  # fmt: skip
     return SFTTrainer(
         make_model(options), args, make_rows(options), processing_class=make_tokenizer(options),

@@ -83,7 +83,7 @@ def time_steps(
         output_dir=f"{folder}/run", overwrite_output_dir=True, use_cpu=True, use_lora=False,
         vllm_server_port=port, max_steps=options.steps, batch_size=BATCH_SIZE,
         rollouts_per_example=GROUP, max_seq_len=64, max_tokens=REPLY_TOKENS, temperature=1.0,
-        learning_rate=1e-5, save_strategy="no", logging_steps=10, num_rollouts_to_print=0,
+        learning_rate=1e-5, save_strategy="no", logging_steps=10,
         micro_batch_size=BATCH_SIZE, env_workers=env_workers, disable_tqdm=True,
         share_prefixes=not options.unshared,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
     python docs/make_screenshots.py RUN OTHER
 
-RUN is the folder of a run of the demo with `logging_steps = 1` and `log_tokens_of = 0.1`, OTHER one
+RUN is the folder of a run of the demo with `logging_steps = 1` and `log_rollouts = 0.1`, OTHER one
 with other options. Needs Chromium and playwright. Look at the pictures before they are committed.
 """
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from verifiers_rl.report.rollouts import RolloutWriter, write_run
-from verifiers_rl.report.run_folder import METRICS, as_line
+from verifiers_rl.json_text import as_json
+from verifiers_rl.report.rollouts import TEXTS, RolloutWriter
+from verifiers_rl.report.run_folder import METRICS, as_line, write_run
 
 TEXT = """
 the of and to in is that it as for with by on was are be this from at which or an has have number
@@ -60,15 +61,16 @@ class Invented:
             num_sampled = rng.randint(10, 120)
             duration = num_sampled * rng.uniform(0.01, 0.03)
             reply: dict[str, Any] = {
-                "role": "assistant", "content": sentence(rng, num_sampled // 2), "turn": turn,
-                "begin_s": round(at, 3), "end_s": round(at + duration, 3),
-            }  # fmt: skip
+                "role": "assistant",
+                "content": sentence(rng, num_sampled // 2),
+            }
             if rng.random() < 0.3:
-                reply["reasoning"] = sentence(rng, rng.randint(8, 40))
+                reply["reasoning_content"] = sentence(rng, rng.randint(8, 40))
             turns.append(
                 {
-                    "begin_s": reply["begin_s"],
-                    "end_s": reply["end_s"],
+                    "message": len(messages),
+                    "begin_s": round(at, 3),
+                    "end_s": round(at + duration, 3),
                     "num_prompt_tokens": num_prompt,
                     "num_sampled_tokens": num_sampled,
                     "policy_version": 0,
@@ -82,19 +84,11 @@ class Invented:
                 break
             a, b = rng.randint(2, 999), rng.randint(2, 999)
             arguments = json.dumps({"expression": f"{a} * {b}"})
-            call = {"id": f"call_{turn}", "name": "calculate", "arguments": arguments}
+            function = {"name": "calculate", "arguments": arguments}
+            call = {"id": f"call_{turn}", "type": "function", "function": function}
             reply["tool_calls"] = [call]
-            tool_s = rng.uniform(0.002, 0.4)
-            messages.append(
-                {
-                    "role": "tool",
-                    "content": str(a * b),
-                    "tool_call_id": call["id"],
-                    "begin_s": round(at, 3),
-                    "end_s": round(at + tool_s, 3),
-                }
-            )
-            at += tool_s
+            messages.append({"role": "tool", "content": str(a * b), "tool_call_id": call["id"]})
+            at += rng.uniform(0.002, 0.4)
         return {"messages": messages, "turns": turns, "generation_s": round(at, 3)}
 
     def group(self, step: int, number: int, split: str, example: int, skill: float) -> list[Any]:
@@ -119,7 +113,6 @@ class Invented:
             num_sampled = sum(turn["num_sampled_tokens"] for turn in row["turns"])
             num_tokens = row["turns"][-1]["num_prompt_tokens"]
             num_tokens += row["turns"][-1]["num_sampled_tokens"]
-            error = {"type": "TimeoutError", "message": "a tool took longer than 30 s"}
             rows.append(
                 {
                     "step": step,
@@ -129,15 +122,18 @@ class Invented:
                     "example": example,
                     "group": number,
                     "reward": None if has_error else correct + 0.1 * style,
-                    "rewards": {} if has_error else {"correct": correct, "style": style},
+                    "rewards": []
+                    if has_error
+                    else [{"name": "correct", "value": correct}, {"name": "style", "value": style}],
                     "advantage": None,
                     "is_truncated": is_cut,
                     "in_loss": split == "train",
-                    "error": error if has_error else None,
+                    "error": "TimeoutError: a tool took longer than 30 s" if has_error else None,
                     "num_turns": len(row["turns"]),
                     "num_tokens": num_tokens,
                     "num_sampled_tokens": num_sampled,
-                    "policy_versions": [version, version],
+                    "oldest_version": version,
+                    "newest_version": version,
                     "begun_at": BEGUN_AT + STEP_S * (step - 1) + round(rng.uniform(0, 9), 3),
                     "has_tokens": False,
                     **row,
@@ -152,39 +148,30 @@ class Invented:
                 row["advantage"] = row["reward"] - sum(rewards) / len(rewards)
         return rows
 
-    def tokens(self, rows: list[Any], chosen: list[int]) -> dict[str, np.ndarray]:
-        """Arrays for these rows, in which words stand for tokens."""
+    def tokens(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Columns for the tokens of this row, in which words stand for tokens."""
         numbers = self.numbers
-        pieces: list[bytes] = []
-        starts, is_sampled, versions, advantages = [0], [], [], []
-        for i in chosen:
-            row = rows[i]
-            for message in row["messages"]:
-                text = f"<{message['role']}> {message.get('reasoning', '')}{message['content']}"
-                words = [f"{word} ".encode() for word in text.split()]
-                pieces += words
-                own = message["role"] == "assistant"
-                is_sampled += [own] * len(words)
-                versions += [row["policy_versions"][0] if own else -1] * len(words)
-                advantages += [row["advantage"] or 0.0 if own else 0.0] * len(words)
-            starts.append(len(pieces))
-        size = len(pieces)
-        sampled = np.array(is_sampled)
+        words: list[str] = []
+        is_sampled: list[bool] = []
+        for message in row["messages"]:
+            text = f"<{message['role']}> {message.get('reasoning_content', '')}{message['content']}"
+            own = [f"{word} " for word in text.split()]
+            words += own
+            is_sampled += [message["role"] == "assistant"] * len(own)
+        size, sampled = len(words), np.array(is_sampled)
         logprobs = np.where(sampled, -numbers.exponential(0.6, size), 0).astype(np.float32)
         moved = logprobs + numbers.normal(0, 0.05, size).astype(np.float32)
         nan = np.float32(math.nan)
         return {
-            "rows": np.array(chosen), "starts": np.array(starts),
             "sample": np.zeros(size, np.int32),
             "token_ids": numbers.integers(0, 2**15, size, dtype=np.int32),
+            "token_texts": words,
             "loss_mask": sampled, "inference_logprobs": logprobs,
             "trainer_logprobs": np.where(sampled, np.minimum(moved, 0), nan),
             "entropy": np.where(sampled, numbers.exponential(0.5, size).astype(np.float32), nan),
-            "advantages": np.array(advantages, np.float32),
-            "policy_versions": np.array(versions, np.int32),
+            "advantages": np.where(sampled, row["advantage"] or 0.0, 0.0).astype(np.float32),
+            "policy_versions": np.where(sampled, row["oldest_version"], -1).astype(np.int32),
             "is_masked": sampled & (numbers.random(size) < 0.01),
-            "text": np.frombuffer(b"".join(pieces), np.uint8),
-            "text_ends": np.cumsum([len(piece) for piece in pieces]),
         }  # fmt: skip
 
 
@@ -206,6 +193,12 @@ def metrics_row(rows: list[Any], step: int, rng: random.Random) -> dict[str, flo
     }  # fmt: skip
 
 
+def append(writer: RolloutWriter, rows: list[Any], step: int | None = None) -> None:
+    """Append rows, each with its numbers and its texts."""
+    records = [as_json({name: row[name] for name in TEXTS.names if name in row}) for row in rows]
+    writer.append(rows, records, step)
+
+
 def write_fake_run(
     folder: Path, num_rollouts: int, num_steps: int, seed: int = 0, tokens_of: float = 0.05
 ) -> None:
@@ -223,7 +216,7 @@ def write_fake_run(
     write_run(
         folder,
         {
-            "format": 1, "run_name": f"fake-{seed}", "model": "Qwen/Qwen3-0.6B", "envs": [],
+            "format": 2, "run_name": f"fake-{seed}", "model": "Qwen/Qwen3-0.6B",
             "args": {"learning_rate": 1e-5 * (1 + seed), "batch_size": num_groups * GROUP},
             "max_steps": num_steps, "begun_at": BEGUN_AT, "status": "finished", "pid": 1,
             "ended_at": BEGUN_AT + STEP_S * num_steps,
@@ -231,33 +224,31 @@ def write_fake_run(
                          "vllm": "0.31.0", "verifiers": "0.4.0"},
         },
     )  # fmt: skip
-    writer = RolloutWriter(folder)
+    writer = RolloutWriter(folder, 1)
     num_with_tokens = 0
     with (folder / METRICS).open("w") as metrics:
         for step in range(1, num_steps + 1):
             skill = 0.2 + 0.7 * (1 - math.exp(-2 * step / num_steps))
             rows: list[Any] = []
-            chosen: list[int] = []
             for number in range(num_groups):
                 example = rng.randrange(5000)
                 group = invented.group(step, number, "train", example, skill)
                 total = ((step - 1) * num_groups + number + 1) * tokens_of
                 if total >= num_with_tokens + 1:
                     num_with_tokens += 1
-                    for i, row in enumerate(group):
-                        row["has_tokens"] = row["error"] is None
-                        if row["has_tokens"]:
-                            chosen.append(len(rows) + i)
+                    for row in group:
+                        if row["error"] is None:
+                            row |= {"has_tokens": True, **invented.tokens(row)}
                 rows += group
             metrics.write(as_line(metrics_row(rows, step, rng)) + "\n")
-            writer.append(rows, tokens=invented.tokens(rows, chosen) if chosen else None)
+            append(writer, rows, step)
             if step % EVERY == 0:
                 groups = [invented.group(step, n, "eval", n, skill) for n in range(NUM_EVAL)]
                 rewards = [row["reward"] or 0.0 for (row,) in groups]
-                writer.append([row for group in groups for row in group])
+                append(writer, [row for group in groups for row in group])
                 of_evaluation = {"step": step, "eval_reward": float(np.mean(rewards))}
                 metrics.write(as_line(of_evaluation) + "\n")
-    writer.close()
+            writer.flush()  # as where steps are long
 
 
 def main() -> None:

@@ -72,7 +72,6 @@ def options_of_a_step(output: Path, use_lora: bool, **others: Any) -> RLConfig:
         max_steps=1,
         save_strategy="no",
         disable_tqdm=True,
-        num_rollouts_to_print=0,
         **others,
     )
 

@@ -116,7 +116,6 @@ def make_trainer(model, folder, tokenizer=None, loss_fn=None, **options):
         rollouts_per_example=4,
         max_seq_len=16,
         disable_tqdm=True,
-        num_rollouts_to_print=0,
         save_strategy="no",
         **options,
     )

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
-from verifiers_rl import RLConfig, RLTrainer, checkpoints, read_rollouts
+from tests.test_rollouts import read as read_rollouts
+from verifiers_rl import RLConfig, RLTrainer, checkpoints
 from verifiers_rl.config import ConfigError
 from verifiers_rl.process import disk
 from verifiers_rl.process.interrupts import Interrupted
@@ -50,7 +51,6 @@ def make_trainer(tokenizer, tmp_path):
             "max_off_policy_steps": 0,
             "save_steps": 2,
             "disable_tqdm": True,
-            "num_rollouts_to_print": 0,
         }
         return kind(
             model or make_tiny_model(), None, RLConfig(**{**defaults, **options}), tokenizer,
@@ -145,7 +145,7 @@ def test_a_signal_ends_the_run_at_the_next_microbatch_and_saves_the_steps_before
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make_trainer, tmp_path):
     ends = (EndsAt(2), EndsAt(3, "on_optimizer_step", signal.SIGINT), EndsAt(6))
     resumed = same_as_uninterrupted(make_trainer, tmp_path, *ends, save_steps=100)
-    rollouts = read_rollouts(resumed.args.output_dir)
+    rollouts = read_rollouts(Path(resumed.args.output_dir))
     assert [row["step"] for row in rollouts] == [step for step in range(1, 7) for _ in range(8)]
 
 
@@ -689,7 +689,7 @@ def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_trainer, hub, 
     folder = Path(trainer.args.output_dir)
     (folder / "inference.log").write_text("prompts of people")
     trainer.train()
-    assert (folder / "rollouts.jsonl").is_file() and (folder / "training_args.bin").is_file()
+    assert (folder / "rollouts").is_dir() and (folder / "training_args.bin").is_file()
     ((rest, path, names),) = hub.uploads
     assert path is None and rest["repo_id"] == "me/run" and rest["token"] == "hf_secret"
     assert rest["commit_message"] == "End of training" and rest["revision"] == "main"

@@ -73,7 +73,7 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
             output_dir=str(tmp_path / "run"), use_cpu=True, batch_size=32, rollouts_per_example=8,
             max_seq_len=96, max_tokens=64, learning_rate=1e-2, max_steps=3000, save_strategy="no",
             vllm_servers=[f"127.0.0.1:{server.port}" for server in servers], env_workers=1,
-            max_off_policy_steps=0, use_lora=False, num_rollouts_to_print=0, log_rollouts=False,
+            max_off_policy_steps=0, use_lora=False, log_rollouts=0,
         ),
     )  # fmt: skip
     pool, make_sync, send = trainer.weight_sync, trainer.weight_sync._make_sync, buckets._send

@@ -108,7 +108,7 @@ def make_args(server, tmp_path, **options):
     defaults = {"max_seq_len": 400, "max_tokens": 80, "temperature": 1.0, "batch_size": 8}
     defaults |= {"rollouts_per_example": 4, "use_cpu": True, "max_steps": 2}
     defaults |= {"output_dir": str(tmp_path / "run"), "vllm_server_port": server.port}
-    defaults |= {"save_strategy": "no", "num_rollouts_to_print": 0, "logging_steps": 1}
+    defaults |= {"save_strategy": "no", "logging_steps": 1}
     defaults |= {"env_workers": 0}
     return RLConfig(**{**defaults, **options})
 

@@ -410,7 +410,7 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
             output_dir=str(tmp_path / f"run-{replays}"), use_cpu=True, use_lora=False,
             batch_size=32, rollouts_per_example=8, micro_batch_size=32, max_seq_len=64,
             max_tokens=32, max_steps=1, max_off_policy_steps=0, learning_rate=0.0,
-            save_strategy="no", disable_tqdm=True, num_rollouts_to_print=0,
+            save_strategy="no", disable_tqdm=True,
             vllm_server_port=server.port, router_replay=replays,
         )  # fmt: skip
         trainer = RoundedOtherwise(str(folder), example_env(), args, loss_fn=loss_fn)

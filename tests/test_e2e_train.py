@@ -52,7 +52,6 @@ def make_trainer(warm_start, server, tmp_path):
             "max_steps": 3,
             "save_strategy": "no",
             "vllm_server_port": server.port,
-            "num_rollouts_to_print": 0,
         }
         return RLTrainer(model or str(warm_start), env, RLConfig(**{**defaults, **options}))
 
@@ -299,7 +298,6 @@ SIX_STEPS = {
     "temperature": 1.0,
     "learning_rate": 1e-3,
     "max_steps": 6,
-    "num_rollouts_to_print": 0,
 }
 
 

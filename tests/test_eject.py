@@ -73,7 +73,7 @@ def train(tmp_path, monkeypatch):
             output_dir=str(tmp_path / "run"), overwrite_output_dir=True, use_cpu=True,
             use_lora=False, batch_size=8, rollouts_per_example=4, micro_batch_size=8,
             max_seq_len=32, max_steps=3, learning_rate=1e-2, logging_steps=1, seed=3,
-            save_strategy="no", disable_tqdm=True, num_rollouts_to_print=0,
+            save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = trainer_class(make_tiny_model(), "env", args, tokenizer, weight_sync=StubSink())
         trainer.train()

@@ -58,7 +58,7 @@ def run(name, signalled=None, resume=False):
         output_dir=f"{folder}/{name}", use_cpu=True, use_lora=True, batch_size=16, lora_rank=4,
         rollouts_per_example=4, lora_sync="merged", max_tokens_per_microbatch=24, max_seq_len=32,
         max_steps=4, disable_tqdm=True, learning_rate=2e-3, save_steps=100, max_off_policy_steps=0,
-        num_rollouts_to_print=0, save_final="merged", eval_strategy="steps", eval_steps=2,
+        save_final="merged", eval_strategy="steps", eval_steps=2,
         **sharding,
     )
     torch.manual_seed(0)

@@ -17,13 +17,13 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.helpers import ROOT, StubSource, make_samples
+from tests.test_rollouts import read as read_rollouts
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
-from verifiers_rl import read_rollouts
 from verifiers_rl.envs.messages import EnvWorkerError
 from verifiers_rl.groups import RolloutError
 from verifiers_rl.report import recording
-from verifiers_rl.report.recording import WriterThread, WritingError, row_of
-from verifiers_rl.report.rollouts import IS_EVAL, read_run
+from verifiers_rl.report.recording import WritingError, row_of
+from verifiers_rl.report.run_folder import read_run
 from verifiers_rl.report.trackers import COLUMNS, from_low_to_high
 from verifiers_rl.types import Batch, Rollout
 
@@ -68,12 +68,18 @@ class PopLeft(list):
         return self.pop(0)
 
 
+def counts(tmp_path):
+    """How many rollouts each step has trained on."""
+    rows = read_rollouts(tmp_path / "run")
+    return np.bincount([row["step"] for row in rows if row["split"] == "train"]).tolist()
+
+
 @pytest.fixture
 def make(make_trainer):  # noqa: F811
     def make(source=None, **options):
         source = source or GroupSource()
         source.evaluated = PopLeft()
-        options = {"batch_size": 12, "log_tokens_of": 1.0, **options}
+        options = {"batch_size": 12, "log_rollouts": 1.0, **options}
         return make_trainer(source=source, **options)
 
     return make
@@ -84,47 +90,48 @@ def test_every_rollout_of_a_run_is_written_with_what_became_of_it(make, tmp_path
     began = time.time()
     trainer.train()
     rollouts = read_rollouts(tmp_path / "run")
-    index = rollouts.index
-    of_training = index[(index["flags"] & IS_EVAL) == 0]
-    assert np.bincount(of_training["step"]).tolist() == [0, 12, 12, 12, 12]
+    assert counts(tmp_path) == [0, 12, 12, 12, 12]
     evaluated = [row for row in rollouts if row["split"] == "eval"]
     assert [(row["step"], row["example"], row["group"]) for row in evaluated] == [
         (2, 0, 0), (2, 1, 1), (4, 0, 0), (4, 1, 1),
     ]  # fmt: skip
-    assert {row["env"] for row in evaluated} == {"words"} and rollouts.envs == ["sums", "words"]
+    assert {row["env"] for row in evaluated} == {"words"}
     assert evaluated[0]["advantage"] is None and not evaluated[0]["in_loss"]
     first = [row for row in rollouts if row["step"] == 1]
     assert [row["group"] for row in first] == [0] * 4 + [1] * 4 + [2] * 4
     assert [row["in_loss"] for row in first] == [True] * 4 + [False] * 5 + [True] * 3
     assert [row["has_tokens"] for row in first] == [row["in_loss"] for row in first]
     failed = first[8]
-    assert failed["error"] == {
-        "type": "TimeoutError", "message": "a tool took too long <- OSError: no",
-    }  # fmt: skip
-    assert (failed["reward"], failed["advantage"], failed["policy_versions"]) == (None, None, None)
+    assert failed["error"] == "TimeoutError: a tool took too long <- OSError: no"
+    assert (failed["reward"], failed["advantage"], failed["oldest_version"]) == (None, None, None)
     good, sample = first[1], make_group(3, 0)[1].samples[0]
-    assert (good["reward"], good["advantage"], good["rewards"]) == (1.0, -0.5, {"exact": 1.0})
-    assert good["messages"] == [
-        {"role": "user", "content": "q3"}, {"role": "assistant", "content": "a1"},
+    assert (good["reward"], good["advantage"]) == (1.0, -0.5)
+    assert good["rewards"] == [{"name": "exact", "value": 1.0}]
+    assert [(m["role"], m["content"]) for m in good["messages"]] == [
+        ("user", "q3"), ("assistant", "a1"),
     ]  # fmt: skip
     num_sampled = int((sample.policy_versions >= 0).sum())
     assert (good["num_tokens"], good["num_sampled_tokens"]) == (len(sample.token_ids), num_sampled)
-    tokens = rollouts.tokens(1)
-    assert tokens["token_ids"].tolist() == sample.token_ids.tolist()
-    assert np.isfinite(tokens["trainer_logprobs"]).tolist() == sample.loss_mask.tolist()
+    assert good["token_ids"] == sample.token_ids.tolist()
+    assert np.isfinite(good["trainer_logprobs"]).tolist() == sample.loss_mask.tolist()
+    assert failed["token_ids"] is None
     run = read_run(tmp_path / "run")
-    assert run["format"] == 1 and run["run_name"] == "mine" and run["status"] == "finished"
+    assert run["format"] == 2 and run["run_name"] == "mine" and run["status"] == "finished"
     assert run["args"]["max_steps"] == 4 and "loss" not in run["args"]
     assert began - 1 < run["begun_at"] <= run["ended_at"] <= time.time()
     assert run["versions"]["torch"] and run["pid"] == os.getpid() and run["max_steps"] == 4
 
 
-@pytest.mark.parametrize("options", [{"log_rollouts": False}, {"log_tokens_of": 0.0}])
-def test_less_is_written_if_less_is_wanted(make, tmp_path, options):
-    make(max_steps=2, **options).train()
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert ("rollouts.jsonl" in names) == ("log_rollouts" not in options)
-    assert "rollout_tokens" not in names and read_run(tmp_path / "run")["status"] == "finished"
+def test_nothing_is_written_if_nothing_is_wanted(make, tmp_path, capsys):
+    make(max_steps=2, log_rollouts=0, disable_tqdm=False).train()
+    assert not (tmp_path / "run/rollouts").exists() and "│" not in capsys.readouterr().out
+    assert read_run(tmp_path / "run")["status"] == "finished"
+
+
+def test_people_see_some_rollouts_of_each_logged_step(make, capsys):
+    make(max_steps=1, disable_tqdm=False).train()
+    shown = capsys.readouterr().out
+    assert "step 1" in shown and "a0" in shown and "a3" in shown and "a1" not in shown
 
 
 def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
@@ -132,33 +139,29 @@ def test_a_resumed_run_has_each_rollout_once(make, tmp_path):
     make(**options).train()
     begun_at = read_run(tmp_path / "run")["begun_at"]
     make(**options).train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-2")
-    index = read_rollouts(tmp_path / "run").index
-    assert np.bincount(index["step"]).tolist() == [0, 12, 12, 12, 12]
+    assert counts(tmp_path) == [0, 12, 12, 12, 12]
     assert read_run(tmp_path / "run")["begun_at"] == begun_at
     make(overwrite_output_dir=True, max_steps=1).train()
-    index = read_rollouts(tmp_path / "run").index
-    assert np.bincount(index["step"]).tolist() == [0, 12]
-    assert len(list((tmp_path / "run" / "rollout_tokens").iterdir())) == 1
+    assert counts(tmp_path) == [0, 12]
 
 
 def test_a_run_removes_the_rollouts_of_one_that_left_no_other_trace(make, tmp_path):
     make(max_steps=1, save_strategy="no").train()
     for path in (tmp_path / "run").iterdir():
-        if path.is_file() and "rollout" not in path.name:
+        if path.is_file():
             path.unlink()
     make(max_steps=2).train()
-    assert np.bincount(read_rollouts(tmp_path / "run").index["step"]).tolist() == [0, 12, 12]
+    assert counts(tmp_path) == [0, 12, 12]
 
 
 def test_rollouts_of_evaluations_outside_of_a_run_are_written(make, tmp_path):
     trainer = make(max_steps=1)
     trainer.evaluate()
-    assert read_rollouts(tmp_path / "run").index["step"].tolist() == [0, 0]
+    assert [row["step"] for row in read_rollouts(tmp_path / "run")] == [0, 0]
     trainer.train()
     trainer.evaluate()
-    steps = read_rollouts(tmp_path / "run").index["step"].tolist()
-    assert steps == [0, 0] + [1] * 14
-    # An evaluation alone adds nothing to the run that the folder holds.
+    assert [row["step"] for row in read_rollouts(tmp_path / "run")] == [0, 0] + [1] * 14
+    # An evaluation alone adds nothing to the run that another process left in the folder.
     make(max_steps=1).evaluate()
     assert len(read_rollouts(tmp_path / "run")) == 16
 
@@ -199,7 +202,7 @@ def test_an_interrupt_at_the_end_of_a_step_leaves_its_rollouts(make, tmp_path, l
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
-    assert np.bincount(read_rollouts(tmp_path / "run").index["step"]).tolist() == [0, 12, 12]
+    assert counts(tmp_path) == [0, 12, 12]
 
 
 @pytest.mark.parametrize("error, status", [
@@ -209,7 +212,7 @@ def test_the_file_of_a_run_says_how_it_ended(make, tmp_path, error, status):
     with pytest.raises(type(error)):
         make(Failing(error), max_steps=4).train()
     assert read_run(tmp_path / "run")["status"] == status
-    assert np.bincount(read_rollouts(tmp_path / "run").index["step"]).tolist() == [0, 12, 12]
+    assert counts(tmp_path) == [0, 12, 12]
 
 
 def test_rollouts_that_all_failed_are_written_before_the_run_ends(make, tmp_path):
@@ -219,21 +222,22 @@ def test_rollouts_that_all_failed_are_written_before_the_run_ends(make, tmp_path
         make(Failing(error), max_steps=4).train()
     *_, first, _ = read_rollouts(tmp_path / "run")
     assert (first["step"], first["in_loss"]) == (3, False)
-    assert first["error"] == {"type": "ValueError", "message": "bad tool"}
+    assert first["error"] == "ValueError: bad tool"
 
 
 def test_an_error_of_the_writer_ends_the_run(make, tmp_path, monkeypatch):
-    def full(*args):
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     class NoRoom(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                monkeypatch.setattr("verifiers_rl.report.rollouts._write_all", full)
+                monkeypatch.setattr("pyarrow.parquet.write_table", full)
 
+    monkeypatch.setattr("verifiers_rl.report.rollouts.FILE_S", 0.0)
     trainer = make(max_steps=50, save_strategy="no")
     trainer.add_callback(NoRoom())
-    with pytest.raises(WritingError, match=r"rollouts.jsonl cannot be written: .*No space left"):
+    with pytest.raises(WritingError, match=r"run/rollouts cannot be written: .*No space left"):
         trainer.train()
     assert trainer.state.global_step < 10
     assert read_run(tmp_path / "run")["status"] == "failed"
@@ -249,16 +253,14 @@ def test_an_error_of_the_last_write_fails_a_run_that_had_finished(make, tmp_path
     assert read_run(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_writer_that_hangs_is_told_after_its_deadline(monkeypatch):
+def test_a_writer_that_hangs_is_told_after_its_deadline(make, monkeypatch):
+    trainer, release = make(max_steps=9), threading.Event()
+    monkeypatch.setattr(trainer._files, "_append", lambda *args: release.wait(30))
     monkeypatch.setattr(recording, "WRITE_S", 0.1)
-    release = threading.Event()
-    thread = WriterThread("the file")
-    thread.submit(lambda: release.wait(30) and None)
-    with pytest.raises(WritingError, match=r"the file: not written within 0.1 s"):
-        thread.wait()
-    release.set()
-    monkeypatch.setattr(recording, "WRITE_S", 30.0)
-    thread.stop()
+    close = trainer._files._close
+    monkeypatch.setattr(trainer._files, "_close", lambda status: (release.set(), close(status)))
+    with pytest.raises(WritingError, match=r"run/rollouts cannot be written: not written within 0"):
+        trainer.train()
 
 
 def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
@@ -266,7 +268,7 @@ def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
 
     class Look(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            seen.append(len(read_rollouts(args.output_dir)))
+            seen.append(len(read_rollouts(Path(args.output_dir))))
 
     trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
     trainer.add_callback(Look())  # behind our own
@@ -275,15 +277,13 @@ def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):
 
 
 def test_no_secret_is_in_the_file_of_a_run(make, tmp_path):
-    make(max_steps=1, hub_token="hf_very_secret", log_rollouts=False).train()
+    make(max_steps=1, hub_token="hf_very_secret", log_rollouts=0).train()
     assert "hf_very_secret" not in (tmp_path / "run" / "run.json").read_text()
 
 
-def test_what_a_rollout_says_of_itself_is_kept_and_numbers_without_value_are_null():
+def test_what_is_left_out_of_the_loss_is_said():
     rollout = make_group(1, 0)[0]
-    rollout.record, rollout.reward = b'{"messages": []}', float("nan")
-    row = row_of(rollout, 1, "train", 0, is_kept=True)
-    assert "messages" not in row and "rewards" not in row and row["in_loss"]
+    assert row_of(rollout, 1, "train", 0, is_kept=True)["in_loss"]
     rollout.leave_out_of_loss()
     assert not row_of(rollout, 1, "train", 0, is_kept=True)["in_loss"]
 

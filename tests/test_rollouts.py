@@ -1,227 +1,188 @@
-"""The files of rollouts on disk."""
+"""The files of rollouts: what is in them, who reads them, what a checkpoint and a kill leave."""
 
-import json
-import math
+import itertools
 import os
 import signal
 import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.fake_run import write_fake_run
+from tests.fake_run import append, write_fake_run
 from tests.helpers import ROOT
-from verifiers_rl import read_rollouts
-from verifiers_rl.report.rollouts import (
-    HAS_ERROR,
-    HAS_TOKENS,
-    INDEX,
-    IS_EVAL,
-    IS_TRUNCATED,
-    NOT_IN_LOSS,
-    RECORD,
-    ROLLOUTS,
-    TOKENS,
-    RolloutWriter,
-    read_run,
-    tokens_file,
-)
+from verifiers_rl.report import rollouts
+from verifiers_rl.report.rollouts import SCHEMA, RolloutWriter, table_of
+from verifiers_rl.report.run_folder import remove_rollouts
 
 
-def make_row(step, split="train", **others):
-    row = {"step": step, "split": split, "env": "sums", "example": 7, "group": 2, "reward": 0.5}
-    return {**row, "in_loss": split == "train", "messages": [], **others}
+def make_row(step=1, reward=0.5, split="train", content="so", **others):
+    """The columns of a rollout that are not null."""
+    messages = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": content}]
+    row = {"step": step, "split": split, "env": "sums", "example": 7, "group": 0, "reward": reward}
+    row |= {"in_loss": split == "train", "is_truncated": False, "has_tokens": False}
+    return {**row, "num_tokens": len(content), "messages": messages, **others}
 
 
-def token_arrays(rows, text=b"abc"):
-    """Arrays for these rows, each with the tokens `a` and `bc`."""
-    size = 2 * len(rows)
-    floats = np.arange(size, dtype=np.float32)
-    return {
-        "rows": np.array(rows), "starts": np.arange(0, size + 1, 2),
+def write_rows(folder, *rows, first=1):
+    """Write one file for each run of rows of one step."""
+    writer = RolloutWriter(folder, first)
+    for (step, split), own in itertools.groupby(rows, lambda row: (row["step"], row["split"])):
+        append(writer, list(own), step if split == "train" else None)
+        writer.flush()
+    writer.flush()
+
+
+def make_tokens(texts, **others):
+    """The columns of tokens, one for each text."""
+    size = len(texts)
+    columns = {
         "sample": np.zeros(size, np.int32), "token_ids": np.arange(size, dtype=np.int32),
-        "loss_mask": np.ones(size, bool), "inference_logprobs": -floats,
-        "trainer_logprobs": np.full(size, np.nan, np.float32), "entropy": floats,
-        "advantages": floats, "policy_versions": np.zeros(size, np.int32),
-        "is_masked": np.zeros(size, bool), "text": np.frombuffer(text * len(rows), np.uint8),
-        "text_ends": np.array([end for n in range(len(rows)) for end in (3 * n + 1, 3 * n + 3)]),
+        "token_texts": texts, "loss_mask": np.arange(size) > 0,
+        "inference_logprobs": np.full(size, -1.0, np.float32),
+        "trainer_logprobs": np.full(size, np.nan, np.float32),
+        "entropy": np.full(size, 0.5, np.float32), "advantages": np.ones(size, np.float32),
+        "policy_versions": np.full(size, 4, np.int32), "is_masked": np.zeros(size, bool),
     }  # fmt: skip
+    return {"has_tokens": True, **columns, **others}
 
 
-def write(folder, *appends, up_to_step=None):
-    writer = RolloutWriter(folder, up_to_step)
-    for rows in appends:
-        writer.append(rows)
-    writer.close()
+def read(folder):
+    return pq.read_table(folder / "rollouts").to_pylist()
 
 
-def steps_of(folder):
-    """By the index, and by the lines that it points at."""
-    rollouts = read_rollouts(folder)
-    steps = rollouts.index["step"].tolist()
-    assert steps == [row["step"] for row in rollouts]
-    lines = (folder / ROLLOUTS).read_bytes().splitlines(keepends=True)
-    assert rollouts.index["length"].tolist() == [len(line) for line in lines[: len(steps)]]
-    return steps
+def names(folder):
+    return sorted(path.name for path in (folder / "rollouts").iterdir())
 
 
-def test_what_was_written_is_read_again_by_row_and_by_index(tmp_path):
-    error = {"type": "TimeoutError", "message": "late"}
-    rows = [
-        make_row(3, is_truncated=True, has_tokens=True, example=2**40, text="數"),
-        make_row(3, "eval", env="words", reward=None, error=error),
-        make_row(3, reward=math.nan, advantage=math.inf, rewards={"x": np.float32(0.25)}),
-    ]
-    write(tmp_path, rows)
-    rollouts = read_rollouts(tmp_path)
-    assert rollouts.envs == read_run(tmp_path)["envs"] == ["sums", "words"]
-    assert rollouts[0] == rows[0] and rollouts[-2:][0] == rows[1]
-    assert (rollouts[2]["reward"], rollouts[2]["advantage"]) == (None, None)
-    assert rollouts[2]["rewards"] == {"x": 0.25}
-    index = rollouts.index
-    flags = [IS_TRUNCATED | HAS_TOKENS, IS_EVAL | HAS_ERROR | NOT_IN_LOSS, 0]
-    assert index["flags"].tolist() == flags
-    assert index["env"].tolist() == [0, 1, 0] and index["group"].tolist() == [2, 2, 2]
-    assert index["reward"][0] == 0.5 and np.isnan(index["reward"][1:]).all()
-    assert index["example"].tolist() == [2**31 - 1, 7, 7]
-    assert RECORD.itemsize == 32 and (tmp_path / INDEX).stat().st_size == 96
+def test_every_reader_of_parquet_has_all_rollouts_with_one_schema(tmp_path):
+    from datasets import load_dataset
+    from pandas import read_parquet
+
+    first = make_row(1, reward=0.25, content="Größe\n数", rewards=[{"name": "x", "value": 1.0}])
+    second = make_row(1, **make_tokens(["a", "ß"]))
+    failed = make_row(2, None, error="TimeoutError: too late", turns=[], messages=[])
+    write_rows(tmp_path, first, second, failed, make_row(2, split="eval"), make_row(3))
+    assert names(tmp_path) == [f"step-00000{n}.parquet" for n in (1, 2, 3)]
+    files = [pq.read_schema(path) for path in (tmp_path / "rollouts").iterdir()]
+    assert all(schema.names == SCHEMA.names for schema in files) and files[0] == files[1]
+    rows = read(tmp_path)
+    assert [(row["step"], row["split"]) for row in rows] == [
+        (1, "train"), (1, "train"), (2, "train"), (2, "eval"), (3, "train"),
+    ]  # fmt: skip
+    assert rows[0]["messages"][1]["content"] == "Größe\n数" and rows[0]["token_ids"] is None
+    assert rows[1]["token_texts"] == ["a", "ß"] and rows[1]["loss_mask"] == [False, True]
+    assert rows[2]["reward"] is None and rows[2]["error"] == "TimeoutError: too late"
+    data = load_dataset(str(tmp_path / "rollouts"), split="train", cache_dir=str(tmp_path / "c"))
+    assert data["step"] == [1, 1, 2, 2, 3] and data[0]["rewards"] == [{"name": "x", "value": 1.0}]
+    assert data[1]["inference_logprobs"] == [-1.0, -1.0]
+    frame = read_parquet(tmp_path / "rollouts", columns=["reward", "split"])
+    assert frame.groupby("split")["reward"].mean().to_dict() == {"eval": 0.5, "train": 1.25 / 3}
 
 
-def test_the_record_that_a_worker_made_is_in_the_line_as_it_came(tmp_path):
-    writer = RolloutWriter(tmp_path)
-    row = make_row(1)
-    del row["messages"]
-    writer.append([row, row], [b'{"messages": [1], "turns": []}', b"{}"])
-    writer.close()
-    assert read_rollouts(tmp_path)[0] == {**row, "messages": [1], "turns": []}
-    assert read_rollouts(tmp_path)[1] == row
+def test_a_conversation_is_a_row_that_supervised_finetuning_reads(tmp_path):
+    from verifiers_rl.sft.conversations import read_dataset
+
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    calling = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    calling["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+    write_rows(tmp_path, make_row(messages=[{"role": "user", "content": "1+1?"}, calling]))
+    (row,) = read_dataset([str(tmp_path / "rollouts/step-000001.parquet")])
+    assert row["messages"][1] == {**calling, "tool_call_id": None}
 
 
-def test_tokens_are_found_by_the_line_of_their_rollout(tmp_path):
-    writer = RolloutWriter(tmp_path)
-    writer.append([make_row(1)])
-    with_tokens = [make_row(2), make_row(2, has_tokens=True), make_row(2, has_tokens=True)]
-    writer.append(with_tokens, tokens=token_arrays([1, 2], "aß".encode()))
-    writer.close()
-    rollouts = read_rollouts(tmp_path)
-    assert [rollouts.tokens(i) is None for i in range(4)] == [True, True, False, False]
-    last = rollouts.tokens(-1)
-    assert last["inference_logprobs"].tolist() == [-2, -3] and last["text"].tolist() == ["a", "ß"]
-    assert np.isnan(last["trainer_logprobs"]).all()
-    tokens_file(tmp_path, 2).unlink()
-    assert rollouts.tokens(2) is None
+def test_a_record_is_parsed_as_it_is_and_what_it_has_beside_is_left_out():
+    big = '{"begun_at": 2.5, "messages": [{"role": "user", "content": "%s", "name": "x"}]}'
+    rows = [make_row(1), make_row(2)]
+    table = table_of(rows, [b'{"mine": {"a": [1]}}', (big % ("ß\\n" * 2**20)).encode()])
+    assert table.schema == SCHEMA and table["begun_at"].to_pylist() == [None, 2.5]
+    assert table["messages"].to_pylist()[1][0]["content"] == "ß\n" * 2**20
+    with pytest.raises(pa.ArrowInvalid):
+        table_of(rows[:1], [b'{"messages": 3}'])
 
 
-def test_a_reader_ignores_what_a_killed_writer_left_unfinished(tmp_path):
-    write(tmp_path, [make_row(1), make_row(2)])
-    with (tmp_path / ROLLOUTS).open("ab") as lines, (tmp_path / INDEX).open("ab") as index:
-        lines.write(b'{"step": 3, "sp')
-        index.write(b"\0" * 40)  # one record of nothing, and a part of one
-    assert steps_of(tmp_path) == [1, 2]
-    # A line without a record is whole: the writer takes it up, and removes the rest.
-    whole = json.dumps(make_row(3)).encode() + b"\n"
-    lines = (tmp_path / ROLLOUTS).read_bytes()
-    (tmp_path / ROLLOUTS).write_bytes(lines[: lines.rindex(b"\n") + 1] + whole + b'{"st')
-    write(tmp_path, [make_row(4)])
-    assert steps_of(tmp_path) == [1, 2, 3, 4]
+def test_short_steps_share_a_file_and_a_checkpoint_ends_it(tmp_path, monkeypatch):
+    clock = itertools.count(0, 4)
+    monkeypatch.setattr(rollouts.time, "monotonic", lambda: float(next(clock)))
+    writer = RolloutWriter(tmp_path, 1)
+    for step in range(1, 8):
+        append(writer, [make_row(step)], step)
+    assert names(tmp_path) == ["step-000001.parquet", "step-000004.parquet", "step-000007.parquet"]
+    append(writer, [make_row(6, split="eval")])
+    writer.checkpoint(7)  # into the file of step 7, which is there
+    assert names(tmp_path)[-1] == "step-000007.parquet" and len(read(tmp_path)) == 8
+    append(writer, [make_row(7, split="eval")])
+    writer.flush()  # the run ends; one that goes on from step 7 evaluates it again
+    assert names(tmp_path)[-1] == "step-000008.parquet"
+    assert [row["step"] for row in read(tmp_path)] == [*range(1, 8), 6, 7]
 
 
-def test_a_record_whose_line_is_not_all_there_is_not_used(tmp_path):
-    write(tmp_path, [make_row(1), make_row(2)])
-    with (tmp_path / ROLLOUTS).open("rb+") as lines:
-        lines.truncate((tmp_path / ROLLOUTS).stat().st_size - 1)
-    assert len(read_rollouts(tmp_path)) == 1
-    write(tmp_path, [make_row(5)])
-    assert steps_of(tmp_path) == [1, 5]
+def test_files_become_rarer_in_a_long_run(tmp_path, monkeypatch):
+    now, written = [0.0], []
+    monkeypatch.setattr(rollouts.time, "monotonic", lambda: now[0])
+    writer = RolloutWriter(tmp_path, 1)
+
+    def flush():
+        written.append(1)
+        writer._written_at = now[0]
+
+    monkeypatch.setattr(writer, "flush", flush)
+    for step in range(1, 10_000):
+        now[0] += 10.1
+        writer.append([], [], step)
+    assert 500 < len(written) < 2200  # of a run of 28 hours
 
 
-def test_a_missing_index_is_made_again_from_the_lines(tmp_path):
-    write(tmp_path, [make_row(1), make_row(2, env="words", reward=1.0)])
-    before = read_rollouts(tmp_path).index.copy()
-    (tmp_path / INDEX).unlink()
-    (tmp_path / "run.json").unlink()
-    assert np.array_equal(read_rollouts(tmp_path).index, before)
-    assert not (tmp_path / INDEX).exists()  # a reader changes nothing
-    (tmp_path / "run.json").write_text('{"envs": ["oth')
-    assert read_rollouts(tmp_path).envs == ["sums", "words"]
-    (tmp_path / "run.json").unlink()
-    write(tmp_path, [make_row(3, env="words")])
-    again = read_rollouts(tmp_path)
-    assert np.array_equal(again.index[:2], before) and again.envs == ["sums", "words"]
-    assert again.index["env"].tolist() == [0, 1, 1]
-
-
-def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
-    writer = RolloutWriter(tmp_path)
-    for step in (1, 2, 3, 4):
-        rows = [make_row(step, has_tokens=True), make_row(step)]
-        writer.append(rows, tokens=token_arrays([0]))
-        if step == 3:
-            writer.append([make_row(2, "eval", example=99)])  # it ended late
-    writer.close()
-    # Written from the start again: killed in the middle of this, the index would be missing.
-    write(tmp_path, [make_row(3, example=5)], up_to_step=2)
-    assert steps_of(tmp_path) == [1, 1, 2, 2, 2, 3]
-    rollouts = read_rollouts(tmp_path)
-    assert rollouts[4]["example"] == 99 and rollouts[5]["example"] == 5
-    names = sorted(path.name for path in (tmp_path / TOKENS).iterdir())
-    assert names == ["step-00000001.npz", "step-00000002.npz"]
-    assert rollouts.tokens(2) is not None
-    write(tmp_path, up_to_step=0)
-    assert steps_of(tmp_path) == []
+def test_a_resumed_run_keeps_the_files_up_to_its_checkpoint(tmp_path):
+    write_rows(tmp_path, make_row(0, split="eval"), first=0)  # before the run
+    write_rows(tmp_path, *(make_row(step) for step in (1, 2, 3, 4)))
+    (tmp_path / "rollouts/.unfinished").write_bytes(b"of a process that was killed")
+    remove_rollouts(tmp_path, behind=2)
+    write_rows(tmp_path, make_row(3, example=5), first=3)
+    assert [(row["step"], row["example"]) for row in read(tmp_path)] == [
+        (0, 7), (1, 7), (2, 7), (3, 5),
+    ]  # fmt: skip
+    remove_rollouts(tmp_path, behind=-1)
+    assert names(tmp_path) == []
 
 
 WRITE_FOREVER = """
 import sys
 from pathlib import Path
-from tests.test_rollouts import RolloutWriter, make_row, token_arrays
-writer = RolloutWriter(Path(sys.argv[1]))
+from tests.test_rollouts import make_row, write_rows
 for step in range(1, 10**6):
-    rows = [make_row(step, text="x" * 300, has_tokens=True) for _ in range(50)]
-    writer.append(rows, tokens=token_arrays(list(range(50))))
+    rows = [make_row(step, content="x" * 300) for _ in range(50)]
+    write_rows(Path(sys.argv[1]), *rows, first=step)
     if step == 20:
         print("begun", flush=True)
 """
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_anywhere_leaves_whole_rollouts(tmp_path):
-    total = 0
-    for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITE_FOREVER, str(tmp_path)], cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-        before = read_rollouts(tmp_path)  # while it is written
-        assert before[len(before) - 1]["text"] == "x" * 300
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-        process.stdout.close()
-        rollouts = read_rollouts(tmp_path)
-        assert len(rollouts) >= max(len(before), total + 1000)
-        total = len(rollouts)
-        for row in rollouts:
-            assert row["text"] == "x" * 300
-    assert set(np.bincount(rollouts.index["step"])[1:20]) <= {150}  # of three runs
-    write(tmp_path, up_to_step=5)
-    assert steps_of(tmp_path) == 3 * [step for step in range(1, 6) for _ in range(50)]
-
-
-def test_a_run_without_rollouts_is_told(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"rollouts.jsonl: no such file; a run with log_ro"):
-        read_rollouts(tmp_path)
+def test_a_writer_that_is_killed_anywhere_leaves_whole_files(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITE_FOREVER, str(tmp_path)], cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+    assert len(read(tmp_path)) >= 1000  # while it is written
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    rows = read(tmp_path)
+    assert {row["messages"][1]["content"] for row in rows} == {"x" * 300}
+    assert set(np.bincount([row["step"] for row in rows])[1:]) == {50}
 
 
 def test_an_invented_run_has_rollouts_of_all_kinds(tmp_path):
     write_fake_run(tmp_path, num_rollouts=2000, num_steps=40, tokens_of=0.1)
-    rollouts = read_rollouts(tmp_path)
-    assert 1500 < len(rollouts) <= 2000 and sorted(rollouts.envs) == ["calculator", "trivia"]
-    for flag in (IS_EVAL, HAS_ERROR, IS_TRUNCATED, HAS_TOKENS, NOT_IN_LOSS):
-        assert (rollouts.index["flags"] & flag).any()
-    (first, *_) = np.flatnonzero(rollouts.index["flags"] & HAS_TOKENS)
-    tokens = rollouts.tokens(int(first))
-    said = [m["content"] for m in rollouts[int(first)]["messages"] if m["role"] == "assistant"]
-    assert said[0].split()[-1] in "".join(tokens["text"])
-    assert len({len(values) for values in tokens.values()}) == 1
+    rows = read(tmp_path)
+    assert 1500 < len(rows) <= 2000 and {row["env"] for row in rows} == {"calculator", "trivia"}
+    for name in ("error", "is_truncated", "has_tokens", "in_loss", "other_branches"):
+        assert 0 < sum(bool(row[name]) for row in rows) < len(rows), name
+    first = next(row for row in rows if row["has_tokens"])
+    said = [m["content"] for m in first["messages"] if m["role"] == "assistant"]
+    assert said[0].split()[-1] in "".join(first["token_texts"])
+    assert len({len(first[field.name]) for field in rollouts.TOKENS}) == 1

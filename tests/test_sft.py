@@ -410,7 +410,7 @@ def test_evaluations_on_an_environment_push_the_weights_they_need(
     assert named[:5] == ["loss", "loss", "loss", "eval_reward", "loss"]
 
 
-@pytest.mark.parametrize("log_rollouts", [True, False])
+@pytest.mark.parametrize("log_rollouts", [0.05, 0])
 def test_no_batch_waits_for_an_evaluation_that_runs(make_trainer, monkeypatch, log_rollouts):
     source = Evaluates(at_once=False)
     monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *a: (source, StubSink(), None))

@@ -154,7 +154,7 @@ def run(case):
         lora_sync="merged" if mode == "merged" else "adapter", max_tokens_per_microbatch=36,
         max_seq_len=32, max_steps=3, disable_tqdm=True, **optimizer,
         save_strategy="steps" if "saved" in flags else "no", save_steps=2, eval_steps=2,
-        eval_strategy="steps", num_rollouts_to_print=0,
+        eval_strategy="steps",
         loss_normalization=next((f for f in flags if f in ("token", "constant")), "sequence"),
         loss="gspo" if "gspo" in flags else "cispo",
         kl_beta=0.1 if use_lora or "kl" in flags else 0.0,

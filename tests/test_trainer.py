@@ -70,7 +70,6 @@ def make_trainer(tokenizer, tmp_path):
             "learning_rate": 1e-2,
             "save_strategy": "no",
             "disable_tqdm": True,
-            "num_rollouts_to_print": 0,
         }
         args = RLConfig(**{**defaults, **options})
         return RLTrainer(

@@ -20,16 +20,9 @@ import pytest
 
 from tests.fake_run import write_fake_run
 from tests.helpers import ROOT
-from tests.test_rollouts import token_arrays
-from verifiers_rl import read_rollouts
+from tests.test_rollouts import make_row, make_tokens, read, write_rows
 from verifiers_rl.cli.view import look_at_runs
-from verifiers_rl.report.rollouts import (
-    INDEX,
-    ROLLOUTS,
-    RolloutWriter,
-    remove_rollouts,
-    write_run,
-)
+from verifiers_rl.report.run_folder import remove_rollouts, write_run
 from verifiers_rl.view import browse, one_file, server
 from verifiers_rl.view.browse import Filter, group_of, page_of, rollout_of, select, tokens_of
 from verifiers_rl.view.runs import MetricsFile, Run, Runs, ViewError
@@ -37,17 +30,10 @@ from verifiers_rl.view.runs import MetricsFile, Run, Runs, ViewError
 HERE = socket.gethostname()
 
 
-def make_row(step=1, reward=0.5, split="train", content="so", **others):
-    messages = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": content}]
-    row = {"step": step, "split": split, "env": "sums", "example": 7, "group": 0, "reward": reward}
-    return {**row, "in_loss": split == "train", "messages": messages, **others}
-
-
-def write_rows(folder, rows, tokens=None, up_to_step=None):
-    writer = RolloutWriter(folder, up_to_step)
-    writer.append(rows, tokens=tokens)
-    writer.close()
-    return read_rollouts(folder)
+def written(folder, *rows):
+    """The rollouts of a run after these were written, too."""
+    write_rows(folder, *rows)
+    return Run("a", folder).rollouts()
 
 
 def write_lines(path, *rows, mode="a"):
@@ -67,7 +53,7 @@ def test_runs_are_found_in_folders_and_have_names_of_their_own(tmp_path):
     write_lines(tmp_path / "c/.hidden/no/metrics.jsonl", {})
     runs = Runs([tmp_path / "a/rl", tmp_path])
     assert [run.name for run in runs.find()] == ["a/rl", "b/rl"]
-    write_lines(tmp_path / "b/deep/er/other/rollouts.jsonl")  # it begins later
+    write_lines(tmp_path / "b/deep/er/other/metrics.jsonl")  # it begins later
     assert [run.name for run in runs.find()] == ["a/rl", "other", "b/rl"]
     assert runs["other"].folder == tmp_path / "b/deep/er/other"
     (tmp_path / "a/rl/metrics.jsonl").unlink()
@@ -153,35 +139,48 @@ def test_files_that_cannot_be_read_are_said(tmp_path):
 
 
 def test_rollouts_are_read_again_after_more_were_written_or_some_were_removed(tmp_path):
-    write_rows(tmp_path, [make_row(1), make_row(2)])
+    write_rows(tmp_path, make_row(1), make_row(2))
     run = Run("a", tmp_path)
-    assert len(run.rollouts()) == run.state()["num_rollouts"] == 2
+    assert run.state()["num_rollouts"] == len(run.rollouts()) == 2
     assert run.rollouts() is run.rollouts()  # nothing has changed
-    write_rows(tmp_path, [make_row(2, content="again")], up_to_step=1)
+    assert run.state()["envs"] == ["sums"]
+    remove_rollouts(tmp_path, behind=1)
+    write_rows(tmp_path, make_row(2, content="again"))
     found = run.ask(lambda rollouts: page_of(rollouts, Filter()))
     assert [row["preview"] for row in found["rows"]] == ["again", "so"]
-    remove_rollouts(tmp_path)
+    remove_rollouts(tmp_path, behind=-1)
     assert run.rollouts() is None and run.ask(len) is None and run.state()["num_rollouts"] == 0
 
 
-def test_a_question_is_asked_again_if_the_rows_changed_meanwhile(tmp_path):
-    write_rows(tmp_path, [make_row(1), make_row(2, content="old"), make_row(3)])
+def test_a_question_is_asked_again_if_a_file_was_replaced_meanwhile(tmp_path):
+    write_rows(tmp_path, make_row(1), make_row(2, content="old"), make_row(3))
     run, asked = Run("a", tmp_path), []
 
     def question(rollouts):
         asked.append(len(rollouts))
         if len(asked) == 1:
-            write_rows(tmp_path, [make_row(2, content="new")], up_to_step=1)
+            remove_rollouts(tmp_path, behind=1)
+            write_rows(tmp_path, make_row(2, content="new"), first=2)
         return rollout_of(rollouts, 1)
 
     assert run.ask(question)["messages"][-1]["content"] == "new" and asked == [3, 2]
 
     def question_while_it_grows(rollouts):
         asked.append(len(rollouts))
-        write_rows(tmp_path, [make_row(4, None)])  # a reward that is NaN in the index
-        return len(rollouts)
+        write_rows(tmp_path, make_row(4, None), first=3)
+        return rollout_of(rollouts, 1)["step"]
 
     assert run.ask(question_while_it_grows) == 2 and asked == [3, 2, 2]
+
+
+def test_a_file_that_cannot_be_read_is_said_and_hides_no_other(tmp_path):
+    write_rows(tmp_path, make_row(1), make_row(2), make_row(3))
+    path = tmp_path / "rollouts/step-000002.parquet"
+    path.write_bytes(path.read_bytes()[:-50])
+    run = Run("a", tmp_path)
+    (problem,) = run.state()["problems"]
+    assert problem.startswith("step-000002.parquet cannot be read: ")
+    assert [row["step"] for row in page_of(run.rollouts(), Filter())["rows"]] == [3, 1]
 
 
 # --- A choice of rollouts -------------------------------------------------------------------------
@@ -189,9 +188,9 @@ def test_a_question_is_asked_again_if_the_rows_changed_meanwhile(tmp_path):
 
 @pytest.fixture(scope="module")
 def chosen_from(tmp_path_factory):
-    error = {"type": "TimeoutError", "message": "too Late"}
-    call = {"id": "c1", "name": "calculate", "arguments": '{"expression": "2*3"}'}
-    calling = [{"role": "assistant", "content": "", "reasoning": "6?", "tool_calls": [call]}]
+    error = "TimeoutError: too Late"
+    call = {"id": "c1", "function": {"name": "calculate", "arguments": '{"expression": "2*3"}'}}
+    calling = [{"role": "assistant", "reasoning_content": "6?", "tool_calls": [call]}]
     rows = [
         make_row(1, 0.1, content="zero"),
         make_row(1, 0.9, content='said "Hi"\nand went'),
@@ -201,7 +200,7 @@ def chosen_from(tmp_path_factory):
         make_row(3, 0.1, in_loss=False, other_branches=[[{"role": "user", "content": "aside"}]]),
         make_row(3, 0.2, has_tokens=True, content="x" * 500),
     ]
-    return write_rows(tmp_path_factory.mktemp("chosen"), rows)
+    return written(tmp_path_factory.mktemp("chosen"), *rows)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def chosen_from(tmp_path_factory):
         ({"text": "calculate"}, [4]),
         ({"text": "6?"}, [4]),
         ({"text": "aside"}, [5]),
-        ({"text": "content"}, []),  # a key of the lines, in no text
+        ({"text": "assistant"}, []),  # a role is no text
     ],
 )
 def test_a_filter_chooses_rollouts_in_its_order(chosen_from, wanted, numbers):
@@ -265,7 +264,7 @@ def test_a_filter_that_cannot_be_is_an_error_that_names_it(wanted, message):
 
 
 def test_a_page_of_the_list_goes_on_where_the_last_one_ended(tmp_path):
-    rollouts = write_rows(tmp_path, [make_row(n, content=f"text {n % 2}") for n in range(10)])
+    rollouts = written(tmp_path, *(make_row(n, content=f"text {n % 2}") for n in range(10)))
     first = page_of(rollouts, Filter(), 0, 4)
     assert [row["step"] for row in first["rows"]] == [9, 8, 7, 6] and first["next"] == 4
     last = page_of(rollouts, Filter(), 8, 4)
@@ -276,10 +275,9 @@ def test_a_page_of_the_list_goes_on_where_the_last_one_ended(tmp_path):
 
 
 def test_later_pages_of_a_list_are_of_the_rollouts_that_its_first_page_was_of(tmp_path):
-    rows = [make_row(n) for n in range(8)]
-    first = page_of(write_rows(tmp_path, rows), Filter(), 0, 4)
+    first = page_of(written(tmp_path, *(make_row(n) for n in range(8))), Filter(), 0, 4)
     assert [row["step"] for row in first["rows"]] == [7, 6, 5, 4]
-    rollouts = write_rows(tmp_path, [make_row(n) for n in range(8, 13)])  # the run goes on
+    rollouts = written(tmp_path, *(make_row(n) for n in range(8, 13)))  # the run goes on
     second = page_of(rollouts, Filter(), first["next"], 4, upto=first["num_all"])
     assert [row["step"] for row in second["rows"]] == [3, 2, 1, 0] and second["next"] is None
     assert second["num_chosen"] == second["num_all"] == 8
@@ -287,23 +285,27 @@ def test_later_pages_of_a_list_are_of_the_rollouts_that_its_first_page_was_of(tm
 
 def test_a_search_ends_at_its_deadline_and_makes_progress_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(browse, "SEARCH_S", 0.0)
-    rollouts = write_rows(tmp_path, [make_row(n) for n in range(100)])
-    place, places = 0, []
-    while place is not None:
-        found = page_of(rollouts, Filter(text="nowhere"), place)
-        assert found["rows"] == []
-        place = found["next"]
-        places.append(place)
-    assert places == [32, 64, 96, None]
+    rollouts = written(tmp_path, *(make_row(n // 25) for n in range(100)))
+    for order, expected in (("newest", [25, 50, 75, None]), ("lowest", [25, 50, 75, None])):
+        place, places = 0, []
+        while place is not None:
+            found = page_of(rollouts, Filter(text=f"nowhere {order}", order=order), place)
+            assert found["rows"] == []
+            place = found["next"]
+            places.append(place)
+        assert places == expected
 
 
-def test_the_preview_is_the_last_reply_or_the_error_or_around_what_was_searched():
-    row = make_row(content="a " * 90 + "needle " + "b " * 200)
+def test_the_preview_is_the_last_reply_or_the_error_or_around_what_was_searched(tmp_path):
+    rollouts = written(
+        tmp_path, make_row(content="a " * 90 + "needle " + "b " * 200),
+        make_row(error="TypeError: why"), make_row(messages=[]),
+    )  # fmt: skip
+    row, failed, empty = rollouts.rows([0, 1, 2])
     assert browse.preview_of(row).startswith("a a a") and len(browse.preview_of(row)) == 200
     around = browse.preview_of(row, "NEEDLE")
     assert around.startswith("…a a") and "needle b" in around and len(around) <= 201
-    assert browse.preview_of({**row, "error": {"type": "E", "message": "why"}}) == "why"
-    assert browse.preview_of({"messages": []}) == "" == browse.preview_of({})
+    assert browse.preview_of(failed) == "TypeError: why" and browse.preview_of(empty) == ""
 
 
 def test_histograms_count_every_reward_once():
@@ -319,13 +321,13 @@ def test_histograms_count_every_reward_once():
 def test_the_map_of_rewards_has_each_scored_rollout_of_training(tmp_path):
     rewards = [(1, 0.0), (1, 1.0), (2, 1.0), (3, 0.5), (4, 0.0)]
     rows = [make_row(step, reward) for step, reward in rewards]
-    rollouts = write_rows(tmp_path, [*rows, make_row(4, None), make_row(4, 1.0, "eval")])
+    rollouts = written(tmp_path, *rows, make_row(4, None), make_row(4, 1.0, "eval"))
     found = browse.rewards_over_steps(rollouts, num_columns=2)
     assert (found["first"], found["last"], found["steps_of_column"]) == (1, 4, 2)
     assert [len(column) for column in found["counts"]] == [20, 20]
     assert [sum(column) for column in found["counts"]] == [3, 2]
     assert found["counts"][0][19] == 2 and found["counts"][1][10] == 1
-    empty = write_rows(tmp_path / "none", [make_row(1, None)])
+    empty = written(tmp_path / "none", make_row(1, None))
     assert browse.rewards_over_steps(empty) is None
 
 
@@ -333,7 +335,7 @@ def test_a_group_is_of_one_step_and_one_split_and_long_texts_are_cut(tmp_path, m
     monkeypatch.setattr(browse, "_GROUP_TEXT", 5)
     rows = [make_row(1, group=0), make_row(1, group=1), make_row(1, group=1, content="123456789")]
     rows += [make_row(1, split="eval", group=1), make_row(2, group=1)]
-    rollouts = write_rows(tmp_path, rows)
+    rollouts = written(tmp_path, *rows)
     found = group_of(rollouts, 2)
     assert [row["number"] for row in found["rollouts"]] == [1, 2] and found["num_more"] == 0
     assert found["rollouts"][1]["messages"][1]["content"] == "12345… (4 more characters)"
@@ -345,45 +347,28 @@ def test_a_group_is_of_one_step_and_one_split_and_long_texts_are_cut(tmp_path, m
 
 
 def test_tokens_are_given_a_part_at_a_time_with_what_the_whole_has(tmp_path):
-    arrays = token_arrays([0], "aé".encode())
-    arrays |= {"text_ends": np.array([2, 3]), "policy_versions": np.array([4, 6])}
-    rollouts = write_rows(tmp_path, [make_row(has_tokens=True), make_row()], arrays)
+    tokens = make_tokens(["a", "é"], policy_versions=np.array([4, 6]))
+    rollouts = written(tmp_path, make_row(**tokens), make_row())
     found = tokens_of(rollouts, 0, 1, 1)
     assert (found["num_tokens"], found["start"]) == (2, 1)
     assert (found["versions"], found["max_advantage"]) == ([4, 6], 1.0)
     assert found["trainer_logprobs"] == [None] and found["inference_logprobs"] == [-1.0]
-    assert found["loss_mask"] == [1] and found["policy_versions"] == [6]
-    # é is in both tokens: it is the text of the one that completes it.
-    assert found["text"] == ["é"] and tokens_of(rollouts, 0)["text"] == ["a", "é"]
+    assert found["loss_mask"] == [True] and found["policy_versions"] == [6]
+    assert found["token_texts"] == ["é"] and tokens_of(rollouts, 0)["token_texts"] == ["a", "é"]
     assert tokens_of(rollouts, 1) is None is tokens_of(rollouts, 7)
 
 
-def test_a_line_that_cannot_be_read_is_shown_as_such_and_hides_no_other(tmp_path):
-    rollouts = write_rows(tmp_path, [make_row(1), make_row(2, 0.25, is_truncated=True)])
-    lines = (tmp_path / ROLLOUTS).read_bytes().splitlines(keepends=True)
-    for broken in (
-        b"\xff" * (len(lines[1]) - 1) + b"\n",
-        b"[" + b" " * (len(lines[1]) - 2) + b"\n",
-    ):
-        (tmp_path / ROLLOUTS).write_bytes(lines[0] + broken)
-        rows = page_of(rollouts, Filter())["rows"]
-        assert rows[0]["is_unreadable"] and rows[1]["preview"] == "so"
-        assert (rows[0]["reward"], rows[0]["step"], rows[0]["env"]) == (0.25, 2, "sums")
-        assert rows[0]["is_truncated"] and rollout_of(rollouts, 1)["is_unreadable"]
-        assert group_of(rollouts, 1)["rollouts"][0]["is_unreadable"]
-    (tmp_path / ROLLOUTS).write_bytes(lines[0] * 2)  # another rollout's line is in its place
-    assert page_of(rollouts, Filter())["rows"][0]["is_unreadable"]
-    (tmp_path / ROLLOUTS).unlink()
-    assert [row["number"] for row in page_of(rollouts, Filter())["rows"]] == [1, 0]
-
-
-def test_messages_of_any_shape_do_not_break_the_list(tmp_path):
-    odd = [None, 3, "text", [3, None], [{"role": 1, "content": {"a": [1]}, "tool_calls": 5}]]
-    rows = [make_row(messages=messages, error="boom", rewards=[1]) for messages in odd]
-    rollouts = write_rows(tmp_path, rows)
-    found = page_of(rollouts, Filter(text="zzz"))
-    assert found["rows"] == [] and found["next"] is None
-    assert len(page_of(rollouts, Filter())["rows"]) == 5 and group_of(rollouts, 0)["rollouts"]
+def test_messages_have_the_turn_that_wrote_them_and_the_times_between_turns(tmp_path):
+    roles = ("user", "assistant", "tool", "tool", "assistant", "user")
+    turns = [{"message": 1, "begin_s": 0.5, "end_s": 1.0}, {"message": 4, "begin_s": 3.0},
+             {"message": None, "begin_s": 9.0}]  # fmt: skip
+    row = make_row(messages=[{"role": role, "content": ""} for role in roles], turns=turns)
+    rollouts = written(tmp_path, row, make_row(messages=[], turns=turns))
+    messages = rollout_of(rollouts, 0)["messages"]
+    assert [message.get("turn") for message in messages] == [None, 0, None, None, 1, None]
+    spans = [(message.get("begin_s"), message.get("end_s")) for message in messages]
+    assert spans == [(None, None), (0.5, 1.0), (1.0, 3.0), (1.0, 3.0), (3.0, None), (None, 9.0)]
+    assert rollout_of(rollouts, 1)["messages"] == []
 
 
 # --- The server -----------------------------------------------------------------------------------
@@ -522,17 +507,18 @@ def test_the_file_has_the_page_and_its_data_and_asks_for_nothing_else(tmp_path):
     assert b"Leon Sorokin" in page  # the licence of the charts
     data = one_file.data_of(page)
     (part,) = data["runs"]
-    rollouts = read_rollouts(tmp_path / "run")
+    rollouts = read(tmp_path / "run")
     assert said[1].startswith(f"run: {len(rollouts)} of {len(rollouts)} rollouts")
-    assert len(part["rollouts"]) == len(rollouts) and part["envs"] == rollouts.envs
-    assert part["rollouts"][5]["messages"] == rollouts[5]["messages"]
+    assert len(part["rollouts"]) == len(rollouts) and {*part["envs"]} == {"calculator", "trivia"}
+    texts = [[m["content"] for m in of["messages"]] for of in (part["rollouts"][5], rollouts[5])]
+    assert texts[0] == texts[1]
     with_tokens = [row["number"] for row in part["rollouts"] if row["has_tokens"]]
     assert with_tokens and with_tokens == [int(number) for number in part["tokens"]]
     assert not list(tmp_path.glob(".page*"))
 
 
 def test_what_a_model_wrote_is_no_part_of_the_html(tmp_path):
-    write_rows(tmp_path / "run", [make_row(content=HOSTILE, env=HOSTILE)])
+    write_rows(tmp_path / "run", make_row(content=HOSTILE, env=HOSTILE))
     write_run(tmp_path / "run", {"model": HOSTILE, "args": {"x": HOSTILE}})
     one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)
     page = (tmp_path / "page.html").read_text()
@@ -560,7 +546,8 @@ def test_the_file_keeps_to_its_size_with_whole_groups_from_all_over_the_run(tmp_
     page = (tmp_path / "page.html").read_bytes()
     assert 300_000 < len(page) <= 500_000
     (part,) = one_file.data_of(page)["runs"]
-    rollouts, numbers = read_rollouts(tmp_path / "run"), [r["number"] for r in part["rollouts"]]
+    rollouts = Run("a", tmp_path / "run").rollouts()
+    numbers = [row["number"] for row in part["rollouts"]]
     assert (
         100 < len(numbers) < len(rollouts)
         and f"{len(numbers):,} of {len(rollouts):,} rollouts" in said[1]
@@ -710,10 +697,3 @@ def test_a_missing_server_library_is_an_error_that_says_what_to_install(tmp_path
         if status:
             assert "uv pip install 'verifiers-rl[view]'" in done.stderr
     assert (tmp_path / "page.html").stat().st_size > 50_000
-
-
-def test_a_missing_index_is_made_again_for_the_page(tmp_path):
-    write_rows(tmp_path, [make_row(1), make_row(2)])
-    (tmp_path / INDEX).unlink()
-    run = Run("a", tmp_path)
-    assert run.state()["num_rollouts"] == 2 and len(run.rollouts()) == 2

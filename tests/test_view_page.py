@@ -10,10 +10,9 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from tests.fake_run import write_fake_run
-from tests.test_rollouts import token_arrays
-from tests.test_view import HOSTILE, make_row, serving, write_lines, write_rows
-from verifiers_rl import read_rollouts
-from verifiers_rl.report.rollouts import ROLLOUTS, RolloutWriter, write_run
+from tests.test_rollouts import make_row, make_tokens, read, write_rows
+from tests.test_view import HOSTILE, serving, write_lines
+from verifiers_rl.report.run_folder import remove_rollouts, write_run
 from verifiers_rl.view import browse, one_file
 from verifiers_rl.view.runs import Runs
 
@@ -188,7 +187,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(open_page, address):
 def test_rollouts_are_filtered_and_the_address_keeps_the_filter(open_page, address, two_runs):
     page = open_page(address + "#/rollouts?run=first")
     page.locator(".rollouts a").first.wait_for()
-    rollouts = read_rollouts(two_runs / "first")
+    rollouts = read(two_runs / "first")
     assert page.locator(".rollouts li").count() == 50
     assert page.locator(".count").inner_text() == f"{len(rollouts)} rollouts"
     page.get_by_role("button", name="More (").click()
@@ -213,7 +212,7 @@ def test_rollouts_are_filtered_and_the_address_keeps_the_filter(open_page, addre
 
 
 def test_each_bar_of_the_histogram_leads_to_its_rollouts(open_page, tmp_path):
-    write_rows(tmp_path / "run", [make_row(1, reward) for reward in (1 / 3, 2 / 3, 5 / 6)])
+    write_rows(tmp_path / "run", *(make_row(1, reward) for reward in (1 / 3, 2 / 3, 5 / 6)))
     with serving(tmp_path / "run") as client:
         page = open_page(f"{client.base_url}/?token=secret-token#/rollouts")
         for number in range(3):
@@ -266,14 +265,14 @@ def test_keys_go_through_the_list_the_tabs_and_the_group(open_page, address):
 
 
 def test_tokens_are_colored_by_each_of_their_numbers(open_page, address, two_runs):
-    rollouts = read_rollouts(two_runs / "first")
+    rollouts = read(two_runs / "first")
     number = next(row for row in range(len(rollouts)) if rollouts[row]["has_tokens"])
-    arrays = rollouts.tokens(number)
+    row = rollouts[number]
     page = open_page(f"{address}#/rollouts?run=first&number={number}&tab=tokens")
     page.locator(".token[data-i]").first.wait_for()
-    assert page.locator(".token[data-i]").count() == len(arrays["text"])
+    assert page.locator(".token[data-i]").count() == len(row["token_ids"])
     text = "".join(page.locator(".token[data-i]").all_inner_texts()).split()
-    assert text == "".join(arrays["text"]).split()
+    assert text == "".join(row["token_texts"]).split()
     looks = set()
     look = "[...document.querySelectorAll('.token[data-i]')].map(t => t.outerHTML).join()"
     for name in ("logprob", "trainer_logprob", "ratio", "entropy", "advantage", "version", "mask"):
@@ -281,26 +280,27 @@ def test_tokens_are_colored_by_each_of_their_numbers(open_page, address, two_run
         looks.add(page.evaluate(look))
         assert page.locator(".legend").inner_text() != ""
     assert len(looks) == 7
-    masked = int(arrays["is_masked"].sum())
+    masked = sum(row["is_masked"])
     assert page.locator(".tokens .token-masked").count() == masked
-    place = int(arrays["loss_mask"].argmax())
+    place = row["loss_mask"].index(True)
     page.locator(".token[data-i]").nth(place).hover()
     readout = page.locator(".readout").inner_text()
-    assert f"id {arrays['token_ids'][place]}" in readout and "in the loss" in readout
+    assert f"id {row['token_ids'][place]}" in readout and "in the loss" in readout
 
 
 def test_a_rollout_has_its_timeline_its_calls_and_its_reasoning(open_page, address, two_runs):
-    rollouts = read_rollouts(two_runs / "first")
+    rollouts = read(two_runs / "first")
     number = next(
         i for i, row in enumerate(rollouts)
-        if row["num_turns"] == 2 and "reasoning" in row["messages"][2] and not row["error"]
+        if row["num_turns"] == 2 and row["messages"][2]["reasoning_content"] and not row["error"]
     )  # fmt: skip
     row = rollouts[number]
     page = open_page(f"{address}#/rollouts?run=first&number={number}")
     page.locator(".message").first.wait_for()
     assert page.locator(".span-title").all_inner_texts() == ["turn 1", "calculate", "turn 2"]
     assert "in tools" in page.locator(".timeline summary").inner_text()
-    assert page.locator(".reasoning .text").first.inner_text() == row["messages"][2]["reasoning"]
+    reasoning = page.locator(".reasoning .text").first.inner_text()
+    assert reasoning == row["messages"][2]["reasoning_content"]
     assert "expression" in page.locator(".call .text").inner_text()
     page.locator(".span").nth(1).click()
     assert "role-tool" in page.evaluate("document.activeElement.className")
@@ -311,30 +311,29 @@ def test_a_rollout_has_its_timeline_its_calls_and_its_reasoning(open_page, addre
 
 @pytest.mark.slow
 def test_the_page_follows_a_run_that_goes_on_and_one_that_is_resumed(open_page, tmp_path):
-    def train(first, last, up_to=None):
-        writer = RolloutWriter(tmp_path, up_to)
-        for step in range(first, last + 1):
-            writer.append([make_row(step, content=f"of step {step}")])
+    def train(*steps):
+        for step in steps:
+            write_rows(tmp_path, make_row(step, content=f"of step {step}"), first=step)
             write_lines(tmp_path / "metrics.jsonl", {"step": step, "reward": step / 10})
-        writer.close()
 
     run = {"status": "running", "pid": os.getpid(), "max_steps": 20, "begun_at": time.time()}
     with serving(tmp_path) as client:
         page = open_page(f"{client.base_url}/?token=secret-token")
         page.locator(".card .is-empty").wait_for()
         write_run(tmp_path, run)
-        train(1, 3)
+        train(1, 2, 3)
         page.get_by_text("step 3 of 20").wait_for()
         page.locator("#chart-reward canvas").wait_for()
         page.keyboard.press("3")
         page.get_by_text("of step 3").wait_for()
-        train(4, 6)
+        train(4, 5, 6)
         page.get_by_role("button", name="3 new rollouts: show").click()
         page.get_by_text("of step 6").wait_for()
         # It is resumed from step 2: the rows after it are removed on both sides.
         write_lines(tmp_path / "aside", *({"step": n, "reward": 0.0} for n in (1, 2)))
         (tmp_path / "aside").replace(tmp_path / "metrics.jsonl")
-        train(3, 3, up_to=2)
+        remove_rollouts(tmp_path, behind=2)
+        train(3)
         page.get_by_role("button", name="The run has removed rollouts").click()
         until(page, "document.querySelectorAll('.rollouts li').length === 3")
         page.keyboard.press("1")
@@ -361,9 +360,8 @@ def odd_runs(folder):
     write_run(folder / "killed", gone)
     for path in (folder / "killed").iterdir():
         os.utime(path, (1.0, 1.0))
-    write_rows(folder / "unreadable", [make_row(1), make_row(2)])
-    lines = (folder / "unreadable" / ROLLOUTS).read_bytes()
-    (folder / "unreadable" / ROLLOUTS).write_bytes(lines.replace(b'"step": 2', b'\xff"step"-2'))
+    write_rows(folder / "unreadable", make_row(1), make_row(2))
+    (folder / "unreadable/rollouts/step-000002.parquet").write_bytes(b"PAR1 and no more")
     (folder / "unreadable/run.json").write_text("{")
 
 
@@ -379,14 +377,13 @@ def test_odd_runs_show_what_they_have_and_say_what_is_wrong(open_page, tmp_path)
         assert "loss was not a finite number once, first in step 1" in cards["no-rollouts"]
         assert "1 lines cannot be read" in cards["no-rollouts"]
         assert "run.json cannot be read" in cards["unreadable"]
+        assert "step-000002.parquet cannot be read" in cards["unreadable"]
         go(page, "#/time", ".verdict")
         assert "No step has been timed yet." in page.locator(".verdict").all_inner_texts()
         go(page, "#/rollouts?run=no-rollouts", ".count")
         page.get_by_text("This run has no rollouts on disk").wait_for()
         go(page, "#/rollouts?run=unreadable", ".rollouts a")
-        assert "The line cannot be read." in page.locator(".rollouts").inner_text()
-        page.locator(".rollouts a").first.click()
-        page.get_by_text("The line of this rollout cannot be read").wait_for()
+        assert page.locator(".rollouts a").count() == 1
         for part in ("#/options", "#/rollouts?run=empty"):
             go(page, part, "main *")
         go(page, "#/rollouts?run=gone&number=99", ".detail-side .error")
@@ -402,19 +399,17 @@ def test_odd_runs_show_what_they_have_and_say_what_is_wrong(open_page, tmp_path)
 
 
 def hostile_run(folder):
-    call = {"id": HOSTILE, "name": HOSTILE, "arguments": HOSTILE}
+    function = {"name": HOSTILE, "arguments": HOSTILE}
     messages = [
         {"role": HOSTILE, "content": HOSTILE},
-        {"role": "assistant", "content": HOSTILE, "reasoning": HOSTILE, "tool_calls": [call],
-         "turn": 0, "begin_s": 0, "end_s": 1},
-        {"role": "tool", "content": "\u202e\ud800\x00" + HOSTILE, "tool_call_id": HOSTILE,
-         "begin_s": 1, "end_s": 2},
+        {"role": "assistant", "content": HOSTILE, "reasoning_content": HOSTILE,
+         "tool_calls": [{"id": HOSTILE, "function": function}]},
+        {"role": "tool", "content": "\u202e\ud800\x00" + HOSTILE, "tool_call_id": HOSTILE},
     ]  # fmt: skip
-    turns = [{"begin_s": 0, "end_s": 1, "finish_reason": HOSTILE, "policy_version": HOSTILE}]
+    turns = [{"message": 1, "begin_s": 0, "end_s": 1, "finish_reason": HOSTILE}]
     row = make_row(1, env=HOSTILE, role=HOSTILE, messages=messages, turns=turns)
-    row |= {"rewards": {HOSTILE: HOSTILE}, "other_branches": [messages], "num_turns": HOSTILE}
-    error = {"type": HOSTILE, "message": HOSTILE}
-    write_rows(folder, [row, {**row, "error": error, "reward": None}, {**row, "messages": 5}])
+    row |= {"rewards": [{"name": HOSTILE, "value": 1}], "other_branches": [messages]}
+    write_rows(folder, row, {**row, "error": HOSTILE, "reward": None}, {**row, "messages": None})
     run = {"model": HOSTILE, "status": HOSTILE, "args": {HOSTILE: HOSTILE, "x": [HOSTILE]}}
     write_run(folder, {**run, "versions": {HOSTILE: HOSTILE}, "max_steps": HOSTILE})
     write_lines(folder / "metrics.jsonl", {"step": 1, HOSTILE: 1.0, "reward": 0.5, "step_s": 1})
@@ -443,7 +438,7 @@ def test_what_models_write_is_text_on_the_page_and_in_the_file(open_page, tmp_pa
 
 def test_the_file_says_which_tokens_it_lacks(open_page, tmp_path, monkeypatch):
     monkeypatch.setattr(browse, "MAX_TOKENS", 1)
-    write_rows(tmp_path / "run", [make_row(1, has_tokens=True)], token_arrays([0]))
+    write_rows(tmp_path / "run", make_row(1, **make_tokens(["a", "b"])))
     one_file.write_page(Runs([tmp_path / "run"]), tmp_path / "page.html", 2_000_000)
     page = open_page(f"file://{tmp_path}/page.html#/rollouts?number=0&tab=tokens", offline=True)
     page.locator(".token[data-i]").first.wait_for()

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from verifiers_rl.envs.dataset import env_from
     from verifiers_rl.losses import LossInputs, LossOutputs, cispo
     from verifiers_rl.orchestrator import Orchestrator
-    from verifiers_rl.report.rollouts import read_rollouts
     from verifiers_rl.trainer import RLTrainer
 
 __version__ = "0.1.0"
@@ -28,7 +27,6 @@ __all__ = [
     "WeightedEnv",
     "cispo",
     "env_from",
-    "read_rollouts",
 ]
 
 HOME = {
@@ -41,7 +39,6 @@ HOME = {
     "WeightedEnv": "envs.base",
     "cispo": "losses",
     "env_from": "envs.dataset",
-    "read_rollouts": "report.rollouts",
 }
 
 

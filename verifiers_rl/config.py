@@ -598,20 +598,12 @@ class RLConfig(TrainingArguments):
         "as {temperature = 0, max_tokens = 512}. A temperature of 0 takes the likeliest token, and "
         "a top_k of 0 all tokens. On a command line, write JSON.",
     )
-    num_rollouts_to_print: NotNegativeInt = _option(
-        2, "Rollouts in the table at each logging step; 0 for no table."
-    )
-    log_rollouts: bool = _option(
-        True,
-        "Write all rollouts into rollouts.jsonl in output_dir, and tables of some to the trackers "
-        "of report_to: see docs/rollouts_on_disk.md. False writes none.",
-    )
-    log_tokens_of: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = (
-        _option(
-            0.05,
-            "Share of the groups whose tokens are written into rollout_tokens: logprobs of server "
-            "and trainer, entropy, masks; about 8 bytes a token. 1 writes all, 0 none.",
-        )
+    log_rollouts: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = _option(
+        0.05,
+        "All rollouts are written into output_dir/rollouts, a table of some is shown in the "
+        "terminal and sent to the trackers of report_to: see docs/rollouts_on_disk.md. The number "
+        "is the share of the groups that are written with their tokens: logprobs of server and "
+        "trainer, entropy, masks; about 8 bytes a token. 0: nothing is written or shown.",
     )
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ class Orchestrator:
         # Each batch, its progress and how many were pending after its submission.
         self._pending: deque[tuple[Future[Batch], Progress, int]] = deque()
         self._evaluation: tuple[Future[dict[str, float]], Progress] | None = None
-        # The groups of the last evaluations and the policy version of each, for rollouts.jsonl.
+        # The groups of the last evaluations and the policy version of each, to be written.
         self.evaluated: deque[tuple[int, list[list[Rollout]]]] = deque(maxlen=4)
 
     # --- Called by the trainer --------------------------------------------------------------------

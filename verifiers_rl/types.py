@@ -200,9 +200,8 @@ class Rollout:
         num_lost_tokens: tokens of its reply that the server ended at `generation_timeout`.
         advantage: set when its group is complete; the mean over its loss tokens if they differ.
         has_own_advantages: the environment has set the advantages of its samples; they are kept.
-        record: what people look at besides, for rollouts.jsonl: messages, turns, times and parts
-            of the reward, as a JSON object in UTF-8; b"" where nothing is known. See
-            `envs/records.py`.
+        record: what people look at besides: messages, turns and times, as a JSON object in UTF-8;
+            b"" where nothing is known. See `envs/records.py`.
         added_advantages: for each token of its samples, one sample after the other, (sum of T,)
             float64: added to the advantages that its group gives it. None: nothing is added.
     """

@@ -159,8 +159,7 @@ def test_rollouts_in_workers_are_those_of_this_process(make_env, tmp_path):
             record, same_record = json.loads(rollout.record), json.loads(other.record)
             for each in (record, same_record):  # when and where it ran
                 assert each.pop("begun_at") > 0
-                each["rewards"].pop("pid")
-            assert record == same_record and record["rewards"]["score"] == rollout.metrics["score"]
+            assert record == same_record
             rollout.record = other.record = b""
             assert rollout == other
 

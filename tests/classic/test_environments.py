@@ -173,8 +173,8 @@ def test_the_record_of_a_rollout_has_messages_turns_and_rewards():
     assert [(m["role"], m["content"]) for m in record["messages"]] == [
         ("user", "q1"), ("assistant", "ok"),
     ]  # fmt: skip
-    assert record["messages"][1]["turn"] == 0 and record["rewards"] == rollout.metrics
     (turn,) = record["turns"]
+    assert turn["message"] == 1
     assert (turn["num_prompt_tokens"], turn["num_sampled_tokens"]) == (2, 2)
     assert (turn["policy_version"], turn["finish_reason"]) == (2, "stop")
     assert abs(record["begun_at"] - time.time()) < 60

@@ -1,16 +1,16 @@
-"""What people read of a rollout beside its numbers: messages, turns, times, parts of the reward.
+"""What people read of a rollout beside its numbers: messages, turns, times.
 
-It is made where the rollout ran, as JSON, and goes through the trainer's process unparsed into
-rollouts.jsonl; docs/rollouts_on_disk.md has each key. Times of messages and turns are in seconds
-since `begun_at`.
+It is made where the rollout ran, as JSON, and goes through the trainer's process unparsed to the
+writer of rollouts; docs/rollouts_on_disk.md has each key. Messages are as the chat API of OpenAI
+has them, so `vf-sft` reads them too. Times are in seconds since `begun_at`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from verifiers_rl.envs.base import field_of as _field
+from verifiers_rl.envs.base import field_of
 from verifiers_rl.json_text import as_json
 
 
@@ -24,35 +24,20 @@ def record_of_trace(
         policy_version: version for replies that are not in `versions`.
     """
     begin = trace.timing.start
-    calls = [call for call in trace.calls if call.node is not None]
-    turn_of = {call.node: turn for turn, call in enumerate(calls)}
-    spans = [_span(call.time.start, call.time.end, begin) for call in calls]
-    places = {id(node): place for place, node in enumerate(trace.nodes)}
-
-    def message_of(node: Any, last_turn: int) -> dict[str, Any]:
-        message = _message(node.message)
-        turn = turn_of.get(places[id(node)])
-        if turn is not None:
-            message |= {"turn": turn, **spans[turn]}
-        elif last_turn >= 0:  # what came after a reply: until the next call began
-            message |= _between(spans, last_turn)
-        return message
-
-    branches = []
-    for branch in trace.branches:
-        messages: list[dict[str, Any]] = []
-        last_turn = -1
-        for node in branch.nodes:
-            messages.append(message_of(node, last_turn))
-            last_turn = messages[-1].get("turn", last_turn)
-        branches.append(messages)
+    branches = [branch.nodes for branch in trace.branches]
+    nodes = branches.pop() if branches else []
+    place_of = {id(node): place for place, node in enumerate(nodes)}
     turns = []
-    for call, span in zip(calls, spans, strict=True):
+    for call in trace.calls:
+        if call.node is None:
+            continue
         node = trace.nodes[call.node]
         own = versions.get(id(node.message)) or [(0, policy_version)]
         turns.append(
             {
-                **span,
+                "message": place_of.get(id(node)),
+                "begin_s": call.time.start - begin if call.time.start else None,
+                "end_s": call.time.end - begin if call.time.end else None,
                 "num_prompt_tokens": _num_tokens_up_to(trace, call.node) - len(node.logprobs),
                 "num_sampled_tokens": len(node.logprobs),
                 "policy_version": own[-1][1],
@@ -61,13 +46,11 @@ def record_of_trace(
         )
     record: dict[str, Any] = {
         "begun_at": begin,
-        "rewards": {name: reward.score for name, reward in trace.rewards.items() if reward}
-        | {name: value for name, value in trace.metrics.items() if value is not None},
-        "messages": branches.pop() if branches else [],
+        "messages": [_message(node.message) for node in nodes],
         "turns": turns,
     }
     if branches:
-        record["other_branches"] = branches
+        record["other_branches"] = [[_message(node.message) for node in own] for own in branches]
     return as_json(record)
 
 
@@ -78,12 +61,10 @@ def record_of_state(state: Mapping[str, Any], policy_version: int) -> bytes:
         policy_version: version for turns whose response has none.
     """
     timing = state.get("timing") or {}
-    begun_at = _field(timing, "start_time") or _field(timing, "start") or None
-    messages = [*_messages(state.get("prompt"), "user")]
+    messages = _messages(state.get("prompt"), "user")
     messages += _messages(state.get("completion"), "assistant")
-    steps = state.get("trajectory") or []
-    turns = []
-    for step in steps:
+    turns: list[dict[str, Any]] = []
+    for step in state.get("trajectory") or []:
         tokens, response = step.get("tokens") or {}, step.get("response")
         own = getattr(response, "policy_versions", None) or [(0, policy_version)]
         turns.append(
@@ -94,21 +75,13 @@ def record_of_state(state: Mapping[str, Any], policy_version: int) -> bytes:
                 "finish_reason": _finish_reason(response),
             }
         )
-    replies = [message for message in messages if message["role"] == "assistant"]
     # Prompts can have replies too, such as examples; the last ones are those of the turns.
+    replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if len(replies) >= len(turns):
-        for turn, message in enumerate(replies[len(replies) - len(turns) :]):
-            message["turn"] = turn
-    rewards = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-    record = {"begun_at": begun_at, "rewards": rewards, "messages": messages, "turns": turns}
-    return as_json(record)
-
-
-def _span(start: float, end: float, begin: float) -> dict[str, float | None]:
-    def since(time: float) -> float | None:
-        return round(time - begin, 6) if time else None
-
-    return {"begin_s": since(start), "end_s": since(end)}
+        for turn, place in zip(turns, replies[len(replies) - len(turns) :], strict=True):
+            turn["message"] = place
+    begun_at = field_of(timing, "start_time") or field_of(timing, "start") or None
+    return as_json({"begun_at": begun_at, "messages": messages, "turns": turns})
 
 
 def _num_tokens_up_to(trace: Any, place: int | None) -> int:
@@ -120,16 +93,10 @@ def _num_tokens_up_to(trace: Any, place: int | None) -> int:
     return num_tokens
 
 
-def _between(spans: Sequence[dict[str, float | None]], turn: int) -> dict[str, float | None]:
-    after = spans[turn + 1]["begin_s"] if turn + 1 < len(spans) else None
-    return {"begin_s": spans[turn]["end_s"], "end_s": after}
-
-
 def _finish_reason(response: Any) -> str | None:
-    message = _field(response, "message")
-    found = _field(message, "finish_reason")
-    if found is None and (choices := _field(response, "choices")):
-        found = _field(choices[0], "finish_reason")
+    found = field_of(field_of(response, "message"), "finish_reason")
+    if found is None and (choices := field_of(response, "choices")):
+        found = field_of(choices[0], "finish_reason")
     return None if found is None else str(found)
 
 
@@ -140,26 +107,24 @@ def _messages(messages: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
+    """Return a message as OpenAI's chat API has it, with its content as one text."""
     result: dict[str, Any] = {
-        "role": _field(message, "role"),
-        "content": _text(_field(message, "content")),
+        "role": field_of(message, "role"),
+        "content": _text(field_of(message, "content")),
     }
-    if reasoning := _field(message, "reasoning_content"):
-        result["reasoning"] = str(reasoning)
-    if calls := _field(message, "tool_calls"):
+    if reasoning := field_of(message, "reasoning_content"):
+        result["reasoning_content"] = str(reasoning)
+    if calls := field_of(message, "tool_calls"):
         result["tool_calls"] = [_call(call) for call in calls]
-    if call_id := _field(message, "tool_call_id"):
-        result["tool_call_id"] = call_id
+    if call_id := field_of(message, "tool_call_id"):
+        result["tool_call_id"] = str(call_id)
     return result
 
 
 def _call(call: Any) -> dict[str, Any]:
-    function = _field(call, "function") or call  # as OpenAI has it, or verifiers
-    return {
-        "id": _field(call, "id"),
-        "name": _field(function, "name"),
-        "arguments": str(_field(function, "arguments")),
-    }
+    function = field_of(call, "function") or call  # as OpenAI has it, or verifiers
+    named = {name: str(field_of(function, name)) for name in ("name", "arguments")}
+    return {"id": str(field_of(call, "id")), "type": "function", "function": named}
 
 
 def _text(content: Any) -> str:
@@ -168,6 +133,6 @@ def _text(content: Any) -> str:
         return content or ""
     parts = []
     for part in content if isinstance(content, list | tuple) else [content]:
-        text = part if isinstance(part, str) else _field(part, "text")
-        parts.append(str(text) if text is not None else f"[{_field(part, 'type')}]")
+        text = part if isinstance(part, str) else field_of(part, "text")
+        parts.append(str(text) if text is not None else f"[{field_of(part, 'type')}]")
     return "\n".join(parts)

@@ -282,13 +282,13 @@ def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict
     return metrics if peak is None else {**metrics, "mfu": num_flops / seconds / peak}
 
 
-def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int) -> None:
+def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) -> None:
     """Print a table of a few rollouts of one batch, from the lowest to the highest reward."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    if not rollouts or num_rows == 0:
+    if not rollouts:
         return
     table = Table(title=f"step {step}", show_lines=True, expand=True)
     for column in ("prompt", "completion"):

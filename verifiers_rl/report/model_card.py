@@ -32,7 +32,7 @@ _INHERITED = (
 # Options that concern the machine, or that the card states elsewhere.
 _LEFT_OUT = re.compile(
     "(lora|vllm|eval|weight_sync|micro)_.*|use_lora|overwrite_output_dir|env_workers|"
-    "max_concurrent|max_tokens_per_microbatch|generation_timeout|num_rollouts_to_print|client_type|"
+    "max_concurrent|max_tokens_per_microbatch|generation_timeout|log_rollouts|client_type|"
     "tools_in_process|save_final"
 )
 

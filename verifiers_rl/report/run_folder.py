@@ -12,15 +12,17 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from verifiers_rl.json_text import as_json
 from verifiers_rl.process.disk import restore_replaced
-from verifiers_rl.report.rollouts import read_run, remove_rollouts
 from verifiers_rl.sync import not_plain, reason_against_serving
 
+RUN = "run.json"
 METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts"  # a folder of files, see rollouts.py
 CURVES = "curves.png"
 CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
@@ -188,14 +190,14 @@ def clear_run_folder(output_dir: str | Path) -> None:
     folder = Path(output_dir).expanduser()
     if not folder.is_dir():
         return
-    remove_rollouts(folder)
+    remove_rollouts(folder, behind=-1)
     for path in _checkpoints(folder):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     for name in (UNFINISHED, ABANDONED):
         shutil.rmtree(folder / name, ignore_errors=True)
     if is_our_card(folder / MERGED / CARD):
         shutil.rmtree(folder / MERGED)
-    patterns = [METRICS, CURVES]
+    patterns = [RUN, METRICS, CURVES]
     if is_our_card(folder / CARD):
         patterns += [*_MODEL, *_BESIDE_MODEL, CARD]
     for pattern in patterns:
@@ -357,6 +359,33 @@ def summary(source: Path) -> str:
             line += f" -> {last:.3f} (step {last_step})"
         lines.append(line)
     return "\n".join(lines)
+
+
+# --- run.json and the rollouts --------------------------------------------------------------------
+
+
+def read_run(folder: str | Path) -> dict[str, Any]:
+    """Return run.json of a run; {} if there is none."""
+    path = Path(folder) / RUN
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def write_run(folder: Path, changes: Mapping[str, Any]) -> None:
+    """Change keys of run.json. The file is replaced at once."""
+    unfinished = folder / f".{RUN}.{os.getpid()}"
+    unfinished.write_bytes(as_json({**read_run(folder), **changes}))
+    unfinished.replace(folder / RUN)
+
+
+def rollouts_file(folder: Path, number: int) -> Path:
+    return folder / ROLLOUTS / f"step-{number:06d}.parquet"
+
+
+def remove_rollouts(folder: Path, behind: int) -> None:
+    """Remove the files of rollouts that a run wrote behind the checkpoint of this step."""
+    for path in (folder / ROLLOUTS).glob("step-*.parquet"):
+        if int(path.stem.removeprefix("step-")) > behind:
+            path.unlink()
 
 
 # --- What is in the folder ------------------------------------------------------------------------

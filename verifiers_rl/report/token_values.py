@@ -6,18 +6,18 @@ each sample's own tokens, however microbatches had laid them out.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from verifiers_rl.losses import LossInputs
-from verifiers_rl.report.rollouts import TOKEN_DTYPES
-from verifiers_rl.types import Batch, Rollout, SampleSizes
+from verifiers_rl.types import Sample, SampleSizes
 
 # What a batch's loss tokens have: trainer_logprobs, entropy, is_masked, and 1 where computed.
 _NUM_VALUES = 4
@@ -25,7 +25,7 @@ _NUM_VALUES = 4
 
 def choose_samples(sizes: SampleSizes, step: int, groups_per_batch: int, share: float) -> Any:
     """Return which samples have their tokens written, (S,) bool: those of every (1 / share)-th
-    group of the run. Each rank finds the same.
+    group of the run. Each rank finds the same. What is no rollout is not written.
 
     Args:
         sizes: of the batch.
@@ -34,7 +34,8 @@ def choose_samples(sizes: SampleSizes, step: int, groups_per_batch: int, share: 
         share: 0 to 1.
     """
     number = step * groups_per_batch + sizes.group_ids
-    return np.floor(number * share) > np.floor((number - 1) * share)
+    is_chosen = np.floor(number * share) > np.floor((number - 1) * share)
+    return is_chosen & (sizes.rollout_ids >= 0)
 
 
 class TokenValues:
@@ -98,86 +99,62 @@ class TokenValues:
 
 
 class TokenTexts:
-    """The text of single tokens, as bytes: a character may be in several tokens.
+    """The text of single tokens.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model. Its vocabulary is read here, on the thread that uses it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def _table(self) -> dict[int, bytes]:
-        vocabulary = self._tokenizer.get_vocab()
-        added = set(getattr(self._tokenizer, "added_tokens_decoder", {}))
-        byte_of = _bytes_of_characters() if "Ġ" in vocabulary else {}
+        vocabulary = tokenizer.get_vocab()
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        # In byte-level tokens, characters stand for bytes, as GPT-2 chose them.
+        bytes_of = {c: byte for byte, c in bytes_to_unicode().items()} if "Ġ" in vocabulary else {}
 
         def text(token: str, number: int) -> bytes:
             if number in added:  # as it is written
                 return token.encode()
-            if byte_of and all(c in byte_of for c in token):
-                return bytes(byte_of[c] for c in token)
+            if bytes_of and all(c in bytes_of for c in token):
+                return bytes(bytes_of[c] for c in token)
             if match := re.fullmatch("<0x([0-9A-F]{2})>", token):  # of sentencepiece
                 return bytes.fromhex(match[1])
             return token.replace("▁", " ").encode()
 
-        return {number: text(token, number) for token, number in vocabulary.items()}
+        self._table = {number: text(token, number) for token, number in vocabulary.items()}
 
-    def prepare(self) -> None:
-        """Read the vocabulary, on the thread that uses the tokenizer."""
-        _ = self._table
-
-    def of(self, token_ids: np.ndarray) -> list[bytes]:
-        """Return the text of each token; b"" for one that the tokenizer does not know."""
-        return [self._table.get(number, b"") for number in token_ids.tolist()]
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte for which a character stands in the tokens of a byte-level tokenizer. GPT-2
-    chose these characters: printable ones for themselves, those from 256 on for the others, in
-    order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    def of(self, token_ids: np.ndarray) -> list[str]:
+        """Return the text of each token; "" for one that the tokenizer does not know. A character
+        that several tokens make is the text of the last one; that of the others is "".
+        """
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        texts = [decode(self._table.get(number, b"")) for number in token_ids.tolist()]
+        return [*texts[:-1], texts[-1] + decode(b"", True)] if texts else []
 
 
-def token_arrays(
-    rollouts: Sequence[tuple[int, Rollout]], batch: Batch, values: TokenValues, texts: TokenTexts
-) -> dict[str, np.ndarray]:
-    """Return what rollout_tokens has of these rollouts.
+def token_columns(
+    samples: Sequence[tuple[int, Sample]], values: TokenValues, texts: TokenTexts
+) -> dict[str, Any]:
+    """Return what the file of rollouts has of the tokens of one rollout, one sample after the
+    other: arrays of T tokens, by the name of their column.
 
     Args:
-        rollouts: each with its row.
-        batch: whose samples they have.
+        samples: of the rollout, each with its number in the batch.
         values: collected.
         texts: of the tokenizer.
     """
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in TOKEN_DTYPES}
-    number_of = {id(sample): i for i, sample in enumerate(batch.samples)}
-    starts, pieces = [0], []
-    for _, rollout in rollouts:
-        for number, sample in enumerate(rollout.samples):
-            of_loss = np.full((3, len(sample.token_ids)), np.nan, np.float32)
-            if (found := values.of_samples.get(number_of[id(sample)])) is not None:
-                of_loss[:, sample.loss_mask] = found
-            parts["sample"].append(np.full(len(sample.token_ids), number))
-            parts["trainer_logprobs"].append(of_loss[0])
-            parts["entropy"].append(of_loss[1])
-            parts["is_masked"].append(of_loss[2] > 0)
-            for name in sample.DTYPES:
-                parts[name].append(getattr(sample, name))
-            pieces += texts.of(sample.token_ids)
-        starts.append(len(pieces))
-    flat = {
-        name: np.concatenate(arrays or [np.zeros(0)]).astype(TOKEN_DTYPES[name])
-        for name, arrays in parts.items()
+    columns = {
+        name: np.concatenate([getattr(sample, name) for _, sample in samples])
+        for name in Sample.DTYPES
     }
-    return {
-        "rows": np.array([row for row, _ in rollouts], np.int64),
-        "starts": np.array(starts, np.int64),
-        **flat,
-        "text": np.frombuffer(b"".join(pieces), np.uint8),
-        "text_ends": np.cumsum([len(piece) for piece in pieces], dtype=np.int64),
+    lengths = [len(sample.token_ids) for _, sample in samples]
+    of_loss = np.full((3, sum(lengths)), np.nan, np.float32)
+    nothing = [np.full((3, sample.num_loss_tokens), np.nan) for _, sample in samples]
+    found = [values.of_samples.get(n, nan) for (n, _), nan in zip(samples, nothing, strict=True)]
+    of_loss[:, columns["loss_mask"]] = np.concatenate(found, axis=1)
+    return columns | {
+        "sample": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        "token_texts": texts.of(columns["token_ids"]),
+        "trainer_logprobs": of_loss[0],
+        "entropy": of_loss[1],
+        "is_masked": of_loss[2] > 0,
     }

@@ -111,7 +111,6 @@ class SFTConfig(RLConfig):
     rollouts_per_example: PositiveInt = 1
     temperature: PositiveNumber = 1.0
     max_off_policy_steps: int = 0
-    log_tokens_of: float = 0.0
 
     def __post_init__(self) -> None:
         self._num_positions: int | None = None  # of a run whose rows are counted

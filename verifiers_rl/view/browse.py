@@ -1,30 +1,27 @@
 """Rollouts as the page shows them: a choice among many, one of them, its group, its tokens.
 
-A choice is made in the index, an array of 32 bytes a rollout. Lines are read for what is shown, a
-page of rows at a time, and for a search in texts, which has a limit and a deadline. All results are
-of values that JSON has.
+A choice is made in the index. Files are read for what is shown, a page of rows at a time, and for a
+search in texts, which has a deadline. All results are of values that JSON has.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from verifiers_rl.json_text import without_nan
-from verifiers_rl.report.rollouts import (
+from verifiers_rl.view.files import (
     HAS_ERROR,
     HAS_TOKENS,
+    IN_LOSS,
     IS_EVAL,
     IS_TRUNCATED,
-    NOT_IN_LOSS,
-    ROLLOUTS,
     Rollouts,
 )
 
@@ -33,18 +30,16 @@ SEARCH_S = 1.0  # for a search in texts; the page asks again for the rest
 MAX_TOKENS = 2_000  # in one answer
 MAX_GROUP = 64  # rollouts of a group that are shown side by side
 _PREVIEW, _GROUP_TEXT, _TEXT = 200, 4_000, 400_000  # characters of a text
-_CHECK = 32  # lines that are read between two looks at the clock
 _BINS = 20  # of a histogram
 _LARGEST = 2**31 - 1  # of the index's numbers
-_COMMON = ("step", "split", "env", "role", "example", "group", "reward", "advantage", "in_loss",
-           "is_truncated", "error", "num_turns", "num_tokens", "num_sampled_tokens", "generation_s",
-           "has_tokens")  # fmt: skip
+_IN_LIST = ("step", "split", "env", "example", "group", "reward", "in_loss", "is_truncated",
+            "error", "num_turns", "num_sampled_tokens", "has_tokens")  # fmt: skip
 KINDS = {  # of rollouts: flags that are looked at, and what they must be
     "failed": (HAS_ERROR, HAS_ERROR),
     "scored": (HAS_ERROR, 0),
     "truncated": (IS_TRUNCATED, IS_TRUNCATED),
-    "in_loss": (NOT_IN_LOSS, 0),
-    "not_in_loss": (NOT_IN_LOSS, NOT_IN_LOSS),
+    "in_loss": (IN_LOSS, IN_LOSS),
+    "not_in_loss": (IN_LOSS, 0),
     "with_tokens": (HAS_TOKENS, HAS_TOKENS),
 }
 ORDERS = ("newest", "oldest", "lowest", "highest", "longest")
@@ -128,50 +123,8 @@ def select(rollouts: Rollouts, wanted: Filter) -> np.ndarray:
         sign = 1 if wanted.order == "lowest" else -1  # without reward (NaN): last
         return numbers[np.argsort(sign * index["reward"][numbers], kind="stable")]
     if wanted.order == "longest":
-        return numbers[np.argsort(-index["length"][numbers].astype(np.int64), kind="stable")]
+        return numbers[np.argsort(-index["num_tokens"][numbers], kind="stable")]
     return numbers
-
-
-class Lines:
-    """Reads lines of rollouts.jsonl. Enter it, so that the file is opened once.
-
-    Args:
-        rollouts: whose lines.
-    """
-
-    def __init__(self, rollouts: Rollouts) -> None:
-        self._index, self._path = rollouts.index, rollouts.folder / ROLLOUTS
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> Lines:
-        try:
-            self._file = self._path.open("rb")
-        except FileNotFoundError:  # the run was removed
-            self._file = None
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def bytes_of(self, number: int) -> bytes:
-        record = self._index[number]
-        if self._file is None:
-            return b""
-        self._file.seek(int(record["offset"]))
-        return self._file.read(int(record["length"]))
-
-    def row(self, number: int) -> dict[str, Any] | None:
-        """Return a rollout; None if its line cannot be read, or is another's by now."""
-        return self.parse(number, self.bytes_of(number))
-
-    def parse(self, number: int, line: bytes) -> dict[str, Any] | None:
-        try:
-            row = json.loads(line)
-        except ValueError:  # also if it is no UTF-8
-            return None
-        is_it = isinstance(row, dict) and row.get("step") == int(self._index["step"][number])
-        return row if is_it else None
 
 
 # --- A list of rollouts ---------------------------------------------------------------------------
@@ -202,24 +155,21 @@ def page_of(
     numbers = numbers[numbers < upto]
     count = min(max(count, 1), 4 * PAGE)
     place = start = min(max(start, 0), len(numbers))
-    rows: list[dict[str, Any]] = []
+    shown: list[int] = []
     deadline = time.monotonic() + SEARCH_S
-    with Lines(rollouts) as lines:
-        contains = _search_for(wanted.text)
-        while place < len(numbers) and len(rows) < count:
-            if place > start and place % _CHECK == 0 and time.monotonic() > deadline:
+    is_first = True
+    while place < len(numbers) and len(shown) < count:
+        number = int(numbers[place])
+        if wanted.text and not rollouts.was_searched(number, wanted.text):
+            if not is_first and time.monotonic() > deadline:
                 break
-            number = int(numbers[place])
-            place += 1
-            line = lines.bytes_of(number)
-            if wanted.text and not contains(line):
-                continue
-            row = lines.parse(number, line)
-            if wanted.text and not (row and _find(texts_of(row), wanted.text)):
-                continue
-            rows.append(summary_of(rollouts, number, row, wanted.text))
+            is_first = False
+        if not wanted.text or rollouts.has_text(number, wanted.text):
+            shown.append(number)
+        place += 1
+    rows = zip(shown, rollouts.rows(shown), strict=True)
     return {
-        "rows": rows,
+        "rows": [summary_of(number, row, wanted.text) for number, row in rows],
         "num_chosen": len(numbers),
         "num_all": min(len(rollouts), max(upto, 0)),
         "envs": rollouts.envs,
@@ -229,38 +179,26 @@ def page_of(
     }
 
 
-def summary_of(
-    rollouts: Rollouts, number: int, row: dict[str, Any] | None, text: str = ""
-) -> dict[str, Any]:
-    """Return what a list shows of a rollout: `number`, the keys of `_COMMON`, and `preview`.
-    `is_unreadable` where its line cannot be read: only what the index has is there.
-    """
-    if row is not None:
-        common = {name: cut_texts(row.get(name), _PREVIEW) for name in _COMMON}
-        return without_nan({"number": number, **common, "preview": preview_of(row, text)})
-    record = rollouts.index[number]
-    env = int(record["env"])
-    return without_nan({
-        "number": number, "is_unreadable": True, "step": record["step"],
-        "split": "eval" if record["flags"] & IS_EVAL else "train",
-        "env": rollouts.envs[env] if env < len(rollouts.envs) else None,
-        "example": record["example"], "group": record["group"], "reward": record["reward"],
-        "is_truncated": bool(record["flags"] & IS_TRUNCATED),
-    })  # fmt: skip
+def summary_of(number: int, row: dict[str, Any], text: str = "") -> dict[str, Any]:
+    """Return what a list shows of a rollout: `number`, the keys of `_IN_LIST`, and `preview`."""
+    common = {name: cut_texts(row[name], _PREVIEW) for name in _IN_LIST}
+    return without_nan({"number": number, **common, "preview": preview_of(row, text)})
 
 
 def preview_of(row: dict[str, Any], text: str = "") -> str:
     """Return a line about a rollout: what is around `text`, its error, or its last reply."""
-    found = _find(texts_of(row), text) if text else None
-    error = row.get("error")
-    if found is None and isinstance(error, dict):
-        found = str(error.get("message"))
-    if found is None:
-        messages = _messages(row.get("messages"))
-        replies = [message for message in messages if message.get("role") == "assistant"]
+    found = next((t for t in texts_of(row) if text.lower() in t.lower()), "") if text else ""
+    messages = row["messages"] or []
+    if not found and row["error"]:
+        found = row["error"]
+    elif not found and messages:
+        replies = [message for message in messages if message["role"] == "assistant"]
         # A reply may be a call and nothing else.
-        found = " ".join(_texts_of_message((replies or messages)[-1])) if messages else ""
-    return _excerpt(found, text)
+        found = " ".join(_texts_of_message((replies or messages)[-1]))
+    place = max(found.lower().find(text.lower()), 0)
+    begin = max(place - _PREVIEW // 4, 0)
+    part = " ".join(found[begin : begin + 2 * _PREVIEW].split())[:_PREVIEW]
+    return ("…" if begin else "") + part
 
 
 def histogram(rewards: np.ndarray) -> dict[str, Any] | None:
@@ -309,9 +247,8 @@ def rollout_of(rollouts: Rollouts, number: int) -> dict[str, Any] | None:
     """
     if not 0 <= number < len(rollouts):
         return None
-    with Lines(rollouts) as lines:
-        row = lines.row(number)
-    row = cut_texts(row, _TEXT) if row is not None else summary_of(rollouts, number, None)
+    (row,) = rollouts.rows([number])
+    row = cut_texts(complete(row), _TEXT)
     return {**row, "number": number, "group_numbers": _group_numbers(rollouts, number)}
 
 
@@ -322,13 +259,36 @@ def group_of(rollouts: Rollouts, number: int) -> dict[str, Any] | None:
     if not 0 <= number < len(rollouts):
         return None
     numbers = _group_numbers(rollouts, number)
-    members = []
-    with Lines(rollouts) as lines:
-        for one in numbers[:MAX_GROUP]:
-            row = lines.row(one)
-            row = summary_of(rollouts, one, None) if row is None else cut_texts(row, _GROUP_TEXT)
-            members.append({**row, "number": one})
+    shown = numbers[:MAX_GROUP]
+    members = [
+        {**cut_texts(complete(row), _GROUP_TEXT), "number": one}
+        for one, row in zip(shown, rollouts.rows(shown), strict=True)
+    ]
     return {"rollouts": members, "num_more": len(numbers) - len(members)}
+
+
+def complete(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with `rewards` by name, and with what messages have to do with turns: a reply
+    has its `turn`, and `begin_s` and `end_s` of it. What follows a reply, such as results of tools,
+    has the time between that turn and the next one.
+    """
+    turns = row["turns"] or []
+    messages = [
+        {name: value for name, value in message.items() if value is not None}
+        for message in row["messages"] or []
+    ]
+    turn_of = {turn["message"]: number for number, turn in enumerate(turns)}
+    last = None
+    for place, message in enumerate(messages):
+        if place in turn_of:
+            last = turn_of[place]
+            begin_s, end_s = turns[last]["begin_s"], turns[last]["end_s"]
+            message |= {"turn": last, "begin_s": begin_s, "end_s": end_s}
+        elif last is not None:
+            next_s = turns[last + 1]["begin_s"] if last + 1 < len(turns) else None
+            message |= {"begin_s": turns[last]["end_s"], "end_s": next_s}
+    rewards = {part["name"]: part["value"] for part in row["rewards"] or []}
+    return {**row, "messages": messages, "rewards": rewards}
 
 
 def tokens_of(
@@ -337,33 +297,27 @@ def tokens_of(
     """Return the tokens of a rollout from `start` on.
 
     Returns:
-        `num_tokens`, `start`; `text` and the arrays of `TOKEN_DTYPES`, as lists, of at most
+        `num_tokens`, `start`; the columns of `TOKENS` (report/rollouts.py), of at most
         `MAX_TOKENS` tokens; `versions`: all policy versions that sampled tokens;
         `max_advantage`: the largest absolute value. None if the rollout has no tokens on disk.
     """
-    if not 0 <= number < len(rollouts):
+    if not 0 <= number < len(rollouts) or not rollouts.index["flags"][number] & HAS_TOKENS:
         return None
-    arrays = rollouts.tokens(number)
-    if arrays is None:
-        return None
-    num_tokens = len(arrays["text"])
+    columns = rollouts.tokens(number)
     part = slice(max(start, 0), max(start, 0) + min(count, MAX_TOKENS))
-    versions = np.unique(arrays["policy_versions"])
     return {
-        "num_tokens": num_tokens,
+        "num_tokens": len(columns["token_ids"]),
         "start": part.start,
-        "versions": versions[versions >= 0].tolist(),
-        "max_advantage": float(np.abs(arrays["advantages"]).max(initial=0.0)),
-        **{name: _as_list(values[part]) for name, values in arrays.items()},
+        "versions": sorted({version for version in columns["policy_versions"] if version >= 0}),
+        "max_advantage": max(map(abs, columns["advantages"]), default=0.0),
+        **{name: _short(values[part]) for name, values in columns.items()},
     }
 
 
-def _as_list(values: np.ndarray) -> list[Any]:
-    if values.dtype.kind == "b":
-        return values.astype(int).tolist()
-    if values.dtype.kind != "f":
-        return values.tolist()
-    return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]
+def _short(values: list[Any]) -> list[Any]:
+    if not any(isinstance(value, float) for value in values):
+        return values
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 
 def _group_numbers(rollouts: Rollouts, number: int) -> list[int]:
@@ -377,54 +331,19 @@ def _group_numbers(rollouts: Rollouts, number: int) -> list[int]:
 # --- Texts ----------------------------------------------------------------------------------------
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    return [m for m in value if isinstance(m, dict)] if isinstance(value, list) else []
-
-
 def texts_of(row: dict[str, Any]) -> Iterator[str]:
     """Yield the texts of a rollout: of its messages, its tool calls and its error."""
-    error = row.get("error")
-    if isinstance(error, dict):
-        yield from (str(text) for text in error.values())
-    branches = row.get("other_branches")
-    for messages in (row.get("messages"), *(branches if isinstance(branches, list) else [])):
-        for message in _messages(messages):
+    yield row["error"] or ""
+    for messages in (row["messages"], *(row["other_branches"] or [])):
+        for message in messages or []:
             yield from _texts_of_message(message)
 
 
 def _texts_of_message(message: dict[str, Any]) -> Iterator[str]:
-    for name in ("content", "reasoning"):
-        if message.get(name):
-            yield str(message[name])
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        if isinstance(call, dict):
-            yield from (str(call.get(name)) for name in ("name", "arguments"))
-
-
-def _search_for(text: str) -> Callable[[bytes], bool]:
-    """Return a test of lines that never fails where a text of the rollout contains `text`. It is
-    fast, and also finds keys of the JSON.
-    """
-    escaped = json.dumps(text.lower(), ensure_ascii=False)[1:-1]
-    needle = escaped.encode(errors="replace")
-    if escaped.isascii():
-        return lambda line: needle in line.lower()
-    return lambda line: escaped in line.decode(errors="replace").lower()
-
-
-def _find(texts: Iterator[str], wanted: str) -> str | None:
-    """Return the first text that contains `wanted`, in any case."""
-    wanted = wanted.lower()
-    return next((text for text in texts if wanted in text.lower()), None)
-
-
-def _excerpt(text: str, wanted: str) -> str:
-    """Return a part of a text, from its beginning on or around `wanted`."""
-    place = text.lower().find(wanted.lower()) if wanted else 0
-    begin = max(place - _PREVIEW // 4, 0)
-    part = " ".join(text[begin : begin + 2 * _PREVIEW].split())[:_PREVIEW]
-    return ("…" if begin else "") + part
+    yield message["content"] or ""
+    yield message["reasoning_content"] or ""
+    for call in message["tool_calls"] or []:
+        yield from (text or "" for text in call["function"].values())
 
 
 def cut_texts(value: Any, limit: int) -> Any:

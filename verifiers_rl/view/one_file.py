@@ -25,15 +25,14 @@ from typing import Any
 import numpy as np
 
 from verifiers_rl.json_text import as_json
-from verifiers_rl.report.rollouts import HAS_ERROR, HAS_TOKENS, IS_EVAL, Rollouts
 from verifiers_rl.view.browse import (
-    Lines,
+    complete,
     cut_texts,
     preview_of,
     rewards_over_steps,
-    summary_of,
     tokens_of,
 )
+from verifiers_rl.view.files import HAS_ERROR, HAS_TOKENS, IS_EVAL, Rollouts
 from verifiers_rl.view.runs import Run, Runs, ViewError
 
 STATIC = Path(__file__).parent / "static"
@@ -149,34 +148,30 @@ def choose_rollouts(rollouts: Rollouts, room: float) -> tuple[list[Any], dict[in
     tokens: dict[int, Any] = {}
     for_tokens = _TOKENS_SHARE * room
     patience = _PATIENCE
-    with Lines(rollouts) as lines:
-        for numbers in _groups_in_order(rollouts):
-            if not patience:
-                break
-            group = {number: _embedded(rollouts, lines, number) for number in numbers}
-            size = len(zlib.compress(as_json(list(group.values()))))
-            if size > room:
-                patience -= 1
+    for numbers in _groups_in_order(rollouts):
+        if not patience:
+            break
+        group = {
+            number: {
+                **cut_texts(complete(row), MAX_TEXT), "number": number, "preview": preview_of(row),
+                "has_tokens": False,
+            }
+            for number, row in zip(numbers, rollouts.rows(numbers), strict=True)
+        }  # fmt: skip
+        size = len(zlib.compress(as_json(list(group.values()))))
+        if size > room:
+            patience -= 1
+            continue
+        patience, room = _PATIENCE, room - size
+        rows |= group
+        for number, row in group.items():
+            if for_tokens <= 0 or (found := tokens_of(rollouts, number)) is None:
                 continue
-            patience, room = _PATIENCE, room - size
-            for number, row in group.items():
-                row["has_tokens"] = False
-                rows[number] = row
-                if not rollouts.index["flags"][number] & HAS_TOKENS or for_tokens <= 0:
-                    continue
-                found = tokens_of(rollouts, number)
-                size = len(zlib.compress(as_json(found)))
-                if found is not None and size <= min(for_tokens, room):
-                    for_tokens, room = for_tokens - size, room - size
-                    tokens[number], row["has_tokens"] = found, True
+            size = len(zlib.compress(as_json(found)))
+            if size <= min(for_tokens, room):
+                for_tokens, room = for_tokens - size, room - size
+                tokens[number], row["has_tokens"] = found, True
     return [rows[number] for number in sorted(rows)], tokens
-
-
-def _embedded(rollouts: Rollouts, lines: Lines, number: int) -> dict[str, Any]:
-    row = lines.row(number)
-    if row is None:
-        return summary_of(rollouts, number, None)
-    return {**cut_texts(row, MAX_TEXT), "number": number, "preview": preview_of(row)}
 
 
 def _groups_in_order(rollouts: Rollouts) -> Iterator[list[int]]:

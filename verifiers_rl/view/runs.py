@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verifiers_rl.report.rollouts import INDEX, RECORD, ROLLOUTS, RUN, Rollouts, read_rollouts
-from verifiers_rl.report.run_folder import METRICS
+from verifiers_rl.report.run_folder import METRICS, ROLLOUTS, RUN
+from verifiers_rl.view.files import RolloutFile, Rollouts, stamp_of
 
 MAX_RUNS = 500  # of a folder of runs
 _DEPTH = 4  # of folders in a folder of runs
@@ -31,7 +31,7 @@ class ViewError(ValueError):
 
 
 def holds_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (RUN, METRICS, ROLLOUTS))
+    return any((folder / name).is_file() for name in (RUN, METRICS))
 
 
 class Runs:
@@ -120,15 +120,17 @@ class Run:
         self.name, self.folder = name, folder
         self._metrics = MetricsFile(folder / METRICS)
         self._lock = threading.Lock()
-        self._rollouts: Rollouts | None = None
-        self._read_at: Any = None  # stamps of the files that `_rollouts` is of
+        self._files: dict[Path, RolloutFile] = {}
+        self._broken: list[str] = []  # which files cannot be read, and why
+        self._envs: dict[str, int] = {}
+        self._rollouts: Rollouts | None = None  # those of `_files`; None: not read yet
 
     def state(self) -> dict[str, Any]:
         """Return what the page shows of the run as a whole, as JSON can have it.
 
         Keys: `name`, `run` (of run.json), `status` (see `_status`), `step`, `written_at` (unix
-        seconds, None if there are no files), `num_rollouts`, `rows` (lines of metrics),
-        `generation` (changes when lines were removed), `problems` (texts).
+        seconds, None if there are no files), `num_rollouts`, `envs` (once rollouts were read),
+        `rows` (lines of metrics), `generation` (changes when lines were removed), `problems`.
         """
         problems = []
         run, problem = _read_run(self.folder)
@@ -140,15 +142,11 @@ class Run:
             steps = metrics.columns.get("step")
             step = int(max(steps)) if steps else 0
             rows, generation = metrics.num_rows, metrics.generation
-        written_at = max(
-            (_mtime(self.folder / name) for name in (RUN, METRICS, ROLLOUTS)), default=0.0
-        )
+            self._look()
+            problems += self._broken
+            num_rollouts = sum(file.num_rows for file in self._files.values())
+        written_at = max(_mtime(self.folder / name) for name in (RUN, METRICS, ROLLOUTS))
         status = _status(run, written_at)
-        try:
-            num_rollouts = self._num_rollouts()
-        except OSError as error:
-            num_rollouts = 0
-            problems.append(str(error))
         return {
             "name": self.name,
             "run": {key: value for key, value in run.items() if key not in ("pid", "host")},
@@ -156,18 +154,11 @@ class Run:
             "step": step,
             "written_at": written_at or None,
             "num_rollouts": num_rollouts,
+            "envs": list(self._envs),
             "rows": rows,
             "generation": generation,
             "problems": problems,
         }
-
-    def _num_rollouts(self) -> int:
-        """Return about how many rollouts there are, without reading them."""
-        stamp = _stamp(self.folder / INDEX)
-        if stamp is not None:
-            return stamp[1] // RECORD.itemsize
-        rollouts = self.rollouts()  # a missing index is made from the lines, once
-        return 0 if rollouts is None else len(rollouts)
 
     def metrics(self, generation: int = -1, start: int = 0) -> dict[str, Any]:
         """Return the lines of metrics.jsonl from `start` on as columns; all lines if `generation`
@@ -187,39 +178,41 @@ class Run:
             "generation": generation, "start": start, "columns": columns, "not_finite": not_finite,
         }  # fmt: skip
 
+    def _look(self) -> None:
+        """Look which files of rollouts there are now."""
+        files, self._broken = {}, []
+        for path in sorted((self.folder / ROLLOUTS).glob("step-*.parquet")):
+            try:
+                stamp, file = stamp_of(path), self._files.get(path)
+                if file is None or file.stamp != stamp:
+                    file = RolloutFile(path, stamp)
+                files[path] = file
+            except FileNotFoundError:  # removed in between
+                continue
+            except (OSError, ValueError) as error:
+                self._broken.append(f"{path.name} cannot be read: {error}")
+        if files != self._files:
+            self._files, self._rollouts = files, None
+
     def rollouts(self) -> Rollouts | None:
         """Return the rollouts that are on disk now; None if the run has written none."""
         with self._lock:
-            stamps = tuple(_stamp(self.folder / name) for name in (INDEX, ROLLOUTS, RUN))
-            if stamps[1] is None:
-                self._rollouts, self._read_at = None, stamps
-            elif stamps != self._read_at:
-                try:
-                    self._rollouts = read_rollouts(self.folder)
-                except FileNotFoundError:  # removed in between
-                    self._rollouts = None
-                self._read_at = stamps
+            self._look()
+            if self._rollouts is None and self._files:
+                self._rollouts = Rollouts(list(self._files.values()), self._envs)
             return self._rollouts
 
     def ask(self, question: Callable[[Rollouts], _Answer]) -> _Answer | None:
         """Return the answer of a function of the rollouts; None if the run has written none. It is
-        asked again if the files were replaced meanwhile.
+        asked again if a file was replaced meanwhile.
         """
         for _ in range(_RETRIES):
-            rollouts = self.rollouts()
-            if rollouts is None:
-                return None
-            answer = question(rollouts)
-            if self.rollouts() is rollouts or _is_longer(self.rollouts(), rollouts):
-                break
-        return answer
-
-
-def _is_longer(after: Rollouts | None, before: Rollouts) -> bool:
-    """Return whether rows were only appended."""
-    # As bytes, because a reward that is NaN is not equal to itself.
-    size = len(before)
-    return after is not None and after.index[:size].tobytes() == before.index.tobytes()
+            try:
+                rollouts = self.rollouts()
+                return None if rollouts is None else question(rollouts)
+            except FileNotFoundError as error:
+                replaced = error
+        raise replaced
 
 
 # --- metrics.jsonl --------------------------------------------------------------------------------
@@ -351,11 +344,3 @@ def _mtime(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns

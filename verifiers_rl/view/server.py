@@ -36,7 +36,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from verifiers_rl.json_text import as_json
-from verifiers_rl.report.rollouts import Rollouts
 from verifiers_rl.view.browse import (
     Filter,
     group_of,
@@ -45,6 +44,7 @@ from verifiers_rl.view.browse import (
     rollout_of,
     tokens_of,
 )
+from verifiers_rl.view.files import Rollouts
 from verifiers_rl.view.runs import Run, Runs
 
 HOST = "127.0.0.1"

@@ -75,15 +75,7 @@ export function mountGroup(root, app, { run, row, href, text }) {
                 ? h("span", { class: "quiet" }, `advantage ${signed(one.advantage)}`)
                 : null,
             ),
-            one.is_unreadable ? h("p", { class: "error" }, "The line cannot be read.") : null,
-            one.error
-              ? h(
-                  "p",
-                  { class: "error" },
-                  h("b", {}, `${asText(one.error.type)}: `),
-                  asText(one.error.message),
-                )
-              : null,
+            one.error ? h("p", { class: "error" }, asText(one.error)) : null,
             (one.messages || []).slice(numCommon).map((message) => messageElement(message, one.turns, text)),
           ),
         ),

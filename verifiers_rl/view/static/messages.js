@@ -29,17 +29,17 @@ export function messageElement(message, turns = [], found = "") {
       message.tool_call_id ? h("span", { class: "quiet" }, ` to ${asText(message.tool_call_id)}`) : null,
       h("span", { class: "quiet" }, about),
     ),
-    message.reasoning
+    message.reasoning_content
       ? h(
           "details",
-          { class: "reasoning", open: asText(message.reasoning).length < 600 },
+          { class: "reasoning", open: asText(message.reasoning_content).length < 600 },
           h("summary", {}, "Reasoning"),
-          textElement(asText(message.reasoning), found),
+          textElement(asText(message.reasoning_content), found),
         )
       : null,
     message.content
       ? textElement(asText(message.content), found)
-      : calls.length || message.reasoning
+      : calls.length || message.reasoning_content
         ? null
         : h("p", { class: "quiet" }, "(empty)"),
     calls.map((call) =>
@@ -49,10 +49,10 @@ export function messageElement(message, turns = [], found = "") {
         h(
           "header",
           {},
-          h("b", {}, marked(asText(call?.name) || "?", found)),
+          h("b", {}, marked(asText(call?.function?.name) || "?", found)),
           h("span", { class: "quiet" }, ` call ${asText(call?.id)}`),
         ),
-        textElement(prettyJson(asText(call?.arguments)), found),
+        textElement(prettyJson(asText(call?.function?.arguments)), found),
       ),
     ),
   );

@@ -81,7 +81,7 @@ export function mountOptions(root, app) {
     const times = [
       { name: "begun", values: shown.map((run) => run.run.begun_at && formatTime(run.run.begun_at)) },
       { name: "ended", values: shown.map((run) => run.run.ended_at && formatTime(run.run.ended_at)) },
-      { name: "environments", values: shown.map((run) => asText((run.run.envs || []).join?.(", "))) },
+      { name: "environments", values: shown.map((run) => run.envs.join(", ")) },
     ].map((row) => ({ ...row, values: row.values.map((value) => value || "–") }));
     body.replaceChildren(
       h("p", { class: "quiet" }, "Options of RLConfig that differ from their defaults, from run.json."),

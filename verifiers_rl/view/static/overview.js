@@ -285,7 +285,7 @@ function card(app, run) {
       : h(
           "p",
           { class: "quiet" },
-          run.status === "empty" ? "" : "No rollouts on disk (log_rollouts = false writes none).",
+          run.status === "empty" ? "" : "No rollouts on disk (log_rollouts = 0 writes none).",
         ),
   );
 }

@@ -137,7 +137,7 @@ function withTab(href, tab) {
 }
 
 function facts(row) {
-  const versions = Array.isArray(row.policy_versions) ? [...new Set(row.policy_versions)].join(" to ") : null;
+  const versions = [...new Set([row.oldest_version, row.newest_version])].filter(isNumber).join(" to ");
   const items = [
     ["Reward", isNumber(row.reward) ? h("b", {}, formatNumber(row.reward)) : "none"],
     ["Advantage", isNumber(row.advantage) ? signed(row.advantage) : null],
@@ -155,17 +155,14 @@ function facts(row) {
     ["Policy version", versions],
     ["Took", isNumber(row.generation_s) ? formatSeconds(row.generation_s) : null],
     ["Begun", isNumber(row.begun_at) ? formatTime(row.begun_at) : null],
-    ["Trained on", row.split === "eval" || row.is_unreadable ? null : row.in_loss ? "yes" : "no"],
+    ["Trained on", row.split === "eval" ? null : row.in_loss ? "yes" : "no"],
     ["Truncated", row.is_truncated ? "a length limit cut a turn" : null],
   ];
   const parts = row.rewards && typeof row.rewards === "object" ? Object.entries(row.rewards) : [];
   return h(
     "div",
     {},
-    row.is_unreadable &&
-      h("p", { class: "error" }, "The line of this rollout cannot be read. What the index has of it:"),
-    row.error &&
-      h("p", { class: "error" }, h("b", {}, `${asText(row.error.type)}: `), asText(row.error.message)),
+    row.error && h("p", { class: "error" }, asText(row.error)),
     h(
       "dl",
       { class: "facts" },
@@ -236,7 +233,7 @@ function timeline(row, messages, elements) {
   }));
   const names = new Map(
     messages.flatMap((m) =>
-      (Array.isArray(m.tool_calls) ? m.tool_calls : []).map((call) => [call?.id, call?.name]),
+      (Array.isArray(m.tool_calls) ? m.tool_calls : []).map((call) => [call?.id, call?.function?.name]),
     ),
   );
   messages.forEach((message, place) => {

@@ -201,7 +201,7 @@ export function mountRollouts(root, app) {
           histogram.replaceChildren();
           list.replaceChildren();
           return say(
-            "This run has no rollouts on disk. `log_rollouts = false` writes none; else they come with the first step.",
+            "This run has no rollouts on disk. `log_rollouts = 0` writes none; else they come with the first step.",
           );
         }
         if (isFirst) list.replaceChildren();
@@ -245,11 +245,10 @@ export function mountRollouts(root, app) {
 
   function listItem(row) {
     const flags = [
-      row.is_unreadable && "unreadable",
       row.split === "eval" && "eval",
       row.error && "failed",
       row.is_truncated && "truncated",
-      row.split === "train" && !row.in_loss && !row.error && !row.is_unreadable && "not in loss",
+      row.split === "train" && !row.in_loss && !row.error && "not in loss",
       row.has_tokens && "tokens",
     ].filter(Boolean);
     const about = [
@@ -279,7 +278,7 @@ export function mountRollouts(root, app) {
         h(
           "span",
           { class: "preview" },
-          row.is_unreadable ? "The line cannot be read." : row.preview || "(no text)",
+          row.preview || "(no text)",
         ),
       ),
     );

@@ -140,7 +140,7 @@ export class PageSource {
   async tokens(run, number) {
     const found = this.#runs.get(run).tokens[number];
     if (!found) throw new Error("the tokens of this rollout are not in this page");
-    return { ...found, num_left_out: found.num_tokens - found.text.length, num_tokens: found.text.length };
+    return { ...found, num_left_out: found.num_tokens - found.token_ids.length, num_tokens: found.token_ids.length };
   }
 }
 
@@ -177,11 +177,10 @@ function textOf(row) {
   const messages = [row.messages, ...(row.other_branches || [])].flatMap((list) => list || []);
   const texts = messages.flatMap((m) => [
     m.content,
-    m.reasoning,
-    ...(m.tool_calls || []).flatMap((call) => [call.name, call.arguments]),
+    m.reasoning_content,
+    ...(m.tool_calls || []).flatMap((call) => [call.function.name, call.function.arguments]),
   ]);
-  const { type, message } = row.error || {};
-  return [...texts, type, message].map(asText).join("\n").toLowerCase();
+  return [...texts, row.error].map(asText).join("\n").toLowerCase();
 }
 
 function inOrder(rows, order) {
@@ -189,7 +188,7 @@ function inOrder(rows, order) {
   if (order === "oldest") return rows;
   if (order === "lowest") return rows.toSorted((a, b) => reward(a, Infinity) - reward(b, Infinity));
   if (order === "highest") return rows.toSorted((a, b) => reward(b, -Infinity) - reward(a, -Infinity));
-  if (order === "longest") return rows.toSorted((a, b) => textOf(b).length - textOf(a).length);
+  if (order === "longest") return rows.toSorted((a, b) => b.num_tokens - a.num_tokens);
   return rows.toReversed();
 }
 

@@ -124,7 +124,7 @@ export function mountTokens(root, app, { run, row }) {
         "p",
         { class: "quiet" },
         app.store.source.isLive
-          ? "The tokens of this rollout were not written. `log_tokens_of` sets for which share of the groups they are."
+          ? "The tokens of this rollout were not written. `log_rollouts` is the share of the groups whose tokens are."
           : "The tokens of this rollout are not in this page.",
       ),
       h(
@@ -141,7 +141,7 @@ export function mountTokens(root, app, { run, row }) {
   async function extend() {
     more.hidden = true;
     try {
-      const found = await app.store.source.tokens(run, row.number, tokens ? tokens.text.length : 0);
+      const found = await app.store.source.tokens(run, row.number, tokens ? tokens.token_texts.length : 0);
       if (isClosed) return;
       if (!tokens) tokens = found;
       else
@@ -150,7 +150,7 @@ export function mountTokens(root, app, { run, row }) {
       const from = box.querySelectorAll(".token").length;
       add(from);
       paint(from);
-      const left = tokens.num_tokens - tokens.text.length;
+      const left = tokens.num_tokens - tokens.token_texts.length;
       more.hidden = left <= 0;
       more.textContent = `More tokens (${left.toLocaleString("en")} left)`;
       if (!from) say(-1);
@@ -161,15 +161,15 @@ export function mountTokens(root, app, { run, row }) {
 
   function add(from) {
     const parts = [];
-    for (let i = from; i < tokens.text.length; i += 1) {
+    for (let i = from; i < tokens.token_texts.length; i += 1) {
       if (
         tokens.sample[i] !== (tokens.sample[i - 1] ?? -1) &&
         (i || tokens.sample.at(-1) !== tokens.sample[0])
       ) {
         parts.push(h("p", { class: "sequence" }, `Sequence ${tokens.sample[i] + 1}`));
       }
-      parts.push(h("span", { class: "token", "data-i": i }, visible(tokens.text[i])));
-      if (tokens.text[i].endsWith("\n")) parts.push(h("br"));
+      parts.push(h("span", { class: "token", "data-i": i }, visible(tokens.token_texts[i])));
+      if (tokens.token_texts[i].endsWith("\n")) parts.push(h("br"));
     }
     box.append(...parts);
   }
@@ -190,7 +190,7 @@ export function mountTokens(root, app, { run, row }) {
 
   function say(i) {
     if (i < 0) {
-      const ratios = tokens.text.map((_, n) => ratioOf(tokens, n)).filter(isNumber);
+      const ratios = tokens.token_texts.map((_, n) => ratioOf(tokens, n)).filter(isNumber);
       readout.textContent =
         `${tokens.num_left_out ? "The first " : ""}${formatCount(tokens.num_tokens, "token")}` +
         (tokens.num_left_out ? ` (${tokens.num_left_out.toLocaleString("en")} more are not in this page)` : "") +
@@ -211,7 +211,7 @@ export function mountTokens(root, app, { run, row }) {
       ["policy", t.policy_versions[i] < 0 ? null : t.policy_versions[i]],
     ].filter(([, value]) => value !== null && value !== undefined);
     readout.replaceChildren(
-      h("b", {}, `${i + 1}: ${JSON.stringify(t.text[i])}`),
+      h("b", {}, `${i + 1}: ${JSON.stringify(t.token_texts[i])}`),
       h("span", { class: "quiet" }, ` id ${t.token_ids[i]} `),
       ...values.flatMap(([name, value]) => [` ${name} `, h("b", {}, formatNumber(value))]),
       ` · ${mask}`,
@@ -243,7 +243,7 @@ export function mountTokens(root, app, { run, row }) {
     if (!step || !tokens) return;
     event.preventDefault();
     event.stopPropagation();
-    moveTo(Math.min(Math.max(current + step, 0), tokens.text.length - 1));
+    moveTo(Math.min(Math.max(current + step, 0), tokens.token_texts.length - 1));
     box.querySelectorAll(".token")[current].scrollIntoView({ block: "nearest" });
   });
 

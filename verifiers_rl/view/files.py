@@ -1,0 +1,184 @@
+"""The files of a run's rollouts, as the page reads them: the numbers by which people filter, 28
+bytes a rollout, are kept; texts and tokens are read when they are shown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from verifiers_rl.report.rollouts import NUMBERS, TEXTS, TOKENS
+
+INDEX = np.dtype([
+    ("step", "i4"), ("group", "i4"), ("example", "i8"), ("num_tokens", "i4"), ("reward", "f4"),
+    ("env", "u2"), ("flags", "u2"),
+])  # fmt: skip
+IS_EVAL, HAS_ERROR, IS_TRUNCATED, HAS_TOKENS, IN_LOSS = 1, 2, 4, 8, 16
+_KEPT = ["step", "group", "example", "num_tokens", "reward", "env", "split", "error",
+         "is_truncated", "has_tokens", "in_loss"]  # fmt: skip
+_MESSAGE = [f"{{}}.list.element.{name}" for name in ("content", "reasoning_content",
+            "tool_calls.list.element.function")]  # fmt: skip
+_SEARCHED = ["error", *(name.format("messages") for name in _MESSAGE),
+             *(name.format("other_branches.list.element") for name in _MESSAGE)]  # fmt: skip
+Stamp = tuple[int, int, int]
+
+
+def stamp_of(path: Path | int) -> Stamp:
+    """Return what tells a file from one that replaces it."""
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class RolloutFile:
+    """One file of rollouts.
+
+    Args:
+        path: of the file.
+        stamp: of the file that is meant; another one under its name is not read.
+
+    Attributes:
+        num_rows: rollouts in it.
+
+    Raises:
+        OSError, ValueError: here and in each method: it cannot be read, or is another file by now
+            (FileNotFoundError).
+    """
+
+    def __init__(self, path: Path, stamp: Stamp) -> None:
+        self.path, self.stamp = path, stamp
+        self._index: np.ndarray | None = None
+        self._matched: tuple[str, np.ndarray] | None = None
+        self.num_rows: int = 0
+        self.num_rows = self._read(lambda file: file.metadata.num_rows)
+
+    def _read(self, what: Any) -> Any:
+        with self.path.open("rb") as file:
+            if stamp_of(file.fileno()) != self.stamp:
+                raise FileNotFoundError(f"{self.path}: it was replaced")
+            return what(pq.ParquetFile(file))
+
+    def index(self, envs: dict[str, int]) -> np.ndarray:
+        """Return the numbers of its rollouts, (R,) `INDEX`.
+
+        Args:
+            envs: numbers of environments by name; new ones are added.
+        """
+        if self._index is None:
+            table = self._read(lambda file: file.read(_KEPT, use_threads=False))
+            index = np.zeros(len(table), INDEX)
+            for name in ("step", "group", "example", "num_tokens", "reward"):
+                index[name] = table[name].to_numpy()
+            index["env"] = [envs.setdefault(env, len(envs)) for env in table["env"].to_pylist()]
+            for flag, values in (
+                (IS_EVAL, pc.equal(table["split"], "eval")),
+                (HAS_ERROR, pc.is_valid(table["error"])),
+                (IS_TRUNCATED, table["is_truncated"]),
+                (HAS_TOKENS, table["has_tokens"]),
+                (IN_LOSS, table["in_loss"]),
+            ):
+                index["flags"] |= np.uint16(flag) * values.to_numpy().astype(np.uint16)
+            self._index = index
+        return self._index
+
+    def rows(self, places: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+        """Return columns of the rollouts at these places of the file."""
+
+        def read(file: pq.ParquetFile) -> list[dict[str, Any]]:
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            starts = np.cumsum([0, *sizes])
+            groups: dict[int, pa.Table] = {}
+            rows = []
+            for place in places:
+                number = int(np.searchsorted(starts, place, "right")) - 1
+                if number not in groups:
+                    groups[number] = file.read_row_group(number, columns, use_threads=False)
+                rows += groups[number].slice(place - starts[number], 1).to_pylist()
+            return rows
+
+        return self._read(read)
+
+    def matches(self, text: str) -> np.ndarray:
+        """Return which of its rollouts have a text with this one inside, in any case, (R,) bool."""
+        if self._matched is None or self._matched[0] != text:
+            table = self._read(lambda file: file.read(_SEARCHED, use_threads=False))
+            found = np.zeros(len(table), bool)
+            for column in table.itercolumns():
+                _mark(found, np.arange(len(table)), column.combine_chunks(), text)
+            self._matched = text, found
+        return self._matched[1]
+
+
+def _mark(found: np.ndarray, rows: np.ndarray, values: Any, text: str) -> None:
+    """Set `found` at the rows that have this text.
+
+    Args:
+        rows: of each of the values, which may be lists and structs of strings.
+    """
+    if pa.types.is_list(values.type):
+        _mark(found, rows[pc.list_parent_indices(values)], pc.list_flatten(values), text)
+    elif pa.types.is_struct(values.type):
+        for part in values.flatten():
+            _mark(found, rows, part, text)
+    else:
+        is_in = pc.match_substring(values, text, ignore_case=True)
+        found[rows[is_in.fill_null(False).to_numpy(zero_copy_only=False)]] = True
+
+
+class Rollouts:
+    """The rollouts that a run had written at some time, in their order.
+
+    Args:
+        files: in their order.
+        envs: numbers of environments by name.
+
+    Attributes:
+        index: (R,) `INDEX`, one for each rollout.
+        envs: names of the environments, which `index["env"]` numbers.
+    """
+
+    def __init__(self, files: Sequence[RolloutFile], envs: dict[str, int]) -> None:
+        self._files = files
+        self._starts = np.cumsum([0, *(file.num_rows for file in files)])
+        parts = [file.index(envs) for file in files]
+        self.index = np.concatenate([np.zeros(0, INDEX), *parts])
+        self.envs = list(envs)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def _place_of(self, number: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._starts, number, "right")) - 1
+        return file, number - int(self._starts[file])
+
+    def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the numbers and texts of these rollouts."""
+        return self._columns(numbers, (*NUMBERS.names, *TEXTS.names))
+
+    def tokens(self, number: int) -> dict[str, Any]:
+        """Return the columns of `TOKENS` of a rollout."""
+        return self._columns([number], TOKENS.names)[0]
+
+    def _columns(self, numbers: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+        places: dict[int, list[int]] = {}
+        for number in numbers:
+            file, place = self._place_of(number)
+            places.setdefault(file, []).append(place)
+        rows = {file: iter(self._files[file].rows(own, columns)) for file, own in places.items()}
+        return [next(rows[self._place_of(number)[0]]) for number in numbers]
+
+    def has_text(self, number: int, text: str) -> bool:
+        """Return whether a text of a rollout contains this one, in any case."""
+        file, place = self._place_of(number)
+        return bool(self._files[file].matches(text)[place])
+
+    def was_searched(self, number: int, text: str) -> bool:
+        """Return whether `has_text` of this rollout takes no time."""
+        matched = self._files[self._place_of(number)[0]]._matched
+        return matched is not None and matched[0] == text
