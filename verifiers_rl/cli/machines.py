@@ -79,22 +79,15 @@ def take_variables(environment: MutableMapping[str, str]) -> Machine | None:
             f"{', '.join(given)} set, {', '.join(missing)} not: for a run on several machines set "
             "all four on each; for one on this machine unset all"
         )
-    size = _number(environment, "WORLD_SIZE", 1, 10**6)
-    rank = _number(environment, "RANK", 0, size - 1)
-    port = _number(environment, "MASTER_PORT", 1, 65535)
-    host = environment["MASTER_ADDR"]
-    for name in VARIABLES:
-        del environment[name]
+    host, *texts = (environment.pop(name) for name in VARIABLES)
+    port, size, rank = (int(text) if text.isdecimal() else -1 for text in texts)
+    if not (0 < port < 65536 and 0 <= rank < size):
+        given = [f"{name}={text!r}" for name, text in zip(VARIABLES[1:], texts, strict=True)]
+        raise TomlError(
+            f"{', '.join(given)}: must be a port, the number of machines, and the number of this "
+            "one, from 0 to WORLD_SIZE - 1"
+        )
     return Machine(rank, size, host, port) if size > 1 else None
-
-
-def _number(environment: MutableMapping[str, str], name: str, low: int, high: int) -> int:
-    text = environment[name]
-    value = int(text) if text.isascii() and text.isdigit() else -1
-    if not low <= value <= high:
-        why = " (WORLD_SIZE is the number of machines, and the first has RANK=0)"
-        raise TomlError(f"{name}={text!r} must be a whole number from {low} to {high}{why}")
-    return value
 
 
 def machine_of(config: RunConfig) -> Machine | None:

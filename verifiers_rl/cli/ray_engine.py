@@ -16,23 +16,23 @@ from __future__ import annotations
 
 import argparse
 import copy
-import fcntl
 import os
 import queue
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from verifiers_rl.cli.children import (
     Child,
@@ -46,6 +46,7 @@ from verifiers_rl.cli.children import (
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.plan import (
     SERVERS_VARIABLE,
+    check_parallel_sizes,
     check_trainer_options,
     server_command,
     server_env,
@@ -98,8 +99,9 @@ class ProcessActor:
         # It knows nothing of Ray, whose variables have the cluster's token.
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         # gloo takes the interface of the machine's name otherwise, which is often the loopback's.
-        if interface := interface_of(host):
-            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for name, addresses in psutil.net_if_addrs().items():
+            if host in [one.address for one in addresses]:
+                env.setdefault("GLOO_SOCKET_IFNAME", name)
         env |= variables
         self._process = start_python(words, env, subprocess.PIPE, subprocess.STDOUT)
         threading.Thread(target=self._collect, args=(self._process.stdout,), daemon=True).start()
@@ -412,20 +414,6 @@ def _named(address: ADDRESS) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def interface_of(address: str) -> str | None:
-    """Return the network interface that has this IPv4 address, or None."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return None
-
-
 def run_on_ray(
     config: RunConfig,
     options: argparse.Namespace,
@@ -456,6 +444,7 @@ def run_on_ray(
             "meaning where Ray chooses the machines; remove it"
         )
     args = check_trainer_options(config)
+    check_parallel_sizes(config)
     if isinstance(options.resume, str):  # other machines have other working directories
         options.resume = os.path.abspath(options.resume)
     sent = copy.copy(config)
