@@ -199,9 +199,8 @@ def run_with(tmp_path, monkeypatch):
     handlers = {number: signal.getsignal(number) for number in numbers}
     ray = StubRay()
 
-    def run(text=""):
-        text += "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"
-        config = load_run_config(read_toml(tmp_path, text))
+    def run(text="", tables="[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"):
+        config = load_run_config(read_toml(tmp_path, text + tables))
         options = SimpleNamespace(resume=None, overwrite=False)
         return supervise.supervise(config, ray_engine.RayMachines(ray, config, options))
 
@@ -260,6 +259,15 @@ def test_ranks_of_several_machines_meet_at_the_first(run_with):
     for index in range(2):
         words = next(words for at, _, words, _ in ray.started if at == ("PACK", 0, index))
         assert {"--nnodes=2", f"--node-rank={index}", "--master-addr=10.0.0.1"} <= set(words)
+
+
+def test_replicas_without_gpus_choose_their_cores_on_their_own_machines(run_with):
+    ray, run = run_with
+    ray.script[TRAINER].put(([], 0))
+    assert run(tables="[inference]\nreplicas = 3\ngpus = 0\n[trainer]\ngpus = 0\n") == 0
+    servers = [env for at, _, _, env in ray.started if at != TRAINER]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in servers] == ["", "", ""]
+    assert not any("VLLM_CPU_OMP_THREADS_BIND" in env for env in servers)
 
 
 def test_a_process_that_does_not_start_in_time_is_one_error_that_names_its_machine(run_with, capfd):

@@ -242,7 +242,7 @@ class RayMachines:
     """See `supervise.Machines`.
 
     Args:
-        sent: the configuration as it is on the machines.
+        sent: the configuration as it is on the machines. It becomes that of one place.
         num_machines: wait until the cluster has so many.
 
     Raises:
@@ -258,6 +258,7 @@ class RayMachines:
         self.num_trainers, self.num_envs = table.trainer_nodes or 1, table.env_nodes or 0
         # Each replica has a place of its own, so that Ray can spread them.
         self.num_servers = (table.inference_nodes or 1) * sent.inference_replicas
+        sent.inference_replicas = 1
         if sent.trainer_args.get("vllm_servers"):
             self.num_servers = 0
             if not os.environ.get(TOKEN_VARIABLE):
