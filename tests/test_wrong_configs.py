@@ -256,8 +256,8 @@ WRONG = {
         "teacher; set teacher",
     ),
     "a hint": (
-        LEARNS + "hint = 3\n" + TEACHER + "gpus = 1\n", "", "mine.toml: [[env]] 2: hint=3 must be "
-        "a string",
+        LEARNS + "hint = 3\n" + TEACHER + "gpus = 1\n", "", "mine.toml: [[env]] 2: hint=3: must "
+        "be a string",
     ),
     "a key about learning": (
         LEARNS + "distil_coef = 1\n" + TEACHER + "gpus = 1\n", "", "mine.toml: [[env]] 2 has an "
