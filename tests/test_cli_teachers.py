@@ -17,11 +17,10 @@ from verifiers_rl.cli import check, plan, rl
 from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.machines import machine_of
-from verifiers_rl.cli.teachers import KEY_VARIABLE, TEACHERS_VARIABLE, TeacherTable
+from verifiers_rl.cli.teachers import TEACHERS_VARIABLE, TeacherTable
 from verifiers_rl.distill import TeacherError
 from verifiers_rl.envs import base
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.process.secret_names import is_secret
 
 ENVS = """
 [[env]]
@@ -80,7 +79,7 @@ def test_environments_of_a_toml_learn_from_its_teachers(
 ):
     config = read(head + ENVS + TEACHERS, ("trainer.args.vllm_server_timeout", "77"))
     monkeypatch.setenv(TEACHERS_VARIABLE, json.dumps({"old": "http://127.0.0.1:4321"}))
-    monkeypatch.setenv(KEY_VARIABLE, "of vf-rl")
+    monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
     monkeypatch.setenv("BIG_KEY", "of the user")
     letters, words, sums = config.load_envs()
     assert (letters.env, letters.scorer) == ("env letters", None)
@@ -92,7 +91,7 @@ def test_environments_of_a_toml_learn_from_its_teachers(
     assert (big.key(), big.timeout_s, big.max_concurrent) == ("of the user", 300.0, 8)
     assert (old.model, old.base_url) == (str(tmp_path / "old"), "http://127.0.0.1:4321")
     # Its server may take as long as the others to load.
-    assert (old.key(), old.timeout_s, old.max_concurrent) == ("of vf-rl", 77, 64)
+    assert (old.key(), old.timeout_s, old.max_concurrent) == ("of the run", 77, 64)
     assert config.teachers[1].args == {"max_num_seqs": 16}
 
 
@@ -176,23 +175,15 @@ def test_a_teachers_server_uses_all_of_its_gpus_and_holds_the_longest_sample():
         plan.check_parallel_sizes(config)
 
 
-def test_a_teachers_keys_are_its_own_and_on_no_command_line(monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
-    env = plan.teacher_env(RunConfig(Path("/a/rl.toml"), "m", []), table(0, "b", 1), "3", "a key")
-    assert env["CUDA_VISIBLE_DEVICES"] == "3" and env["VLLM_API_KEY"] == "a key"
-    assert len(env[TOKEN_VARIABLE]) > 20 and env[TOKEN_VARIABLE] != "of the run"
-    assert is_secret(KEY_VARIABLE)  # so programs of a model do not see it
-
-
 def test_on_a_cpu_server_and_teachers_have_cores_of_their_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     teachers = [table(0, "big", 0), table(1, "gpu", 1), table(2, "old", 0)]
     config = RunConfig(Path("/a/rl.toml"), "m", [], teachers=teachers, inference_gpus=0)
     envs = [plan.server_env(config, "", 0)]
-    envs += [plan.teacher_env(config, teachers[n], "", "key") for n in (0, 2)]
+    envs += [plan.teacher_env(config, teachers[n], "") for n in (0, 2)]
     assert [env["VLLM_CPU_OMP_THREADS_BIND"] for env in envs] == ["0,1", "2,3", "4,5"]
-    of_gpu = plan.teacher_env(config, teachers[1], "0", "key")
+    of_gpu = plan.teacher_env(config, teachers[1], "0")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in of_gpu
 
 
@@ -213,26 +204,26 @@ SUPERVISE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from verifiers_rl.cli import children, rl, supervise, teacher_servers
+from urllib.error import URLError
+from urllib.request import urlopen
+from verifiers_rl.cli import children, plan, rl, supervise
 from verifiers_rl.cli.config import RunConfig
-from verifiers_rl.cli.teacher_servers import TeacherServers
 from verifiers_rl.cli.teachers import TeacherTable
 
 folder = Path(sys.argv[1])
 TEACHER = '''
 import http.server, os, sys, threading, time
 from pathlib import Path
-from types import SimpleNamespace
 port, folder = int(sys.argv[1]), Path(sys.argv[2])
 with (folder / "lives").open("a") as file:
-    file.write(os.environ["VLLM_API_KEY"] + "\\\\n")
+    file.write("one ")
 is_first = len((folder / "lives").read_text().split()) == 1
 if not is_first and sys.argv[3] == "dies":
     sys.exit(9)
 print("here", flush=True)
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response(200)
         self.end_headers()
     def log_message(self, *words):
         pass
@@ -245,7 +236,6 @@ os._exit(9)
 TRAINER = '''
 import os, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 folder = Path(sys.argv[1])
 def wait_for(name):
     while not (folder / name).exists():
@@ -254,22 +244,21 @@ wait_for("seen 1")
 (folder / "die").touch()
 wait_for("seen 2")
 print("teachers", os.environ["VERIFIERS_RL_TEACHERS"], flush=True)
-keys = (folder / "lives").read_text().split()
-sys.exit(7 if keys == 2 * [os.environ["VERIFIERS_RL_TEACHER_KEY"]] else 1)
+sys.exit(7)
 '''
 
-asked = TeacherServers._is_up
+def answers(host, port):
+    try:
+        urlopen(f"http://{host}:{port}").close()
+    except URLError:
+        return False
+    lives = len((folder / "lives").read_text().split())
+    (folder / f"seen {lives}").touch()
+    return True
 
-def is_up(port):
-    found = asked(port)
-    if found:
-        lives = len((folder / "lives").read_text().split())
-        (folder / f"seen {lives}").touch()
-    return found
-
-TeacherServers._is_up = staticmethod(is_up)
+plan.answers = answers
 children.MAX_RESTARTS, children.BACKOFF_S, supervise.POLL_S = 2, 0.05, 0.02
-teacher_servers.teacher_command = lambda config, table, host, port: [
+plan.teacher_command = lambda config, table, host, port: [
     "-c", TEACHER, str(port), str(folder), sys.argv[2]
 ]
 rl.trainer_command = lambda *_: ["-c", TRAINER, str(folder)]
@@ -288,8 +277,6 @@ def test_a_teacher_that_dies_is_started_again_and_not_for_ever(tmp_path, then):
     said = done.stdout + done.stderr
     assert "[teacher-big] here" in done.stdout, said
     assert "teacher 'big' ended with status 9; starting it again in 0.05 s" in done.stdout
-    for key in set((tmp_path / "lives").read_text().split()):
-        assert len(key) > 20 and key not in said
     if then == "lives":
         assert done.returncode == 7, said  # the trainer's
         (port,) = re.findall(r"starting teacher 'big' on 127\.0\.0\.1:(\d+), up to", done.stdout)

@@ -116,7 +116,7 @@ def test_a_teacher_that_stays_away_ends_the_run_with_one_line():
     with pytest.raises(TeacherError) as raised:
         ask([5, 3], statuses=(503,) * 50, timeout_s=0.5)
     assert "teacher 'big' at http://127.0.0.1:" in str(raised.value)
-    assert "gave no answer within 0.5 s (timeout_s); at last: status 503" in str(raised.value)
+    assert "gave no answer within 0.5 s (timeout_s); at last: " in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

@@ -817,7 +817,7 @@ def test_vf_rl_starts_a_killed_teacher_and_a_killed_server_again_and_training_go
         assert httpx.get(f"http://{where}/v1/models", trust_env=False).status_code == 401
         trainer = next(pid for pid, line in lines.items() if "verifiers_rl.cli.train" in line)
         told = Path(f"/proc/{trainer}/environ").read_text()
-        (key,) = re.findall(r"VERIFIERS_RL_TEACHER_KEY=([\w-]+)", told)
+        (key,) = re.findall(r"VERIFIERS_RL_TOKEN=([\w-]+)", told)
         assert not any(key in line for line in lines.values())
         (teacher,) = teachers
         before = num_steps(tmp_path)

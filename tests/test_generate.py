@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import subprocess
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,13 +12,20 @@ from aiohttp import web
 
 from tests.helpers import ROOT, load_example, make_tiny_model, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
+from verifiers_rl.cli.children import ChildError, LocalChild
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.cli.plan import assign_gpus, server_command
-from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.sft import generate as module
 from verifiers_rl.sft.conversations import Tokenization, read_dataset
-from verifiers_rl.sft.generate import OptionError, generate, key_variable, make_one_server
-from verifiers_rl.types import Slots
+from verifiers_rl.sft.generate import (
+    Endpoint,
+    GenerationError,
+    generate,
+    make_one_server,
+    make_players,
+    sampling_of,
+    write_rows,
+)
 
 
 @contextmanager
@@ -129,6 +135,10 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
         (["-o", "new.jsonl", "-n", "0"], "--rollouts 0: must be an integer >= 1"),
         (["-o", "new.jsonl", "--served-model", "m"], "give both, or none"),
         (["-o", "new.jsonl", "--api-key-var", "K"], "without effect unless --base-url is given"),
+        (
+            ["-o", "new.jsonl", "--base-url", "u", "--served-model", "m", "--api-key-var", "NONE"],
+            "--api-key-var NONE: the variable is not set",
+        ),
     ],
 )
 def test_an_option_of_generate_that_cannot_work_is_named(rl_toml, capsys, words, problem):
@@ -137,26 +147,11 @@ def test_an_option_of_generate_that_cannot_work_is_named(rl_toml, capsys, words,
     assert ended.value.code == 1 and problem in capsys.readouterr().err
 
 
-def test_openais_key_goes_to_openai_unless_it_is_named(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    monkeypatch.delenv("OTHER_KEY", raising=False)
-    for url in ("https://api.openai.com/v1", "https://eu.api.openai.com/v1"):
-        assert key_variable(url, None) == "OPENAI_API_KEY"
-    for url in ("http://api.openai.com/v1", "https://api.openai.com.org/v1",
-                "https://notapi.openai.com.b/v1", "http://127.0.0.1:8000/v1"):  # fmt: skip
-        assert key_variable(url, None) == module.KEY_VARIABLE
-    assert key_variable("http://127.0.0.1:8000/v1", "OPENAI_API_KEY") == "OPENAI_API_KEY"
-    with pytest.raises(OptionError, match="--api-key-var OTHER_KEY: the variable is not set"):
-        key_variable("http://127.0.0.1:8000/v1", "OTHER_KEY")
-
-
 # --- Requests and rollouts ------------------------------------------------------------------------
 
 
 def test_requests_to_our_server_have_all_sampling_options():
     """An option that is left out would have the value in the model's generation_config.json."""
-    from verifiers_rl.envs.generate import sampling_of
-
     neutral = {
         "temperature": 0.7,
         "top_p": 1.0,
@@ -176,20 +171,15 @@ def test_requests_to_our_server_have_all_sampling_options():
 
 def made_of(play, num):
     """An environment of this many examples, each played by `await play(number)`."""
-    from verifiers_rl.envs.generate import GeneratingEnvironment
 
-    class Played(GeneratingEnvironment):
+    class Played:
         name, files_per_rollout = "played", 1
-
-        def __init__(self):
-            pass
 
         def sizes(self, split):
             return [num]
 
-        async def play(self, split, number, place):
-            async with place:
-                return await play(number)
+        async def play(self, split, number):
+            return await play(number)
 
         async def open(self): ...
         async def close(self): ...
@@ -198,12 +188,10 @@ def made_of(play, num):
 
 
 def row_of(number, reward=1.0):
-    return {"example": number, "reward": reward, "is_truncated": False, "first_reply": 1}
+    return {"example": number, "reward": reward}, False
 
 
 def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
-    from verifiers_rl.envs.generate import Endpoint, make_generating_environments
-
     said = [("user", "ab"), ("assistant", "ba"), ("user", "abc")]
     shots = [{"role": role, "content": text} for role, text in said]
     rows = [{"prompt": shots}, {"prompt": "abc"}]
@@ -218,25 +206,22 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
 
     async def run():
         async with serving(reply) as url:
-            (made,) = make_generating_environments(
-                [WeightedEnv(env, "it")], RLConfig(use_cpu=True), Endpoint(f"{url}/v1", "m", "KEY")
-            )
-            await made.open()
-            try:
-                await made.write("train", None, 1, 0.0, Slots(1), written.append)
-            finally:
-                await made.close()
+            envs, at = [WeightedEnv(env, "it")], Endpoint(f"{url}/v1", "m", "KEY")
+            (made,) = make_players(envs, RLConfig(use_cpu=True), at)
+            await write_rows(made, "train", None, 1, 0.0, 1, written.append)
 
     asyncio.run(run())
     shown, plain = sorted(written, key=lambda row: row["example"])
     texts = [[one["content"] for one in shown[name]] for name in ("prompt", "completion")]
     assert texts == [["ab", "ba", "abc"], ["cba"]] and "messages" not in shown
     assert [one["content"] for one in plain["messages"]] == ["abc", "cba"]
-    assert not {"prompt", "first_reply", "is_truncated"} & plain.keys()
+    assert "prompt" not in plain
 
 
 def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
     import verifiers.v1 as vf
+
+    from verifiers_rl.envs.played import PlayedEnvironment
 
     said = [vf.UserMessage(content="1+1"), vf.AssistantMessage(content="2"),
             vf.AssistantMessage(content="Next."), vf.AssistantMessage(content="3")]  # fmt: skip
@@ -245,9 +230,11 @@ def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
         reward=1.0, branches=[SimpleNamespace(nodes=nodes)], calls=[], stop_condition=None,
         agent=SimpleNamespace(name="solver"),
     )  # fmt: skip
-    env = made_of(None, 1)
+    env = object.__new__(PlayedEnvironment)
     env._template, env._context = None, SimpleNamespace(model="m")
-    row = env._row(trace, 0)
+    env.name = "it"
+    row, is_cut = env._row(trace, 0)
+    assert not is_cut
     assert [message.get("weight") for message in row["messages"]] == [None, None, 0, None]
 
 
@@ -265,7 +252,7 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
             if len(written) == 2:
                 others.set()
 
-        writing = made_of(play, 3).write("train", None, 1, 0.0, Slots(3), write)
+        writing = write_rows(made_of(play, 3), "train", None, 1, 0.0, 3, write)
         await asyncio.wait_for(writing, 20)
         return written
 
@@ -274,50 +261,45 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
 
 @pytest.mark.parametrize(("failing", "num_played"), [(500, 10), (9, 500), (0, 500)])
 def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_played):
-    from verifiers_rl.envs.generate import GenerationError
-
     played = []
 
     async def play(number):
         played.append(number)
         await asyncio.sleep(0)
-        return ValueError(f"no {number}") if number < failing else [row_of(number)]
+        if number < failing:
+            raise ValueError(f"no {number}")
+        return [row_of(number)]
 
     async def run():
-        writing = made_of(play, 500).write("train", None, 1, 0.0, Slots(1), lambda row: None)
+        writing = write_rows(made_of(play, 500), "train", None, 1, 0.0, 1, lambda row: None)
         return await asyncio.wait_for(writing, 30)
 
     if failing < 500:
-        assert asyncio.run(run()).num_kept == 500 - failing
+        assert asyncio.run(run()).startswith(f"{500 - failing} of 500 rollouts written")
     else:
         with pytest.raises(GenerationError, match=r"'played': no rollout succeeded.*no 0"):
             asyncio.run(run())
     assert num_played <= len(played) <= num_played + 2
 
 
-def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path, monkeypatch):
-    server = SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
+def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path):
+    server = LocalChild("inference", ["-c", "import time; time.sleep(60)"], {})
 
     async def play(number):
         if number:
-            server.process.kill()
+            server.kill()
             await asyncio.Event().wait()  # no answer comes any more
         return [row_of(number)]
 
-    made = [made_of(play, 2)]
-    monkeypatch.setattr(
-        "verifiers_rl.envs.generate.make_generating_environments", lambda *args: made
-    )
     options = argparse.Namespace(
         output=tmp_path / "new.jsonl", split="train", examples=None, rollouts=1, min_reward=0.0
     )
-    args = SimpleNamespace(max_concurrent=1)
     try:
-        with pytest.raises(InferenceServerError, match="the server ended with status 137"):
-            asyncio.run(asyncio.wait_for(module._write_all(options, args, None, None, server), 30))
+        with pytest.raises(ChildError, match="the server ended with status 137; rows that were"):
+            writing = module._write(options, 1, [made_of(play, 2)])
+            asyncio.run(asyncio.wait_for(module._while_it_lives(server, writing), 30))
     finally:
-        server.process.kill()
-        server.process.wait()
+        server.stop()
     assert [row["example"] for row in read_dataset([str(options.output)])] == [0]
 
 
@@ -335,17 +317,11 @@ def test_all_gpus_are_the_servers_because_nothing_is_trained(rl_toml, monkeypatc
 
 
 def test_the_first_of_several_servers_answers(rl_toml, monkeypatch, capsys):
-    clients = []
-    monkeypatch.setattr(module, "InferenceClient", lambda *args: clients.append(args))
-    monkeypatch.setattr(module, "_answering", lambda client: endpoint_of_nobody())
+    asked = []
+    monkeypatch.setattr(module, "_answering", lambda *where: asked.append(where))
     args = RLConfig(use_cpu=True, vllm_servers=["[::1]:8000", "10.0.0.1:8000"])
     config, options = load_run_config(rl_toml), argparse.Namespace(base_url=None)
-    with module._endpoint(options, config, args) as (found, server):
-        assert found == "it" and server is None
-    assert clients == [("::1", 8000, 300.0)]
+    with module._endpoint(options, config, args):
+        pass
+    assert asked == [("::1", 8000, 300.0)]
     assert "of vllm_servers, only [::1]:8000 answers" in capsys.readouterr().out
-
-
-@contextmanager
-def endpoint_of_nobody():
-    yield "it"

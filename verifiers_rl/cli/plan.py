@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import secrets
 import subprocess
 import tempfile
 import time
@@ -26,7 +25,6 @@ from verifiers_rl.cli.config import (
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.teachers import TeacherTable
-from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.port import RESERVED_VARIABLE
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
@@ -234,15 +232,9 @@ def server_env(config: RunConfig, gpus: str, number: int) -> dict[str, str]:
     return env
 
 
-def teacher_env(config: RunConfig, table: TeacherTable, gpus: str, key: str) -> dict[str, str]:
-    """Return the variables of a teacher's server: its GPUs, or its cores, and its keys.
-
-    Args:
-        key: requests must show it. The token of control routes, which is not the run's, is told
-            to nobody.
-    """
-    env = {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_API_KEY": key}
-    env[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+def teacher_env(config: RunConfig, table: TeacherTable, gpus: str) -> dict[str, str]:
+    """Return the variables of a teacher's server: its GPUs, or its cores."""
+    env = {"CUDA_VISIBLE_DEVICES": gpus}
     if gpus:
         return env
     on_cpu = [one.number for one in teachers_to_start(config) if not one.gpus]
@@ -391,11 +383,45 @@ def start_server(
     if total > 1:
         name, what = f"inference-{number}", f"the server on port {port}"
     log = log and log_of(log, number, total)
-    env = {**server_env(config, gpus, number), RESERVED_VARIABLE: str(port)}
-    start = partial(LocalChild, name, server_command(config, host, port), env, log)
+    words, env = server_command(config, host, port), server_env(config, gpus, number)
+    return _start(config, name, what, address, words, env, ("inference",), log)
+
+
+def log_of_teacher(server_log: Path, name: str) -> Path:
+    """Return the file for the output of a teacher's server, beside the log of the other servers."""
+    return server_log.with_name(f"teacher-{name}.log")
+
+
+def start_teacher(
+    config: RunConfig, table: TeacherTable, gpus: str, address: tuple[str, int], log: Path | None
+) -> Supervised:
+    """Start the server of a teacher: a `vf-vllm` that gets no weights.
+
+    Args:
+        gpus, address, log: see `start_server`; the GPUs are its own.
+    """
+    name, words = f"teacher-{table.name}", teacher_command(config, table, *address)
+    env, what = teacher_env(config, table, gpus), f"teacher {table.name!r}"
+    log = log and log_of_teacher(log, table.name)
+    return _start(config, name, what, address, words, env, table.at, log, is_needed=True)
+
+
+def _start(
+    config: RunConfig,
+    name: str,
+    what: str,
+    address: tuple[str, int],
+    words: list[str],
+    env: dict[str, str],
+    at: tuple[str, ...],
+    log: Path | None,
+    is_needed: bool = False,
+) -> Supervised:
+    host, port = address
     timeout_s = config.option("vllm_server_timeout")
     print(f"vf-rl: starting {what} on {host}:{port}, up to {timeout_s:g} s", flush=True)
-    return Supervised(what, start, lambda: answers(host, port), config, ("inference",), log)
+    start = partial(LocalChild, name, words, {**env, RESERVED_VARIABLE: str(port)}, log)
+    return Supervised(what, start, lambda: answers(host, port), config, at, log, is_needed)
 
 
 def teacher_command(config: RunConfig, table: TeacherTable, host: str, port: int) -> list[str]:

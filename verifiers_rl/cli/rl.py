@@ -10,6 +10,7 @@ it dies, and ends both. The exit status is the trainer's.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import shutil
@@ -33,9 +34,11 @@ from verifiers_rl.cli.plan import (
     check_folder,
     check_trainer_options,
     log_of,
+    log_of_teacher,
     servers_to_start,
     split_gpus,
     start_server,
+    start_teacher,
     teachers_to_start,
     trainer_command,
     trainer_env,
@@ -43,17 +46,19 @@ from verifiers_rl.cli.plan import (
 from verifiers_rl.cli.resolved import dry_run
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.supervise import supervise
-from verifiers_rl.cli.teacher_servers import TeacherServers, log_of_teacher
+from verifiers_rl.cli.teachers import TEACHERS_VARIABLE
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.inference.port import (
     PortError,
     port_error,
+    reserve_free_port,
     reserve_port,
 )
 from verifiers_rl.report.run_folder import RunFolderError, closing_lines
 from verifiers_rl.report.trackers import tracker_error
 
+LOCAL_HOST = "127.0.0.1"  # where teachers are: the trainer's rank 0, which asks them, is here
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
@@ -204,7 +209,9 @@ class ThisMachine:
         self.trainers: list[Child] = []
         self._addresses = servers_to_start(config)
         self._reservations = [reserve_port(host, port) for host, port in self._addresses]
-        self._teachers = TeacherServers(config, gpus[2:], options.server_log)
+        self._teachers = [
+            (table, *reserve_free_port(LOCAL_HOST)) for table in teachers_to_start(config)
+        ]
         if self._addresses:  # for this run; all children inherit it
             os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
 
@@ -213,17 +220,19 @@ class ThisMachine:
         for number, address in enumerate(self._addresses):
             server = start_server(config, self._gpus[0], address, options.server_log, number)
             self.servers.append(server)
-        for server in self._teachers.start(timeout_s):
-            self.others.append(server)
+        for (table, port, _), gpus in zip(self._teachers, self._gpus[2:], strict=True):
+            where = LOCAL_HOST, port
+            self.others.append(start_teacher(config, table, gpus, where, options.server_log))
         named = [f"{host}:{port}" for host, port in self._addresses]
-        env = trainer_env(config, self._gpus[1], named) | self._teachers.trainer_env()
+        env = trainer_env(config, self._gpus[1], named)
+        urls = {table.name: f"http://{LOCAL_HOST}:{port}" for table, port, _ in self._teachers}
+        env[TEACHERS_VARIABLE] = json.dumps(urls)
         words = trainer_command(config, options)
         inherit = options.server_log is not None
         self.trainers.append(LocalChild("trainer", words, env, inherit=inherit))
 
     def close(self) -> None:
-        self._teachers.close()
-        for reservation in self._reservations:
+        for reservation in (*self._reservations, *(socket for *_, socket in self._teachers)):
             reservation.close()
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verifiers_rl.cli.layers import Tables, TomlError, Value, find, nearest_hint
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from verifiers_rl.cli.config import RunConfig
     from verifiers_rl.distill import Distillation, Teacher
 
 TEACHERS_VARIABLE = "VERIFIERS_RL_TEACHERS"  # JSON: the URLs of those that vf-rl has started
-KEY_VARIABLE = "VERIFIERS_RL_TEACHER_KEY"  # their API key
 # Keys of an [[env]], and the types of their values.
 LEARNING: dict[str, Any] = {"algorithm": str, "teacher": str, "distill_coef": float, "hint": str}
 _OPTIONS = ("base_url", "key_variable", "timeout_s", "max_concurrent")  # of `Teacher`
@@ -234,7 +234,7 @@ def _started_or_not(
             "no base_url: vf-rl starts such a teacher, and nothing else does. Start its server, "
             "and set base_url in place of gpus and args"
         )
-    options: dict[str, Any] = {"base_url": urls[table.name], "key_variable": KEY_VARIABLE}
+    options: dict[str, Any] = {"base_url": urls[table.name], "key_variable": TOKEN_VARIABLE}
     if "timeout_s" not in table.options:  # it loads as the other servers do
         options["timeout_s"] = config.option("vllm_server_timeout")
     return table.teacher(**options)

@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import math
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, Protocol
 
 from verifiers_rl.cli.children import POLL_S, Child, ChildError
 from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
 from verifiers_rl.cli.errors import fail, folder_error
-from verifiers_rl.cli.plan import (
-    assign_gpus,
-    check_trainer_options,
-    split_gpus,
-    start_server,
-)
+from verifiers_rl.cli.plan import assign_gpus, check_trainer_options, split_gpus, start_server
+from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -39,6 +35,8 @@ from verifiers_rl.inference.client import (
     generation_key,
 )
 from verifiers_rl.inference.port import PortError, reserve_port
+from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.types import Split
 
 USAGE = (
     "vf-rl generate @ config.toml [--KEY VALUE] -n ROLLOUTS [--min-reward REWARD] [--examples N]\n"
@@ -46,17 +44,52 @@ USAGE = (
 )
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
-OPENAI = "api.openai.com"
+NUM_TRIED = 10  # rollouts that begin first; if all of them fail, the others are not tried
+# Options of requests, and the values with which an endpoint does the same without them.
+NEUTRAL: dict[str, Any] = {
+    "temperature": None, "max_tokens": None, "stop": None, "include_stop_str_in_output": False,
+    "chat_template_kwargs": {}, "top_p": 1.0, "top_k": None, "min_p": 0.0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
 
 
-class OptionError(ValueError):
-    """An option of the command cannot work."""
+class GenerationError(RuntimeError):
+    """An option of the command cannot work, or no rollout becomes a row."""
+
+
+class Endpoint(NamedTuple):
+    """Where the model answers.
+
+    Attributes:
+        base_url: with /v1.
+        model: its name in requests.
+        key_variable: environment variable that has the key.
+        is_vllm: it is a `vf-vllm`.
+        server: it, if we have started it.
+    """
+
+    base_url: str
+    model: str
+    key_variable: str = KEY_VARIABLE
+    is_vllm: bool = False
+    server: Child | None = None
+
+
+class Player(Protocol):
+    """What `write_rows` needs of an environment; see `envs.played.PlayedEnvironment`."""
+
+    name: str
+    files_per_rollout: int
+
+    def sizes(self, split: Split) -> list[int]: ...
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+    async def play(self, split: Split, number: int) -> list[tuple[dict[str, Any], bool]]: ...
 
 
 def generate(argv: list[str]) -> int:
     """Check everything that can be wrong, then generate. Returns the exit status."""
     from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
-    from verifiers_rl.envs.generate import GenerationError
 
     parser = argparse.ArgumentParser(
         prog="vf-rl generate", usage=USAGE, description=__doc__, allow_abbrev=False
@@ -69,17 +102,12 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--split", choices=("train", "eval"), default="train")
     parser.add_argument("--base-url", help="of an endpoint that runs already, with /v1")
     parser.add_argument("--served-model", help="the model's name there")
-    parser.add_argument(
-        "--api-key-var",
-        help=f"variable with the key of --base-url; default: OPENAI_API_KEY at https://{OPENAI}, "
-        "no key elsewhere",
-    )
+    parser.add_argument("--api-key-var", help="variable with the key of --base-url; default: none")
     parser.add_argument("--server-log", type=Path, help="the server's output goes to this file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
     parser.set_defaults(overwrite=False)
     if {"-h", "--help"} & set(argv):
         parser.parse_args(["--help"])
-    options: argparse.Namespace | None = None
     try:
         options, config = parse_command_line(parser, argv)
         _check(options)
@@ -88,103 +116,91 @@ def generate(argv: list[str]) -> int:
         env = config.load_envs(with_teachers=False)
         if not config.is_mix:
             env = [WeightedEnv(env, config.envs[0].name)]
-        with _endpoint(options, config, args) as (endpoint, server):
-            return asyncio.run(_write_all(options, args, env, endpoint, server))
+        with _endpoint(options, config, args) as endpoint:
+            players = make_players(env, args, endpoint, options.split)
+            writing = _write(options, args.max_concurrent, players)
+            asyncio.run(_while_it_lives(endpoint.server, writing))
     except (
         ChildError,
         GenerationError,
         InferenceServerError,
         InvalidEnvironmentError,
-        OptionError,
         PortError,
         TomlError,
     ) as error:
         fail(error, "vf-rl generate")
     except KeyboardInterrupt:
-        has_rows = options is not None and options.output.exists()
-        what = "the file has the rows so far" if has_rows else "nothing is written"
-        print(f"\nvf-rl generate: interrupted; {what}", file=sys.stderr)
+        print("\nvf-rl generate: interrupted; rows that were written stay", file=sys.stderr)
         return 128 + signal.SIGINT
+    return 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise OptionError for options that cannot work."""
+    """Raise GenerationError for options that cannot work."""
     for name in ("rollouts", "examples"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise OptionError(f"--{name} {value}: must be an integer >= 1")
+            raise GenerationError(f"--{name} {value}: must be an integer >= 1")
     if (options.base_url is None) != (options.served_model is None):
-        raise OptionError("--base-url and --served-model: give both, or none for the TOML's model")
-    if options.api_key_var is not None and options.base_url is None:
-        raise OptionError("--api-key-var: without effect unless --base-url is given; remove it")
+        raise GenerationError(
+            "--base-url and --served-model: give both, or none for the TOML's model"
+        )
+    if (variable := options.api_key_var) is not None:
+        if options.base_url is None:
+            raise GenerationError(
+                "--api-key-var: without effect unless --base-url is given; remove it"
+            )
+        if not os.environ.get(variable):
+            raise GenerationError(
+                f"--api-key-var {variable}: the variable is not set; set it to the key"
+            )
     if options.output.suffix != ".jsonl":
-        raise OptionError(f"-o {options.output}: must end in .jsonl")
+        raise GenerationError(f"-o {options.output}: must end in .jsonl")
     if options.output.exists():
-        raise OptionError(f"-o {options.output}: is there already; choose another, or remove it")
+        raise GenerationError(f"-o {options.output}: is there already; choose another")
     if problem := folder_error(str(options.output.absolute().parent)):
-        raise OptionError(f"-o {options.output}: {problem.partition(' ')[2]}")
-
-
-def key_variable(base_url: str, given: str | None) -> str:
-    """Return the variable with the key of an endpoint. OPENAI_API_KEY goes to OpenAI only, unless
-    it is `given`.
-
-    Raises:
-        OptionError: the variable is not set.
-    """
-    url = urlsplit(base_url)
-    host = url.hostname or ""
-    is_openai = url.scheme == "https" and (host == OPENAI or host.endswith(f".{OPENAI}"))
-    name = given or ("OPENAI_API_KEY" if is_openai else None)
-    if name is None:
-        return KEY_VARIABLE
-    if not os.environ.get(name):
-        raise OptionError(f"--api-key-var {name}: the variable is not set; set it to the key")
-    return name
+        raise GenerationError(f"-o {options.output}: {problem.partition(' ')[2]}")
 
 
 @contextmanager
-def _endpoint(
-    options: argparse.Namespace, config: RunConfig, args: Any
-) -> Iterator[tuple[Any, Child | None]]:
-    """Yield where the model answers, and the server behind it if we have started it. End that
-    afterwards.
+def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iterator[Endpoint]:
+    """Yield where the model answers. If we have to start a server, end it afterwards.
 
     Raises:
-        InferenceServerError: there is no server.
-        OptionError: see `key_variable`.
+        ChildError, InferenceServerError: there is no server.
     """
-    from verifiers_rl.envs.generate import Endpoint
-
     if options.base_url is not None:
-        variable = key_variable(options.base_url, options.api_key_var)
         os.environ[KEY_VARIABLE] = "none"  # verifiers sends some key
-        try:
-            yield Endpoint(options.base_url, options.served_model, variable), None
-        finally:
-            os.environ.pop(KEY_VARIABLE, None)
+        key_variable = options.api_key_var or KEY_VARIABLE
+        yield Endpoint(options.base_url, options.served_model, key_variable)
         return
-    timeout_s = args.vllm_server_timeout
-    (host, port), *others = args.servers()
+    host, port = args.servers()[0]
     if args.vllm_servers:
-        if others:
+        if len(args.vllm_servers) > 1:
             print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
-        with _answering(InferenceClient(host, port, timeout_s)) as endpoint:
-            yield endpoint, None
+        yield _answering(host, port, args.vllm_server_timeout)
         return
     make_one_server(config)
     gpus = assign_gpus(config)[0]
     with reserve_port(host, port):
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end it
         server = start_server(config, gpus, (host, port), options.server_log)
         try:
-            with _ending_by_signals():
-                server.wait_until_ready(timeout_s)
-                with _answering(InferenceClient(host, port)) as endpoint:
-                    yield endpoint, server.child
+            server.wait_until_ready(args.vllm_server_timeout)
+            endpoint = _answering(host, port, args.vllm_server_timeout)
+            yield endpoint._replace(server=server.child)
         finally:
             server.child.mute()
             server.child.stop()
+
+
+def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
+    """Return the endpoint of a `vf-vllm` once it answers."""
+    with closing(InferenceClient(host, port, timeout_s)) as client:
+        client.wait_until_ready()
+        os.environ[KEY_VARIABLE] = generation_key(client.base_url)
+        return Endpoint(f"{client.base_url}/v1", client.served_model_name, is_vllm=True)
 
 
 def make_one_server(config: RunConfig) -> None:
@@ -199,74 +215,75 @@ def make_one_server(config: RunConfig) -> None:
     config.inference_replicas = 1
 
 
-@contextmanager
-def _answering(client: InferenceClient) -> Iterator[Any]:
-    """Yield the endpoint of a `vf-vllm` once it answers."""
-    from verifiers_rl.envs.generate import Endpoint
+def make_players(
+    given: Sequence[Any], args: Any, endpoint: Endpoint, split: Split = "train"
+) -> list[Player]:
+    """Return what plays each of these `WeightedEnv` that is for this split.
 
-    try:
-        client.wait_until_ready()
-        os.environ[KEY_VARIABLE] = generation_key(client.base_url)
-        base_url, model = f"{client.base_url}/v1", client.served_model_name
-        yield Endpoint(base_url, model, KEY_VARIABLE, is_vllm=True)
-    finally:
-        os.environ.pop(KEY_VARIABLE, None)
-        client.close()
-
-
-@contextmanager
-def _ending_by_signals() -> Iterator[None]:
-    """Let SIGTERM raise, as Ctrl-C does, so that the server is ended."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-async def _write_all(
-    options: argparse.Namespace, args: Any, env: Any, endpoint: Any, server: Child | None
-) -> int:
-    """Generate with each environment, one after the other, as long as our own server lives.
+    Args:
+        args: the `RLConfig`; its sampling options go into the requests.
+        endpoint: of the model.
 
     Raises:
-        GenerationError: no rollout of an environment succeeds.
-        ChildError: the server has ended.
-        OptionError: there is no row to write.
+        InvalidEnvironmentError: one of them cannot be played.
+        GenerationError: there is none.
     """
-    from verifiers_rl.envs.generate import make_generating_environments
+    from verifiers_rl.envs.base import RunnerOptions
+    from verifiers_rl.envs.played import PlayedEnvironment
 
-    environments = make_generating_environments(env, args, endpoint, options.split)
-    writing = asyncio.create_task(_write(options, args, environments))
-    watching = [asyncio.create_task(_raise_at_end_of(server))] if server is not None else []
-    tasks = [writing, *watching]
-    try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return 0
-
-
-async def _raise_at_end_of(server: Child) -> None:
-    """Wait until our server ends, then raise ChildError."""
-    while not await asyncio.to_thread(server.wait, POLL_S):
-        pass
-    raise ChildError(f"the server {server.end}, see its output; rows that were written before stay")
+    made: list[Player] = []
+    for one in given:
+        if one.only not in (None, split):
+            continue
+        options = RunnerOptions(
+            endpoint.base_url, None, args.max_seq_len, name=one.name,
+            timeout_s=args.generation_timeout, num_eval_tasks=args.eval_examples,
+        )  # fmt: skip
+        sampling = sampling_of(args.with_sampling(one.sampling_args), endpoint.is_vllm)
+        made.append(
+            PlayedEnvironment(one.env, options, endpoint.model, endpoint.key_variable, sampling)
+        )
+    if not made:
+        raise GenerationError(f"--split {split}: no environment is for it")
+    return made
 
 
-async def _write(options: argparse.Namespace, args: Any, environments: Any) -> None:
+def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
+    """Return the sampling options of a request.
+
+    Args:
+        args: the `RLConfig`.
+        is_vllm: for a `vf-vllm`, where an option that is left out has the value that the model's
+            generation_config.json says: all of them, as a rollout of a run has them. Otherwise
+            those that are set, because not every endpoint knows all.
+    """
+    if not is_vllm:
+        options = {name: getattr(args, name) for name in NEUTRAL}
+        return {name: value for name, value in options.items() if value != NEUTRAL[name]}
+    plain = copy.copy(args)
+    plain.sampling_mask = plain.router_replay = False  # nothing is trained on these tokens
+    options = plain.sampling_args()
+    options |= options.pop("extra_body")
+    return {name: value for name, value in options.items() if name in NEUTRAL and value is not None}
+
+
+async def _while_it_lives(server: Child | None, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, as long as our own server lives.
+
+    Raises:
+        ChildError: the server has ended.
+    """
+    working = asyncio.ensure_future(work)
+    while not (await asyncio.wait([working], timeout=POLL_S))[0]:
+        if server is not None and server.poll() is not None:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            raise ChildError(f"the server {server.end}; rows that were written stay")
+    working.result()
+
+
+async def _write(options: argparse.Namespace, max_concurrent: int, players: list[Player]) -> None:
     """Write the rows of each environment. A file without any is removed."""
-    from verifiers_rl.process.limits import rollouts_at_once
-    from verifiers_rl.types import Slots
-
     num_kept = 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("x", encoding="utf-8") as file:
@@ -278,23 +295,90 @@ async def _write(options: argparse.Namespace, args: Any, environments: Any) -> N
             num_kept += 1
 
         try:
-            for environment in environments:
-                slots = Slots(rollouts_at_once(args.max_concurrent, environment.files_per_rollout))
-                await environment.open()
-                try:
-                    counts = await environment.write(
-                        options.split, options.examples, options.rollouts, options.min_reward,
-                        slots, write,
-                    )  # fmt: skip
-                finally:
-                    await environment.close()
-                print(f"vf-rl generate: {environment.name}: {counts}", flush=True)
+            for player in players:
+                said = await write_rows(
+                    player, options.split, options.examples, options.rollouts, options.min_reward,
+                    rollouts_at_once(max_concurrent, player.files_per_rollout), write,
+                )  # fmt: skip
+                print(f"vf-rl generate: {player.name}: {said}", flush=True)
         finally:
             if not num_kept:
-                options.output.unlink(missing_ok=True)
+                options.output.unlink()
     if not num_kept:
-        raise OptionError(
+        raise GenerationError(
             f"--min-reward {options.min_reward:g}: no rollout reached it and ended by itself, so "
             "nothing is written"
         )
     print(f"vf-rl generate: {options.output}: {num_kept} rows; train on them by vf-sft")
+
+
+async def write_rows(
+    player: Player,
+    split: Split,
+    num_examples: int | None,
+    num_rollouts: int,
+    min_reward: float,
+    num_at_once: int,
+    write: Callable[[dict[str, Any]], None],
+) -> str:
+    """Play the first `num_examples` (None: all) `num_rollouts` times each, and write each row that
+    no limit cut and that has at least this reward, as soon as its rollout has ended.
+
+    Returns:
+        What became of the rollouts, for people.
+
+    Raises:
+        GenerationError: all examples of a stream are requested, or no rollout succeeds.
+    """
+    size, places = player.sizes(split)[0], asyncio.Semaphore(num_at_once)
+    if num_examples is None and size >= ENDLESS:
+        raise GenerationError(
+            f"environment {player.name!r}: its tasks are a stream without end: say how many "
+            "examples by --examples"
+        )
+    num, reward, first_error = Counter[str](), 0.0, ""
+
+    async def play(number: int) -> list[tuple[dict[str, Any], bool]] | Exception:
+        async with places:
+            try:
+                return await player.play(split, number)
+            except Exception as error:  # whatever the environment's own code raises
+                return error
+
+    numbers = [n for n in range(min(num_examples or size, size)) for _ in range(num_rollouts)]
+    await player.open()
+    tasks = [asyncio.create_task(play(number)) for number in numbers]
+    try:
+        for ended in asyncio.as_completed(tasks):
+            rows = await ended
+            if isinstance(rows, Exception):
+                num["failed"] += 1
+                first_error = first_error or describe_error(rows)
+                if not num["rollouts"] and all(map(_has_failed, tasks[:NUM_TRIED])):
+                    raise GenerationError(
+                        f"environment {player.name!r}: no rollout succeeded, and the first "
+                        f"{num['failed']} failed. The first error: {first_error}"
+                    )
+                continue
+            for row, is_cut in rows:
+                reward += row["reward"]
+                num.update(rollouts=1, cut=is_cut)
+                if not is_cut and row["reward"] >= min_reward:
+                    num["written"] += 1
+                    write(row)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await player.close()
+    said = f"{num['written']} of {num['rollouts'] + num['failed']} rollouts written"
+    said += f", mean reward {reward / max(num['rollouts'], 1):.3f}"
+    if num["cut"]:
+        said += f"; {num['cut']} left out, because a length limit cut a turn"
+    if num["failed"]:
+        said += f"; {num['failed']} failed, the first by {first_error}"
+    return said
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and isinstance(task.result(), Exception)
