@@ -83,15 +83,15 @@ def all_checks(folder: Path) -> list[Check]:
     flex = [PYTHON, "-m", "pytest", "-q", "-rs", "-k", "sequence_in_a_pack and flex"]
     v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     return [
-        Check("demo: server on a GPU, trainer on the CPU, adapter over TCP",
-              [*demo, "--trainer-gpus", "0", "--backend", "tcp"], 300),
+        Check("demo: server on a GPU, trainer on the CPU, adapter over HTTP",
+              [*demo, "--trainer-gpus", "0", "--backend", "http"], 300),
         Check("demo: a GPU each, adapter over NCCL", [*demo, "--backend", "nccl"], 240, 2),
         Check("demo: all weights over NCCL", [*full, "--backend", "nccl"], 240, 2),
         Check("demo: model runner V2 with CUDA graphs, all weights",
               [*full, "--graphs", "--trainer-gpus", "0"], 240, env=v2),
         *gpu_tests(),
         Check("weight_sync.py over NCCL, Qwen3-0.6B", [*sync, *TWO_GPUS], 300, 2),
-        Check("weight_sync.py over TCP to a GPU, Qwen3-0.6B", sync, 240),
+        Check("weight_sync.py over HTTP to a GPU, Qwen3-0.6B", sync, 240),
         *(
             Check(f"{kind} on 2 GPUs against one", part("sharded", kind), 180, 2,
                   packages=["deepspeed"] if kind.startswith("zero") else [])

@@ -154,7 +154,7 @@ def main() -> None:
     one.add_argument("--server-gpus", type=int, default=1, help="0: a CPU, in float32")
     one.add_argument("--trainer-gpus", type=int, default=1)
     one.add_argument("--graphs", action="store_true", help="with CUDA graphs")
-    one.add_argument("--backend", choices=["auto", "nccl", "tcp"], default="auto")
+    one.add_argument("--backend", choices=["auto", "nccl", "http"], default="auto")
     two = parts.add_parser("sharded")
     two.add_argument("kind", choices=["ddp", "fsdp2", "zero2", "zero3"])
     three = parts.add_parser("train")

@@ -1,7 +1,7 @@
 """The lower bound that `weight_sync.py` compares with: buffers sent to a process that drops them.
 
-They travel over the same sockets (TCP) and in the sizes of the real messages. But they are packed
-and touched beforehand on both sides: there is no HTTP, no cast, no fresh memory and no model.
+They travel over one TCP connection, in the sizes of the real buckets. But they are packed and
+touched beforehand on both sides: there is no HTTP, no cast, no fresh memory and no model.
 """
 
 import json
@@ -13,9 +13,6 @@ import sys
 import torch
 
 from verifiers_rl.inference.server import server_cores
-from verifiers_rl.process.connections import receive_into
-from verifiers_rl.sync.transports.meeting import host_meeting, join_meeting
-from verifiers_rl.sync.transports.tcp import SocketTransport
 
 SECRET = "none is needed here"
 
@@ -24,15 +21,16 @@ class RawReceiver:
     """The sender's end. It starts the receiver, which is this file run as a script."""
 
     def __init__(self, timeout_s: float) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(port), str(timeout_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.sockets = SocketTransport(host_meeting(listener, 1, SECRET, timeout_s), rank=0)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(timeout_s)
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(listener.getsockname()[1]), str(timeout_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self.connection, _ = listener.accept()
+        self.connection.settimeout(timeout_s)
         self.buffer = torch.ones(0, dtype=torch.uint8)
 
     def push(self, sizes: list[int]) -> None:
@@ -43,13 +41,13 @@ class RawReceiver:
         if self.buffer.numel() < max(sizes):  # once, in the push that warms up
             self.buffer = torch.ones(max(sizes), dtype=torch.uint8)
         for size in sizes:
-            self.sockets.send(self.buffer[:size])
+            self.connection.sendall(memoryview(self.buffer[:size].numpy()))
         # The receiver ends at its own deadline, and so does this wait.
         if self.process.stdout.readline() != "received\n":
             raise RuntimeError("the raw receiver failed")
 
     def close(self) -> None:
-        self.sockets.close()
+        self.connection.close()
         self.process.kill()
         self.process.wait(20)
 
@@ -59,14 +57,16 @@ def main(port: int, timeout_s: float) -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = server_cores(list(os.sched_getaffinity(0)))
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    connection = join_meeting("127.0.0.1", port, 1, SECRET, timeout_s)
+    connection = socket.create_connection(("127.0.0.1", port), timeout_s)
     buffer = torch.ones(0, dtype=torch.uint8)
     for line in sys.stdin:
         sizes = json.loads(line)
         if buffer.numel() < max(sizes):
             buffer = torch.ones(max(sizes), dtype=torch.uint8)
         for size in sizes:
-            receive_into(connection, memoryview(buffer[:size].numpy()))
+            view = memoryview(buffer[:size].numpy())
+            while view and (count := connection.recv_into(view)):
+                view = view[count:]
         print("received", flush=True)
 
 

@@ -10,16 +10,8 @@ server in turn:
 
 - full, merged: all weights, or all weights with a rank-16 adapter added. The server has no LoRA.
 - adapter: the adapter alone. The server has --enable-lora.
-- (a) raw: buffers of the same sizes, already packed and touched, are sent over the same kind of
-  TCP sockets to a second process, which drops them. No HTTP, no casts, no model: a lower bound.
-- (b) per parameter: for each parameter one HTTP call announces it and is answered at once, and one
-  broadcast sends the tensor, which the real vLLM gives to `load_weights`; see `per_parameter.py`.
-  It costs less than TRL's: HTTP connections are kept, no barrier follows a tensor, and vLLM's
-  layerwise reload, which its CPU kernels need, begins and ends once, not for each parameter.
-  The adapter's tensors are received and dropped, because vLLM cannot load them one by one.
-
-A LoRA user of protocol (b) sends merged weights, so the adapter is compared with (b) of all
-weights; (b) of the adapter's own tensors is printed beside it.
+- (a) raw: buffers of the same sizes, already packed and touched, are sent over one TCP connection
+  to a second process, which drops them. No HTTP, no casts, no model: a lower bound.
 
 Generation: wall time of `--requests` sequences at once, prompts of 16 tokens included, divided by
 the number of generated tokens. Adapter and base model take turns on the LoRA server; merged weights
@@ -33,9 +25,9 @@ after 100 steps at 1e-5.
 
     python benchmarks/weight_sync.py --replicas 1,2,4 [--layers 28] [--vocab 151936] [--repeats 5]
 
-measures instead a push of all weights to so many servers at once (`push_to_all`), over TCP. A
-stand-in process takes the place of each server: it receives as a worker of vLLM does, and drops the
-tensors. So this is the trainer's side: gathering, casting, packing, sending.
+measures instead a push of all weights to so many servers at once (`push_to_all`), over HTTP. A
+stand-in process takes the place of each server: it reads the body, and drops it. So this is the
+trainer's side: gathering, casting, packing, sending.
 """
 
 import argparse
@@ -51,8 +43,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import torch
@@ -67,13 +60,8 @@ from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
-    find_token,
 )
-from verifiers_rl.sync.buckets import receive_buckets
 from verifiers_rl.sync.fan_out import push_to_all
-from verifiers_rl.sync.plan import TransferPlan, bucket_num_bytes
-from verifiers_rl.sync.sources import Source, adapter_sources, full_sources
-from verifiers_rl.sync.transports import Meeting, make_transport
 from verifiers_rl.sync.weight_sync import WeightSync
 
 ROOT = Path(__file__).parent.parent
@@ -124,19 +112,15 @@ def make_models(folder: Path, options: argparse.Namespace) -> tuple[nn.Module, A
 def running_server(
     model: Path, log: Path, options: argparse.Namespace, *flags: str
 ) -> Iterator[InferenceClient]:
-    """Run a `vf-vllm` with the routes of protocol (b), on a free port."""
+    """Run a `vf-vllm` on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
     command += ["--port", str(port), "--dtype", "bfloat16", "--enforce-eager"]
     command += ["--max-model-len", "128", "--block-size", "32"]
-    command += ["--worker-extension-cls", "per_parameter.PerParameterWorker"]
-    command += ["--middleware", "per_parameter.PerParameterRoutes", *flags]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command += flags
     client = InferenceClient("127.0.0.1", port)
-    env = {"PYTHONPATH": os.pathsep.join(paths)}
-    if options.server_gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = options.server_gpu
+    env = {} if options.server_gpu is None else {"CUDA_VISIBLE_DEVICES": options.server_gpu}
     server = Child("inference", command, env, log, inherit=False)
     try:
         deadline = time.monotonic() + TIMEOUT_S
@@ -153,24 +137,6 @@ def running_server(
     finally:
         client.close()
         server.stop()
-
-
-def push_per_parameter(sync: WeightSync, sources: dict[str, Source], load: bool) -> None:
-    """Push by protocol (b): the trainer's half."""
-    transport = sync._transport
-    assert transport is not None
-    headers = {"Authorization": f"Bearer {find_token(sync.client.host, sync.client.port)}"}
-    with httpx.Client(base_url=sync.client.base_url, headers=headers, timeout=TIMEOUT_S) as http:
-
-        def post(step: str, **body: Any) -> None:
-            http.post(f"/per_parameter/{step}", json=body | {"load": load}).raise_for_status()
-
-        post("begin")
-        for name, source in sources.items():
-            sent = source.make().detach().to(torch.bfloat16).contiguous()
-            post("receive", name=name, dtype="bfloat16", shape=list(sent.shape))
-            transport.send(sent.view(-1).view(torch.uint8))
-        post("finish")
 
 
 def measure_rounds(modes: dict[str, Callable[[], None]], repeats: int, rows: Rows) -> None:
@@ -261,27 +227,26 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
     plans, differences = {}, {}
 
     def sizes(sync: WeightSync) -> list[int]:
-        assert sync._plan is not None
-        return [bucket_num_bytes(bucket) for bucket in sync._plan.buckets()]
+        assert sync.plan is not None
+        return sync.plan.packed_sizes()
 
     with running_server(folder / "model", folder / "full.log", options) as client:
         sync = WeightSync(client, lora_sync="merged", timeout_s=TIMEOUT_S)
         sync.connect(model)
-        plans["full"] = plans["merged"] = sync._plan
+        plans["full"] = plans["merged"] = sync.plan
         all_sizes = sizes(sync)
         modes: dict[str, Callable[[], None]] = {
             "full": lambda: sync.push(model, 0) and None,
             "merged": lambda: sync.push(adapted, 0) and None,
             "full (a)": lambda: raw.push(all_sizes),
-            "full (b)": lambda: push_per_parameter(sync, full_sources(model), load=True),
         }
-        # The time of a push means nothing unless its weights arrive. Full and (b) each replace
-        # merged weights, so their logprobs must be equal.
-        served = {}
-        for mode in ("merged", "full", "merged", "full (b)"):
+        # The time of a push means nothing unless its weights arrive. The server has loaded the
+        # model's weights from the checkpoint; after a push of others they must be there again.
+        served = {"loaded": served_logprobs(client, sync.model_name)}
+        for mode in ("merged", "full"):
             modes[mode]()
             served[mode] = served_logprobs(client, sync.model_name)
-        arrived = torch.equal(served["full"], served["full (b)"])
+        arrived = torch.equal(served["full"], served["loaded"])
         if not arrived or torch.equal(served["full"], served["merged"]):
             raise RuntimeError(f"weights did not arrive: {served}")
         differences["base"] = (served["full"] - exact_logprobs(model)).abs()
@@ -295,14 +260,13 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
     with running_server(folder / "model", folder / "lora.log", options, *flags) as client:
         sync = WeightSync(client, timeout_s=TIMEOUT_S)
         sync.push(adapted, 0)
-        plans["adapter"] = sync._plan
+        plans["adapter"] = sync.plan
         adapter_sizes = sizes(sync)
         served["adapter"] = served_logprobs(client, sync.model_name)
         differences["adapter"] = (served["adapter"] - exact_logprobs(adapted)).abs()
         modes = {
             "adapter": lambda: sync.push(adapted, 0) and None,
             "adapter (a)": lambda: raw.push(adapter_sizes),
-            "adapter (b)": lambda: push_per_parameter(sync, adapter_sources(adapted)[0], False),
         }
         measure_rounds(modes, options.repeats, rows)
         generations = {
@@ -315,17 +279,15 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
     report(plans, rows, differences, lost_update(adapted), num_tokens)
 
 
-class StandIn:
-    """A server whose worker is a process that drops what it receives."""
+class StandIn(InferenceClient):
+    """A server that is a process which drops what it receives."""
 
-    host, served_model_name = "127.0.0.1", "base"
-
-    def __init__(self, number: int) -> None:
-        self.base_url = f"http://127.0.0.1:{number}"
-        self.ours, theirs = multiprocessing.Pipe()
+    def __init__(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self.process = context.Process(target=drop_all, args=(theirs,), daemon=True)
         self.process.start()
+        super().__init__("127.0.0.1", ours.recv())
 
     def status(self) -> dict[str, Any]:
         return {"world_size": 1, "gpus": [None], "dtype": "bfloat16", "lora_dtype": None}
@@ -333,32 +295,32 @@ class StandIn:
     def hold(self, trainer: str) -> Any:
         return socket.socket()  # has a `close`, as a hold has
 
-    def connect_weight_sync(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        self.ours.send(request)
-        return {"connection": self.ours.recv()}
-
-    def receive_weights(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        self.ours.send("receive")
-        return {"num_bytes": self.ours.recv()}
-
 
 def drop_all(pipe: Any) -> None:
-    torch.set_num_threads(1)
-    request = pipe.recv()
-    plan = TransferPlan.from_json(request["plan"])
-    meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, TIMEOUT_S)
-    transport = make_transport(request["backend"], meeting, torch.device("cpu"))
-    pipe.send("connected")
-    while pipe.recv() == "receive":
-        buckets = receive_buckets(plan, transport, TIMEOUT_S)
-        pipe.send(sum(tensor.nbytes for bucket in buckets for _, tensor in bucket))
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            left, memory = int(self.headers["Content-Length"]), memoryview(bytearray(2**20))
+            while left and (count := self.rfile.readinto(memory[:left])):
+                left -= count
+            reply = b'{"connection": "1"}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        pipe.send(server.server_port)
+        server.serve_forever()
 
 
 def measure_replicas(numbers: list[int], options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, _ = make_models(Path(folder) / "model", options)
-    servers = [StandIn(number) for number in range(max(numbers))]
-    syncs = [WeightSync(cast(Any, server), timeout_s=TIMEOUT_S) for server in servers]
+    servers = [StandIn() for _ in range(max(numbers))]
+    syncs = [WeightSync(server, timeout_s=TIMEOUT_S) for server in servers]
 
     def push(number: int) -> None:
         errors = push_to_all(syncs[:number], model, 0, "recompute")
@@ -380,9 +342,9 @@ def measure_replicas(numbers: list[int], options: argparse.Namespace) -> None:
         span = f"{min(values):.3f}-{max(values):.3f}"
         print(f"| {number} | {seconds:.3f} ({span}) | {seconds / first:.2f} |")
     for sync, server in zip(syncs, servers, strict=True):
-        server.ours.send("end")
-        server.process.join()
         sync.close()
+        server.process.kill()
+        server.process.join()
 
 
 def report(
@@ -393,28 +355,22 @@ def report(
     num_tokens: int,
 ) -> None:
     median = {name: statistics.median(values) for name, values in rows.items()}
-    print(
-        "| mode | MB | messages | tensors | s (min-max) | (a) s | mode / (a) | (b) s | (b) / mode |"
-    )
-    print("|" + " --- |" * 9)
+    print("| mode | MB | messages | tensors | s (min-max) | (a) s | mode / (a) |")
+    print("|" + " --- |" * 7)
     for mode, plan in plans.items():
         same = "adapter" if mode == "adapter" else "full"
-        seconds, a, b = median[mode], median[f"{same} (a)"], median[f"{same} (b)"]
+        seconds, a = median[mode], median[f"{same} (a)"]
         span = f"{min(rows[mode]):.3f}-{max(rows[mode]):.3f}"
         print(
             f"| {mode} | {plan.num_bytes / 1e6:.2f} | {len(list(plan.buckets()))} "
             f"| {len(plan.tensors)} | {seconds:.4f} ({span}) "
-            f"| {a:.4f} | {seconds / a:.2f} | {b:.4f} | {b / seconds:.1f} |"
+            f"| {a:.4f} | {seconds / a:.2f} |"
         )
-    full, b = median["full"], median["full (b)"]
     aims = {
-        "full / (a), at most 1.5": (value := full / median["full (a)"], value <= 1.5),
-        "(b) / full, at least 3": (value := b / full, value >= 3),
         "adapter's bytes / full's, at most 0.02": (
             value := plans["adapter"].num_bytes / plans["full"].num_bytes,
             value <= 0.02,
         ),
-        "(b) of all weights / adapter, at least 10": (value := b / median["adapter"], value >= 10),
     }
     print()
     for aim, (value, met) in aims.items():

@@ -7,11 +7,12 @@ import importlib.util
 import json
 import random
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from transformers import (
 )
 
 from verifiers_rl.cli.config import EnvTable
+from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
+from verifiers_rl.sync.plan import TransferPlan, bucket_views
 from verifiers_rl.types import Batch, Rollout, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -240,7 +244,108 @@ class GlooGroup:
         self._group = None
 
 
-make_gloo_group = GlooGroup
+def at_bucket(sync: Any, number: int, act: Callable[[], Any]) -> None:
+    """From now on, call `act` before this WeightSync sends the bucket of this number."""
+    send = sync.send
+
+    def counted(buckets: Any) -> Any:
+        for index, bucket in enumerate(buckets):
+            if index == number:
+                act()
+            yield bucket
+
+    sync.send = lambda buckets, *args: send(counted(buckets), *args)
+
+
+def make_gloo_group(store: Any, rank: int, world_size: int) -> GlooGroup:
+    """In place of `make_nccl_group`: what stands in for NCCL's id is the path of a file by which
+    the ranks find each other.
+    """
+    if rank == 0:
+        folder = tempfile.mkdtemp(prefix="gloo")
+        store.set(ID_KEY, f"{folder}/store".encode().ljust(ID_BYTES))
+    path = store.get(ID_KEY).decode().strip()
+    return GlooGroup(torch.distributed.FileStore(path, world_size), rank, world_size)
+
+
+class StubRequest:
+    """A `WeightRequest`: `work` takes its place, and is told when it is given up."""
+
+    def __init__(self, work: Callable[[threading.Event], Any]) -> None:
+        self._work, self.given_up = work, threading.Event()
+
+    def answer(self) -> Any:
+        return self._work(self.given_up)
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+
+class StubServer:
+    """What an `InferenceClient` is to a WeightSync: a server that keeps the weights it gets.
+
+    Attributes:
+        weights, policy_version: of the last push.
+        on_receive: called in place of taking a push, with the pieces of the body and the event that
+            is set when the push is given up.
+    """
+
+    host, served_model_name = "127.0.0.1", "base"
+
+    def __init__(
+        self, number: int = 0, dtype: str = "float32", lora_dtype: str | None = None
+    ) -> None:
+        self.base_url = f"http://127.0.0.1:{number}"
+        self.dtype, self.lora_dtype = dtype, lora_dtype
+        self.connection: str | None = None
+        self.on_receive: Callable[..., Any] | None = None
+        self.plan: Any = None
+        self.weights: Any = None
+        self.policy_version: int | None = None
+        self.held: list[str] = []
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "connection": self.connection,
+            "world_size": 1,
+            "gpus": [None],
+            "dtype": self.dtype,
+            "lora_dtype": self.lora_dtype,
+        }
+
+    def hold(self, trainer: str) -> Any:
+        self.held.append(trainer)
+        return SimpleNamespace(close=lambda: self.held.remove(trainer))
+
+    def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> StubRequest:
+        def connect(given_up: threading.Event) -> dict[str, Any]:
+            self.plan = TransferPlan.from_json(json.loads(json.dumps(fields["plan"])))
+            self.connection = f"to {self.base_url}"
+            return {"connection": self.connection}
+
+        return StubRequest(connect)
+
+    def receive_weights(
+        self, fields: dict[str, Any], num_bytes: int, body: Any, timeout_s: float
+    ) -> StubRequest:
+        def receive(given_up: threading.Event) -> Any:
+            if self.on_receive is not None:
+                return self.on_receive(body, given_up)
+            data = bytearray()
+            for piece in body:
+                data += piece
+                if given_up.is_set():
+                    raise ServerLostError("given up")
+            assert len(data) == num_bytes
+            buffer = torch.frombuffer(data, dtype=torch.uint8)
+            self.weights = {}
+            for bucket, size in zip(self.plan.buckets(), self.plan.packed_sizes(), strict=True):
+                self.weights |= dict(bucket_views(bucket, buffer[:size]))
+                buffer = buffer[size:]
+            self.policy_version = fields["policy_version"]
+            return {}
+
+        return StubRequest(receive)
 
 
 class StubRunner:

@@ -52,8 +52,8 @@ def args(tmp_path):
             "advantage='std': without effect beside orchestrator",
         ),
         (
-            {"weight_sync": StubSink(), "args": {"weight_sync_backend": "tcp"}},
-            "weight_sync_backend='tcp': without effect beside weight_sync",
+            {"weight_sync": StubSink(), "args": {"weight_sync_backend": "http"}},
+            "weight_sync_backend='http': without effect beside weight_sync",
         ),
         ({"example_order": "easy"}, "example_order='easy' is no function$"),
         ({"weight_sync": StubSource()}, "weight_sync: StubSource has no policy_version, model"),

@@ -99,22 +99,6 @@ def test_every_option_of_ours_has_a_help():
         ({"vllm_server_port": 0}, r"vllm_server_port=0: must be a port"),
         ({"generation_timeout": 0}, r"generation_timeout=0"),
         ({"weight_sync_backend": "mpi"}, r"weight_sync_backend='mpi': must be one of auto, nccl"),
-        (
-            {"weight_sync_backend": "http", "use_lora": False},
-            r"weight_sync_backend='http': carries a LoRA adapter only, but with use_lora=False all",
-        ),
-        (
-            {
-                "weight_sync_backend": "http",
-                "lora_sync": "merged",
-                "lora_modules_to_save": ["norm"],
-            },
-            r"but with lora_sync='merged' and lora_modules_to_save=\['norm'\] all weights travel",
-        ),
-        (
-            {"weight_sync_backend": "http", "weight_sync_port": 4000},
-            r"weight_sync_port=4000: without effect with weight_sync_backend='http'",
-        ),
         ({"lora_sync": "files"}, r"lora_sync='files': must be one of auto, adapter, merged"),
         ({"learning_rate": float("nan")}, r"learning_rate=nan"),
         ({"loss": "grpo"}, r"loss='grpo': must be one of cispo, ppo"),
@@ -278,7 +262,7 @@ OF_A_COMMAND_LINE = [
     ("output_dir", ["a b"], "a b"),
     ("loss", ["ppo"], "ppo"),
     ("project", ["words"], "words"),
-    ("weight_sync_backend", ["tcp"], "tcp"),
+    ("weight_sync_backend", ["http"], "http"),
     ("lr_scheduler_type", ["cosine"], "cosine"),
     ("report_to", ["none"], []),
     ("report_to", ["tensorboard", "wandb"], ["tensorboard", "wandb"]),

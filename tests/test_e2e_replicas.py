@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 
 import httpx
@@ -13,11 +14,10 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from tests.conftest import running_server
-from tests.helpers import load_example, make_tiny_model
+from tests.helpers import at_bucket, load_example, make_tiny_model
 from tests.troubled_env import num_letters
 from verifiers_rl import RLConfig, RLTrainer, env_from
 from verifiers_rl.inference.pool import State
-from verifiers_rl.sync import buckets
 
 pytestmark = pytest.mark.e2e
 
@@ -76,13 +76,14 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
             max_off_policy_steps=0, use_lora=False, log_rollouts=0,
         ),
     )  # fmt: skip
-    pool, make_sync, send = trainer.weight_sync, trainer.weight_sync._make_sync, buckets._send
+    pool, make_sync = trainer.weight_sync, trainer.weight_sync._make_sync
     stack, joined, batches, killed = ExitStack(), [], [], []
     deadline = time.monotonic() + 400
 
     def in_small_buckets(client):
         sync = make_sync(client)
         sync.bucket_bytes = 20_000
+        at_bucket(sync, 3, partial(kill_the_joined, client))
         return sync
 
     pool._make_sync = in_small_buckets
@@ -106,19 +107,14 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
         os.kill(pid, signal.SIGKILL)
         killed.append(name)
 
-    def send_or_kill(transport, buffer):
-        sync = pool.replicas[2].sync if "in a push" in due else None
-        if sync is not None and sync._transport is transport:
-            sent.append(buffer)
-            if len(sent) == 3:
-                os.kill(joined[0].process.pid, signal.SIGKILL)
-                joined[0].process.wait(30)
-                killed.append("in a push")
-                due.clear()
-        send(transport, buffer)
+    def kill_the_joined(client):
+        if "in a push" in due and client.base_url == joined[0].url:
+            os.kill(joined[0].process.pid, signal.SIGKILL)
+            joined[0].process.wait(30)
+            killed.append("in a push")
+            due.clear()
 
-    due, sent = set(), []
-    monkeypatch.setattr(buckets, "_send", send_or_kill)
+    due = set()
 
     def num_serving():
         return sum(replica.state == State.SERVING for replica in pool.replicas)

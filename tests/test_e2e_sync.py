@@ -1,16 +1,18 @@
 """Weights from a trainer's model to the real vLLM server, checked by the logprobs it returns."""
 
 import asyncio
+import base64
+import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import running_server
 from tests.helpers import (
     ROOT,
+    at_bucket,
     example_env,
     load_example,
     make_tiny_moe,
@@ -33,6 +36,7 @@ from verifiers_rl.distill.teacher import Teacher, TeacherClient
 from verifiers_rl.inference import routed_experts
 from verifiers_rl.inference.api_processes import socket_folder
 from verifiers_rl.inference.client import (
+    PUSH_HEADER,
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
@@ -41,7 +45,7 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.packed_tokens import unpack_experts, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import replay_experts, routers_of
-from verifiers_rl.sync import weight_sync
+from verifiers_rl.sync import fan_out, weight_sync
 from verifiers_rl.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.e2e
@@ -49,7 +53,6 @@ pytestmark = pytest.mark.e2e
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SMALL_BLOCKS = ("--block-size", "32")
 LORA = ("--enable-lora", "--max-lora-rank", "16")
-PLAN = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8, "adapter": {}}
 PROMPT = [int(i) for i in torch.randint(256, (70,), generator=torch.Generator().manual_seed(1))]
 
 
@@ -495,7 +498,7 @@ def check_a_hundred_updates(kind, folder, server, connect):
         sync.push(model, version)
     assert largest_difference(model, server, sync.model_name) < 1e-4
     growth = memory_of(server) - before[0], own_memory() - before[1]
-    pushed_mb = 100 * sync._plan.num_bytes / 1e6  # about 340 in full, 30 as an adapter
+    pushed_mb = 100 * sync.plan.num_bytes / 1e6  # about 340 in full, 30 as an adapter
     assert max(growth) < min(pushed_mb, 60), growth
 
 
@@ -699,24 +702,19 @@ def test_a_later_trainer_attaches_to_the_same_server(lora_server, connect):
 
 KILLED_IN_A_PUSH = """
 import os, signal, sys
-from tests.test_e2e_sync import perturb, policy
+from tests.test_e2e_sync import at_bucket, perturb, policy
 from verifiers_rl.inference.client import InferenceClient
-from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.sync import fan_out, weight_sync
+
+def die():
+    print("killed in the middle", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 model = policy(sys.argv[1], sys.argv[3])
 sync = WeightSync(InferenceClient("127.0.0.1", int(sys.argv[2])), bucket_bytes=50_000)
 sync.push(model, 0)
 perturb(model, 9)
-send, sent = sync._transport.send, []
-
-def send_two(buffer):
-    if len(sent) == 2:
-        print("killed in the middle", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    sent.append(buffer)
-    send(buffer)
-
-sync._transport.send = send_two
+at_bucket(sync, 4, die)
 sync.push(model, 1)
 """
 
@@ -750,24 +748,17 @@ def check_a_killed_trainer(kind, folder, server, connect, tolerance=1e-4):
     sync.check_server()
 
 
-def test_a_trainer_that_never_comes_to_the_meeting_leaves_a_server_for_the_next_one(
+def test_a_trainer_that_leaves_while_nccl_connects_leaves_a_server_for_the_next_one(
     full_server, connect
 ):
     folder, server = full_server
     model, sync = load(folder), connect(server)
     sync.push(model, 0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    request = {"host": "127.0.0.1", "port": port, "world_size": 2, "backend": "tcp"}
-    request |= {
-        "secret": "x",
-        "timeout_s": 3.0,
-        "plan": asdict(sync._plan),
-        "trainer": sync._trainer,
-    }
-    for _ in range(2):
-        with pytest.raises(InferenceServerError, match="500: MeetingError: no trainer at"):
-            sync.client.connect_weight_sync(request, 3.0)
+    fields = {"backend": "nccl", "nccl_id": base64.b64encode(bytes(128)).decode()}
+    fields |= {"timeout_s": 60.0, "plan": asdict(sync.plan), "trainer": sync._trainer}
+    # This server has no GPU, so its workers fail at once.
+    with pytest.raises(InferenceServerError, match="NCCL failed"):
+        sync.client.connect_weight_sync(fields, 60.0).answer()
     completion(server, sync.model_name, max_tokens=4)
     perturb(model, seed=1)
     later = connect(server)
@@ -775,25 +766,19 @@ def test_a_trainer_that_never_comes_to_the_meeting_leaves_a_server_for_the_next_
     assert largest_difference(model, server, later.model_name) < 1e-4
 
 
-def test_a_push_that_fails_after_its_first_bucket_is_told_at_once(full_server, connect):
+def test_a_push_that_fails_after_its_first_buckets_is_told_at_once(full_server, connect):
     folder, server = full_server
-    model, sync = load(folder), connect(server)
+    model, sync = load(folder), connect(server, bucket_bytes=50_000)
     sync.connect(model)
-    # The trainer dwells on the second bucket, and the worker's time for a push is over.
-    send, sent = sync._transport.send, []
-
-    def send_late(buffer):
-        sent.append(buffer)
-        if len(sent) == 2:
-            time.sleep(1.5)
-        send(buffer)
-
-    sync._transport.send = send_late
+    # The trainer dwells on a bucket, and the time for a push is over.
+    dwelling = iter([1.5])
+    at_bucket(sync, 8, lambda: time.sleep(next(dwelling, 0)))
     sync.timeout_s = 1.0
     start = time.monotonic()
-    with pytest.raises(InferenceServerError, match=r"took longer than 1 s|closed"):
+    with pytest.raises(InferenceServerError, match="took longer than 1 s"):
         sync.push(model, 1)
     assert time.monotonic() - start < 15
+    assert sync.client.status()["policy_version"] is None  # old and new weights are mixed
     sync.timeout_s = 60.0
     perturb(model, seed=1)
     sync.push(model, 2)
@@ -804,15 +789,6 @@ def check_a_killed_worker(model, sync, server):
     """A worker killed in a push is a lost server: the push fails in seconds, and so does a request
     that the push has frozen.
     """
-    send, sent = sync._transport.send, []
-
-    def send_and_kill(buffer):
-        send(buffer)
-        sent.append(buffer)
-        if len(sent) == 2:
-            os.kill(worker_of(server), signal.SIGKILL)
-
-    sync._transport.send = send_and_kill
     lost = []
 
     def ask(engine):
@@ -826,6 +802,7 @@ def check_a_killed_worker(model, sync, server):
         thread.start()
     time.sleep(0.05)
     start = time.monotonic()
+    at_bucket(sync, 3, partial(os.kill, worker_of(server), signal.SIGKILL))
     with pytest.raises(ServerLostError):
         sync.push(model, 9)
     assert time.monotonic() - start < 30
@@ -882,7 +859,7 @@ def refused_within_seconds(sync, model, message):
     start = time.monotonic()
     with pytest.raises(InferenceServerError, match=message):
         sync.push(model, 0)
-    assert time.monotonic() - start < 10  # not at the deadline of the meeting, 60 s
+    assert time.monotonic() - start < 10  # not at the deadline of the connection, 60 s
 
 
 def test_a_server_for_full_weights_refuses_an_adapter(full_server, connect):
@@ -929,7 +906,7 @@ def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
     headers = {"Authorization": f"Bearer {token}"}
     reply = httpx.post(f"{server.url}/weight_sync/nothing", json={}, headers=headers)
     assert reply.status_code == 404
-    reply = httpx.post(f"{server.url}/weight_sync/receive", content=b"{", headers=headers)
+    reply = httpx.post(f"{server.url}/weight_sync/connect", content=b"{", headers=headers)
     assert reply.status_code == 400 and "not JSON" in reply.json()["error"]
 
 
@@ -937,16 +914,16 @@ def test_routes_and_bodies_that_make_no_sense_are_refused(full_server, token):
     ("change", "message"),
     [
         ({"plan": 5}, "plan=5: must be of type dict"),
-        ({"port": "1"}, "port='1': must be of type int"),
+        ({"timeout_s": "1"}, "timeout_s='1': must be of type float"),
         ({"plan": {"kind": "full"}}, "not a transfer plan"),
-        ({"backend": "mpi"}, "backend='mpi': must be nccl, tcp or http"),
-        ({"world_size": 3, "plan": PLAN}, "world_size=3: must be 2, the trainer and"),
+        ({"backend": "mpi"}, "backend='mpi': must be nccl or http"),
+        ({"backend": "nccl"}, "nccl_id=None: must be of type str"),
+        ({"backend": "nccl", "nccl_id": "AAAA"}, "nccl_id: must be 128 bytes in base64"),
     ],
 )
 def test_a_malformed_connection_is_refused(full_server, token, change, message):
     _, server = full_server
-    body = {"host": "127.0.0.1", "port": 1, "world_size": 2, "backend": "tcp", "timeout_s": 5}
-    body |= {"secret": "x", "plan": {}, "trainer": "none"} | change
+    body = {"backend": "http", "timeout_s": 5, "plan": {}, "trainer": "none"} | change
     headers = {"Authorization": f"Bearer {token}"}
     reply = httpx.post(f"{server.url}/weight_sync/connect", json=body, headers=headers)
     assert reply.status_code == 400 and message in reply.json()["error"]
@@ -968,7 +945,7 @@ def test_oversized_and_misnamed_tensors_are_refused(
     name = "model.embed_tokens.weight"
     source = sources.pop(name)
     sources = {name: edit(source)} | sources if edit else {name[:-6] + "wait": source} | sources
-    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, {}))
+    monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
     refused_within_seconds(sync, load(folder), message)
 
 
@@ -978,6 +955,7 @@ def test_oversized_and_misnamed_tensors_are_refused(
         ({"connection": None}, "connection=None: must be of type str"),
         ({"policy_version": "1"}, "policy_version='1': must be of type int"),
         ({"in_flight": "drop"}, "in_flight='drop': must be recompute or keep"),
+        ({}, "a body of 0 bytes: this connection's plan has "),
     ],
 )
 def test_a_malformed_push_is_refused(full_server, connect, token, change, message):
@@ -985,11 +963,8 @@ def test_a_malformed_push_is_refused(full_server, connect, token, change, messag
     sync = connect(server)
     sync.push(load(folder), 0)
     body = {"connection": sync._connection, "policy_version": 1, "in_flight": "keep"}
-    headers = {"Authorization": f"Bearer {token}"}
-    reply = httpx.post(
-        f"{server.url}/weight_sync/receive",
-        json=body | {"timeout_s": 5} | change,
-        headers=headers,
-    )
+    fields = json.dumps(body | {"timeout_s": 5} | change)
+    headers = {"Authorization": f"Bearer {token}", PUSH_HEADER: fields}
+    reply = httpx.post(f"{server.url}/weight_sync/receive", headers=headers)
     assert reply.status_code == 400 and message in reply.json()["error"]
     assert sync.client.status()["policy_version"] == 0

@@ -18,7 +18,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.conftest import free_port, processes_of, running_server
-from tests.helpers import EXAMPLE, EXAMPLE_MODULE, ROOT, example_env, make_env, write_environment
+from tests.helpers import (
+    EXAMPLE,
+    EXAMPLE_MODULE,
+    ROOT,
+    at_bucket,
+    example_env,
+    make_env,
+    write_environment,
+)
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.distill import Distillation
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
@@ -303,25 +311,18 @@ SIX_STEPS = {
 
 def after_a_bucket(trainer, version, work):
     """Does `work` when the first bucket of this version's push has left, and others have not."""
-    sync, is_done = trainer.weight_sync, []
+    sync, pushed = trainer.weight_sync, []
     sync.bucket_bytes = 50_000
     push = sync.push
 
     def watched_push(model, policy_version, in_flight):
-        if policy_version == version and not is_done:
-            send, sent = sync._transport.send, []
-
-            def watched_send(buffer):
-                if len(sent) == 1:
-                    is_done.append(True)
-                    work()
-                sent.append(buffer)
-                send(buffer)
-
-            sync._transport.send = watched_send
+        pushed.append(policy_version)
         return push(model, policy_version, in_flight)
 
     sync.push = watched_push
+    at_bucket(
+        sync, 3, lambda: work() if pushed.count(version) == 1 and pushed[-1] == version else 0
+    )
 
 
 KILLED_TRAINER = """

@@ -3,8 +3,6 @@ in for NCCL; the tests at the end need GPUs.
 """
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +14,8 @@ import pytest
 import torch
 
 from tests.helpers import ROOT, make_gloo_group
-from verifiers_rl.sync.transports import Meeting, make_transport, nccl
+from verifiers_rl.sync import nccl
+from verifiers_rl.sync.shared_buffers import GivenUpError
 
 CPU = torch.device("cpu")
 
@@ -57,34 +56,48 @@ class StubGroup:
 
 
 @contextmanager
-def a_meeting(timeout_s=20.0, num_workers=1):
-    """Yield what makes a rank's transport; all are made at once, each in a thread."""
-    made, errors, threads = {}, {}, {}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def ranks(timeout_s=20.0, num_workers=1):
+    """Yield the ranks' transports, the errors of those that did not connect, and the event that
+    says that the push is given up.
+    """
+    made, errors, given_up = {}, {}, threading.Event()
 
-        def make(rank):
-            meeting = Meeting("127.0.0.1", port, "secret", rank, 1 + num_workers, timeout_s)
-            try:
-                made[rank] = make_transport("nccl", meeting, CPU, None if rank else listener)
-            except RuntimeError as error:
-                errors[rank] = error
+    def connect(rank, transport):
+        try:
+            transport.wait_until_connected()
+            made[rank] = transport
+        except RuntimeError as error:
+            errors[rank] = error
 
-        for rank in range(1 + num_workers):
-            threads[rank] = threading.Thread(target=make, args=(rank,))
-            threads[rank].start()
-        for thread in threads.values():
-            thread.join(30)
-        yield made, errors
-    for transport in made.values():
+    world_size = 1 + num_workers
+    transports = [nccl.NcclTransport(0, world_size, CPU, timeout_s)]
+    unique_id = transports[0].unique_id()
+    transports += [
+        nccl.NcclTransport(rank, world_size, CPU, timeout_s, unique_id, given_up.is_set)
+        for rank in range(1, world_size)
+    ]
+    threads = [threading.Thread(target=connect, args=item) for item in enumerate(transports)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    yield made, errors, given_up
+    for transport in transports:
         transport.close()
 
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Stub groups of the ranks, by rank; to be filled before a meeting."""
+    """Stub groups of the ranks, by rank; to be filled before the ranks are made."""
     found = {}
-    monkeypatch.setattr(nccl, "make_nccl_group", lambda store, rank, world_size: found[rank])
+
+    def make(store, rank, world_size):
+        if rank == 0:
+            store.set(nccl.ID_KEY, b"the id")
+        assert store.get(nccl.ID_KEY) == b"the id"
+        return found[rank]
+
+    monkeypatch.setattr(nccl, "make_nccl_group", make)
     return found
 
 
@@ -99,10 +112,10 @@ def error_of(work):
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once(groups, sends):
     groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1)}
-    with a_meeting(timeout_s=0.5) as (made, _):
+    with ranks(timeout_s=0.5) as (made, _, _):
         rank = 0 if sends else 1
         transport = made[rank]
-        work = (lambda: transport.send(transport.buffer(4))) if sends else transport.receive(4)
+        work = (lambda: transport.send(torch.zeros(4))) if sends else transport.receive(4)
         error, seconds = error_of(work)
         assert "over NCCL took longer than 0.5 s (vllm_server_timeout)" in str(error)
         assert 0.4 < seconds < 10
@@ -116,24 +129,25 @@ def test_a_message_that_never_completes_ends_at_our_deadline_and_is_aborted_once
 def test_connecting_has_a_deadline_though_nccls_own_call_blocks(groups, blocks):
     groups |= {rank: StubGroup(blocks=blocks) for rank in (0, 1)}
     start = time.monotonic()
-    with a_meeting(timeout_s=0.5) as (made, errors):
+    with ranks(timeout_s=0.5) as (made, errors, _):
         assert not made and time.monotonic() - start < 10
-        assert any("connecting over NCCL took longer than 0.5 s" in str(e) for e in errors.values())
+        assert all("connecting over NCCL took longer than 0.5 s" in str(e) for e in errors.values())
         assert [group.num_aborts for group in groups.values()] == [1, 1]
     for group in groups.values():
         group.freed.set()
 
 
-def test_a_group_that_is_made_after_its_meeting_was_given_up_is_aborted(groups, monkeypatch):
-    late = threading.Event()
+def test_a_group_that_is_made_after_all_were_given_up_is_aborted(groups, monkeypatch):
+    late, make = threading.Event(), nccl.make_nccl_group
     groups |= {rank: StubGroup() for rank in (0, 1)}
 
     def make_late(store, rank, world_size):
+        group = make(store, rank, world_size)
         late.wait(30)
-        return groups[rank]
+        return group
 
     monkeypatch.setattr(nccl, "make_nccl_group", make_late)
-    with a_meeting(timeout_s=0.3) as (made, errors):
+    with ranks(timeout_s=0.3) as (made, errors, _):
         assert not made and len(errors) == 2
         late.set()
         deadline = time.monotonic() + 20
@@ -143,51 +157,57 @@ def test_a_group_that_is_made_after_its_meeting_was_given_up_is_aborted(groups, 
         assert not any(group.num_messages for group in groups.values())
 
 
-@pytest.mark.parametrize("leaver", [0, 1, 2])
-def test_who_gives_up_is_heard_within_a_second_by_all_others(groups, leaver):
+def test_an_id_that_nccl_does_not_draw_ends_at_the_deadline_or_with_its_error(monkeypatch):
+    monkeypatch.setattr(nccl, "make_nccl_group", lambda *_: time.sleep(1))
+    transport = nccl.NcclTransport(0, 2, CPU, 0.2)
+    assert "NCCL's unique id took longer than 0.2 s" in str(error_of(transport.unique_id)[0])
+
+    def fail(*_):
+        raise ValueError("no GPU")
+
+    monkeypatch.setattr(nccl, "make_nccl_group", fail)
+    transport = nccl.NcclTransport(0, 2, CPU, 20.0)
+    assert str(error_of(transport.unique_id)[0]) == "NCCL failed: no GPU"
+
+
+def test_workers_hear_within_a_second_that_a_push_is_given_up(groups):
     groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1, 2)}
-    with a_meeting(timeout_s=30, num_workers=2) as (made, errors):
+    with ranks(timeout_s=30, num_workers=2) as (made, errors, given_up):
         assert not errors
         found = {}
 
-        def wait(rank, work):
-            found[rank] = error_of(work)
+        def wait(rank):
+            found[rank] = error_of(made[rank].receive(4))
 
-        threads = []
-        for rank in {0, 1, 2} - {leaver}:
-            transport = made[rank]
-            work = transport.receive(4) if rank else lambda: made[0].send(made[0].buffer(4))
-            threads.append(threading.Thread(target=wait, args=(rank, work)))
-            threads[-1].start()
-        made[leaver].close()
+        threads = [threading.Thread(target=wait, args=(rank,)) for rank in (1, 2)]
+        for thread in threads:
+            thread.start()
+        given_up.set()
         for thread in threads:
             thread.join(20)
         for rank, (error, seconds) in found.items():
-            assert type(error).__name__ == "OthersLeftError" and seconds < 1
-            who = "the trainer left, or closed because another" if rank else "a worker of the serv"
-            assert str(error).startswith(who)
+            assert type(error) is GivenUpError and seconds < 1
             assert groups[rank].num_aborts == 1
 
 
-def test_what_nccl_reports_is_raised_and_ends_the_meeting(groups):
-    groups |= {
-        0: StubGroup(num_complete=2, error=RuntimeError("unhandled cuda error")),
-        1: StubGroup(num_complete=1),
-    }
-    with a_meeting() as (made, _):
+def test_what_nccl_reports_is_raised_unless_it_follows_from_another_end(groups):
+    broken = RuntimeError("unhandled cuda error")
+    groups |= {rank: StubGroup(num_complete=2, error=broken) for rank in (0, 1)}
+    with ranks() as (made, _, given_up):
+        error, _ = error_of(lambda: made[0].send(torch.zeros(4)))
+        assert type(error) is nccl.NcclError and str(error) == "NCCL failed: unhandled cuda error"
         receive = made[1].receive(4)
-        error, _ = error_of(lambda: made[0].send(made[0].buffer(4)))
-        assert str(error) == "NCCL failed: unhandled cuda error"
-        assert error_of(receive)[1] < 1
+        given_up.set()
+        assert type(error_of(receive)[0]) is GivenUpError
         assert groups[0].num_aborts == groups[1].num_aborts == 1
 
 
 def test_a_transport_that_is_abandoned_stops_waiting(groups):
     groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1)}
-    with a_meeting() as (made, _):
+    with ranks() as (made, _, _):
         found = []
-        work = made[0].buffer(4)
-        thread = threading.Thread(target=lambda: found.append(error_of(lambda: made[0].send(work))))
+        send = partial(made[0].send, torch.zeros(4))
+        thread = threading.Thread(target=lambda: found.append(error_of(send)))
         thread.start()
         made[0].abandon()
         thread.join(20)
@@ -199,7 +219,7 @@ def test_an_abort_that_hangs_holds_nobody_up(groups, monkeypatch, caplog):
     groups |= {rank: StubGroup(num_complete=1) for rank in (0, 1)}
     freed = threading.Event()
     groups[0].abort = lambda: freed.wait(30)
-    with a_meeting() as (made, _):
+    with ranks() as (made, _, _):
         made[0].close()
         assert "did not abort within 0.1 s" in caplog.text
         freed.set()
@@ -226,27 +246,18 @@ def test_torch_is_told_to_leave_errors_to_us_while_the_group_is_made(monkeypatch
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
 
 
-OTHER_SIDE = """
-import socket, sys, torch
+WORKER = """
+import sys, torch
 from tests.helpers import make_gloo_group
-from verifiers_rl.sync.transports import Meeting, make_transport, nccl
+from verifiers_rl.sync import nccl
 
-port, rank, device = int(sys.argv[1]), int(sys.argv[2]), torch.device(sys.argv[3])
+device = torch.device(sys.argv[1])
 if device.type == "cpu":
     nccl.make_nccl_group = make_gloo_group
-listener = None
-if rank == 0:
-    listener = socket.create_server(("127.0.0.1", port))
-    print("listening", flush=True)
-transport = make_transport(
-    "nccl", Meeting("127.0.0.1", port, "secret", rank, 2, 60.0), device, listener
-)
-if rank:
-    print(transport.receive(4)().tolist(), flush=True)
-else:
-    transport.send(torch.tensor([1, 2, 3, 4], dtype=torch.uint8, device=device))
-    print("sent", flush=True)
-sys.stdin.read()
+transport = nccl.NcclTransport(1, 2, device, 60.0, bytes.fromhex(sys.stdin.readline()))
+transport.wait_until_connected()
+print(transport.receive(4)().tolist(), flush=True)
+sys.stdin.readline()
 """
 
 needs_two_gpus = [
@@ -256,43 +267,30 @@ needs_two_gpus = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["worker", "trainer"])
 @pytest.mark.parametrize("over", ["gloo", pytest.param("nccl", marks=needs_two_gpus)])
-def test_a_process_killed_in_mid_push_leaves_the_other_side_alive(monkeypatch, over, killed):
+def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(monkeypatch, over):
     ours, theirs = ("cpu", "cpu") if over == "gloo" else ("cuda:0", "cuda:1")
     if over == "gloo":
         monkeypatch.setattr(nccl, "make_nccl_group", make_gloo_group)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        rank = 0 if killed == "worker" else 1
-        if rank:
-            listener.close()  # the other side listens there
-        other = subprocess.Popen(
-            [sys.executable, "-c", OTHER_SIDE, str(port), str(1 - rank), theirs],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        try:
-            if rank:
-                assert other.stdout.readline() == "listening\n"
-            meeting = Meeting("127.0.0.1", port, "secret", rank, 2, 60.0)
-            device = torch.device(ours)
-            transport = make_transport("nccl", meeting, device, None if rank else listener)
-            if rank:
-                assert transport.receive(4)().tolist() == [1, 2, 3, 4]
-                assert other.stdout.readline() == "sent\n"
-                work = transport.receive(2**26)
-            else:
-                transport.send(torch.tensor([1, 2, 3, 4], dtype=torch.uint8, device=device))
-                assert other.stdout.readline() == "[1, 2, 3, 4]\n"
-                work = partial(transport.send, transport.buffer(2**26))
-            killer = threading.Timer(0.2, other.send_signal, [signal.SIGKILL])
-            killer.start()
-            error, seconds = error_of(work)
-            killer.join()
-            assert seconds < 10, error
-            assert "left" in str(error) or "NCCL failed" in str(error)
-            transport.close()
-        finally:
-            other.kill()
-            other.communicate()
+    transport = nccl.NcclTransport(0, 2, torch.device(ours), 5.0)
+    unique_id = transport.unique_id()
+    assert len(unique_id) == nccl.ID_BYTES
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, theirs],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        worker.stdin.write(unique_id.hex() + "\n")
+        worker.stdin.flush()
+        transport.wait_until_connected()
+        transport.send(torch.tensor([1, 2, 3, 4], dtype=torch.uint8, device=ours))
+        assert worker.stdout.readline() == "[1, 2, 3, 4]\n"
+        worker.kill()
+        buffer = torch.zeros(2**26, dtype=torch.uint8, device=ours)
+        error, seconds = error_of(partial(transport.send, buffer))
+        assert seconds < 20 and isinstance(error, nccl.NcclError)
+    finally:
+        transport.close()
+        worker.kill()
+        worker.communicate()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from tests.helpers import ROOT, make_tiny_model, serving
+from tests.helpers import ROOT, StubServer, make_tiny_model, serving
 from tests.test_environments_v1 import (  # noqa: F401
     HERE,
     Server,
@@ -38,60 +38,14 @@ from verifiers_rl.inference.joining import join_error
 from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.sync import fan_out
-from verifiers_rl.sync.buckets import SharedBuckets, WorkersLeftError, receive_buckets
+from verifiers_rl.sync.buckets import SharedBuckets
 from verifiers_rl.sync.fan_out import push_to_all
 from verifiers_rl.sync.plan import TensorSpec, TransferPlan
 from verifiers_rl.sync.sources import Source, what_to_send
-from verifiers_rl.sync.transports import Meeting, make_transport
 from verifiers_rl.sync.weight_sync import WeightSync
 from verifiers_rl.types import Slots
 
-CPU = torch.device("cpu")
-
-
 # --- Pushes ---------------------------------------------------------------------------------------
-
-
-class StubServer:
-    """What an `InferenceClient` is to a WeightSync: a server whose worker is a thread. `on_receive`
-    is called in place of taking a push, if it is given.
-    """
-
-    host, served_model_name = "127.0.0.1", "base"
-
-    def __init__(self, number, dtype="float32"):
-        self.base_url = f"http://127.0.0.1:{number}"
-        self.dtype, self.connection, self.on_receive = dtype, None, None
-        self.transport = self.weights = None
-        self.held = []
-
-    def status(self):
-        return {
-            "connection": self.connection,
-            "world_size": 1,
-            "gpus": [None],
-            "dtype": self.dtype,
-            "lora_dtype": None,
-        }
-
-    def hold(self, trainer):
-        self.held.append(trainer)
-        return SimpleNamespace(close=lambda: self.held.remove(trainer))
-
-    def connect_weight_sync(self, request, timeout_s):
-        meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, timeout_s)
-        self.plan = TransferPlan.from_json(request["plan"])
-        self.transport = make_transport(request["backend"], meeting, CPU)
-        self.connection = f"to {self.base_url}"
-        return {"connection": self.connection}
-
-    def receive_weights(self, body, timeout_s):
-        if self.on_receive is not None:
-            return self.on_receive(self)
-        buckets = receive_buckets(self.plan, self.transport, timeout_s)
-        self.weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
-        self.policy_version = body["policy_version"]
-        return {}
 
 
 @pytest.fixture
@@ -106,8 +60,6 @@ def syncs_to():
     yield make
     for sync in made:
         sync.close()
-        if sync.client.transport is not None:
-            sync.client.transport.close()
 
 
 def has_weights_of(server, model):
@@ -155,9 +107,8 @@ def test_a_server_that_dies_in_mid_push_costs_itself_only(syncs_to, times_made):
     model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
     syncs = syncs_to(*servers)
 
-    def die(server):
-        server.transport.receive(10)()
-        server.transport.close()
+    def die(body, given_up):
+        next(iter(body))
         raise ServerLostError("no answer from the inference server")
 
     servers[1].on_receive = die
@@ -169,22 +120,24 @@ def test_a_server_that_dies_in_mid_push_costs_itself_only(syncs_to, times_made):
 
 
 def test_a_server_that_hangs_is_left_behind(syncs_to):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))
-    servers = [StubServer(n) for n in range(3)]
-    syncs = syncs_to(*servers, bucket_bytes=2**20)  # 16 buckets; sockets do not hold them all
-    is_over = threading.Event()
-    servers[1].on_receive = lambda server: is_over.wait(30)
+    model, servers = make_tiny_model(), [StubServer(n) for n in range(3)]
+    syncs = syncs_to(*servers)
+    hung = threading.Event()
+
+    def hang(body, given_up):
+        next(iter(body))
+        hung.set()
+        assert given_up.wait(30)
+        raise ServerLostError("given up")
+
+    servers[1].on_receive = hang
     start = time.monotonic()
-    try:
-        first, second, third = push_to_all(syncs, model, 7, "recompute", stall_s=0.5)
-        assert time.monotonic() - start < 15  # not the 30 s of its own deadline
-        assert first is None and third is None
-        assert isinstance(second, ServerLostError | WorkersLeftError)
-        assert has_weights_of(servers[0], model) and has_weights_of(servers[2], model)
-        assert not syncs[1].is_connected
-    finally:
-        is_over.set()
+    first, second, third = push_to_all(syncs, model, 7, "recompute", stall_s=0.5)
+    assert time.monotonic() - start < 15  # not the 30 s of its own deadline
+    assert first is None and third is None
+    assert isinstance(second, ServerLostError) and hung.is_set()
+    assert has_weights_of(servers[0], model) and has_weights_of(servers[2], model)
+    assert not syncs[1].is_connected
 
 
 def sends_sigterm_soon():
@@ -193,16 +146,14 @@ def sends_sigterm_soon():
 
 def test_a_signal_ends_a_push_to_servers_that_hang(syncs_to):
     servers = [StubServer(n) for n in range(2)]
-    syncs, is_over = syncs_to(*servers), threading.Event()
+    syncs, told = syncs_to(*servers), []
     for server in servers:
-        server.on_receive = lambda server: is_over.wait(30)
-    try:
-        with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
-            sends_sigterm_soon()
-            push_to_all(syncs, make_tiny_model(), 7, "recompute")
-        assert not any(sync.is_connected for sync in syncs) and not is_over.is_set()
-    finally:
-        is_over.set()
+        server.on_receive = lambda body, given_up: told.append(given_up) or given_up.wait(30)
+    with pytest.raises(Interrupted), Interrupts().handled(None, says=False):
+        sends_sigterm_soon()
+        push_to_all(syncs, make_tiny_model(), 7, "recompute")
+    assert not any(sync.is_connected for sync in syncs)
+    assert len(told) == 2 and all(given_up.is_set() for given_up in told)
 
 
 def test_a_signal_ends_the_wait_for_servers_that_are_all_lost(make_pool):
@@ -226,8 +177,6 @@ def test_an_error_of_the_trainer_itself_is_raised_and_leaves_no_server_half_full
     names = [name for name, _ in model.named_parameters()]
     sources = {name: Source((1,), torch.float32, out_of_memory) for name in names}
     monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
-    for server in servers:
-        server.on_receive = lambda server: server.transport.receive(10**6)()
     with pytest.raises(MemoryError, match="while merging"):
         push_to_all(syncs, model, 7, "recompute")
     assert not any(sync.is_connected for sync in syncs)
@@ -250,16 +199,18 @@ def test_a_fast_server_is_at_most_two_buckets_ahead_of_a_slow_one():
             (10,), torch.float32, lambda: (made.append(i), torch.full((10,), float(i)))[1]
         )
 
-    shared = SharedBuckets(plan, {str(i): source(i) for i in range(8)}, 2, 30, lambda n: None)
+    sources = {str(i): source(i) for i in range(8)}
+    shared = SharedBuckets(plan, sources, 2, torch.device("cpu"), 30, lambda n: None)
     slow, fast = threading.Semaphore(0), []
 
-    class Transport:
-        def __init__(self, send):
-            self.send = send
+    def take(server, send):
+        for bucket in shared.for_server(server):
+            send(bucket)
+        shared.leave(server)
 
     threads = [
-        threading.Thread(target=shared.send_to, args=(0, Transport(lambda b: slow.acquire()))),
-        threading.Thread(target=shared.send_to, args=(1, Transport(fast.append))),
+        threading.Thread(target=take, args=(0, lambda bucket: slow.acquire())),
+        threading.Thread(target=take, args=(1, fast.append)),
     ]
     for thread in threads:
         thread.start()
@@ -365,8 +316,7 @@ def test_all_weight_syncs_of_a_pool_are_one_trainer_to_its_servers():
     from verifiers_rl.server_side import _make_pool
 
     servers = [StubServer(number) for number in (1, 2)]
-    args = SimpleNamespace(lora_sync="merged", weight_sync_backend="tcp", weight_sync_port=0,
-                           vllm_server_timeout=5.0)  # fmt: skip
+    args = SimpleNamespace(lora_sync="merged", weight_sync_backend="http", vllm_server_timeout=5.0)
     pool = _make_pool(servers, None, None, args)
     syncs = [pool._make_sync(server) for server in (*servers, servers[0])]
     assert len({sync._trainer for sync in syncs}) == 1

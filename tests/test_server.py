@@ -1,8 +1,10 @@
 """The parts of vf-vllm that need no running engine."""
 
 import asyncio
+import base64
 import json
 import os
+import random
 import signal
 import socket
 import stat
@@ -20,6 +22,7 @@ from starlette.applications import Starlette
 
 from tests.conftest import free_port
 from verifiers_rl.inference.client import (
+    PUSH_HEADER,
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
@@ -46,11 +49,12 @@ from verifiers_rl.inference.server import (
     error_of_processes,
     flag_error,
     generation_keys,
+    left,
     paused,
-    read_exactly,
     require,
 )
 from verifiers_rl.inference.vllm_versions import call_engines, layers_without_adapter
+from verifiers_rl.sync.shared_buffers import shared_with_workers
 
 
 class OutputProcessor:
@@ -460,6 +464,32 @@ def config_of(num_engines=2, is_moe=False):
     )
 
 
+def shared_by(num_workers):
+    with shared_with_workers(num_workers, 0, 0) as (shared, _):
+        return shared
+
+
+def a_push(engine, **fields):
+    """The request of a push over NCCL, whose trainer stays."""
+
+    async def stay():
+        await asyncio.Event().wait()
+
+    return SimpleNamespace(
+        method="POST",
+        url=SimpleNamespace(path="/weight_sync/receive"),
+        headers={
+            "authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}",
+            PUSH_HEADER.lower(): json.dumps(PUSH | fields),
+            PUSH_HEADER: json.dumps(PUSH | fields),
+            "content-length": "0",
+        },
+        app=SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+        receive=stay,
+        stream=lambda: None,
+    )
+
+
 def routes_after_an_update(in_flight, **answers):
     routes = WeightSyncRoutes(None)
     routes.connection = "c"
@@ -468,8 +498,9 @@ def routes_after_an_update(in_flight, **answers):
     engine = SimpleNamespace(
         engine_core=core, output_processor=idle, errored=False, vllm_config=config_of()
     )
-    body = {"connection": "c", "policy_version": 3, "in_flight": in_flight, "timeout_s": 1.0}
-    assert asyncio.run(routes.receive(engine, None, body)) == (200, {"policy_version": 3})
+    routes.shared = shared_by(2)
+    request = a_push(engine, in_flight=in_flight, timeout_s=1.0)
+    assert asyncio.run(routes.receive(engine, request)) == (200, {"policy_version": 3})
     return routes
 
 
@@ -486,7 +517,7 @@ def test_the_second_engine_is_asked_too(monkeypatch):
 
 
 def test_of_several_workers_errors_the_one_that_began_it_is_told():
-    left, cause = "OthersLeftError: the trainer left", "RuntimeError: out of memory"
+    left, cause = "GivenUpError: the trainer left", "RuntimeError: out of memory"
     for errors in ([left, cause], [cause, left]):
         with pytest.raises(WorkerError, match=cause):
             routes_after_an_update("recompute", collective_rpc=[errors, [left]])
@@ -526,16 +557,14 @@ def test_engines_in_lockstep_are_paused_though_no_request_runs(
             calls.append("resume")
 
     async def updates(routes, engine):
-        request = {"host": "h", "port": 1, "backend": "tcp", "timeout_s": 1.0, "secret": "x"}
-        request["world_size"] = 1 + num_engines
+        fields = {"backend": "http", "timeout_s": 1.0, "trainer": "first"}
         plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8}
-        request |= {"plan": {**plan, "adapter": {}}, "trainer": "first"}
+        request = a_push(engine)
         with pytest.raises(WorkerError) if fails else nullcontext():
-            await routes.connect(engine, None, request)
-        routes.connection = "c"
-        body = {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 1.0}
+            await routes.connect(engine, request, fields | {"plan": {**plan, "adapter": {}}})
+        routes.connection, routes.sizes, routes.shared = "c", [], shared_by(num_engines)
         with pytest.raises(WorkerError) if fails else nullcontext():
-            await routes.receive(engine, None, body)
+            await routes.receive(engine, request)
 
     monkeypatch.setattr("verifiers_rl.inference.server.check_plan", lambda *_: None)
     monkeypatch.setattr("verifiers_rl.inference.server.as_served", lambda plan, _: plan)
@@ -597,7 +626,7 @@ def test_a_control_request_whose_body_does_not_arrive_keeps_nobody_out(monkeypat
     request = SimpleNamespace(
         headers={"authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}"},
         method="POST",
-        url=SimpleNamespace(path="/weight_sync/receive"),
+        url=SimpleNamespace(path="/weight_sync/connect"),
         app=SimpleNamespace(state=SimpleNamespace(engine_client=None)),
         json=body,
     )
@@ -764,20 +793,10 @@ class DyingEngine:
     ],
 )
 def test_an_engine_that_dies_in_an_update_is_a_lost_server(monkeypatch, fails, dies, status, error):
-    async def body():
-        return {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 60.0}
-
-    monkeypatch.setenv(TOKEN_VARIABLE, "t")
     monkeypatch.setattr("verifiers_rl.inference.server.DYING_S", 0.5)  # it dies after 0.2 s
     routes = WeightSyncRoutes(None)
-    routes.connection = "c"
-    request = SimpleNamespace(
-        method="POST",
-        url=SimpleNamespace(path="/weight_sync/receive"),
-        headers={"authorization": "Bearer t"},
-        app=SimpleNamespace(state=SimpleNamespace(engine_client=DyingEngine(fails, dies))),
-        json=body,
-    )
+    routes.connection, routes.shared = "c", shared_by(1)
+    request = a_push(DyingEngine(fails, dies), timeout_s=60.0)
     answering = asyncio.wait_for(routes.answer(request), 20)
     assert asyncio.run(answering) == (status, {"error": error})
     assert routes.open.is_set() and routes.policy_version is None
@@ -848,17 +867,32 @@ def test_a_request_that_ends_vllm_is_refused_where_it_would(device, lora, refuse
 
 # --- Pushes in the body of a request --------------------------------------------------------------
 
-NUM_BYTES = 2**21  # more than one piece
-BODY = bytes(range(256)) * (NUM_BYTES // 256)
+BUCKET = 2**19
+NUM_BYTES = 4 * BUCKET
+BODY = random.randbytes(NUM_BYTES)
 PUSH = {"connection": "c", "policy_version": 3, "in_flight": "keep", "timeout_s": 5.0}
 
 
 @contextmanager
-def server_of_pushes(num_bytes=NUM_BYTES):
-    """A server with a trainer's connection, for pushes of so many bytes over HTTP; None: over TCP.
-    Its client, and a function that gives its policy version and what its workers have got.
+def server_of_pushes(num_buffers=2, work=None):
+    """A server with a trainer's connection, for pushes of four buckets. Its client, and a function
+    that gives its policy version and what its two workers have got.
+
+    Args:
+        work: in place of a worker that copies all buckets: takes the worker's number and memory.
     """
-    made, got = [], []
+    made, got = [], {}
+
+    def copy_all(worker, shared):
+        copies = [shared.receive(worker, BUCKET, 5.0) for _ in range(4)]
+        got[worker] = b"".join(bytes(copy.numpy()) for copy in copies)
+
+    def run(worker):
+        try:
+            (work or copy_all)(worker, made[0].shared)
+        except RuntimeError as error:
+            made[0].shared.give_up()
+            return f"{type(error).__name__}: {error}"
 
     class Engine:
         errored = False
@@ -868,29 +902,33 @@ def server_of_pushes(num_bytes=NUM_BYTES):
         engine_core = property(lambda self: self)
 
         async def _call_utility_async(self, method, *args, engine):
-            if method == "collective_rpc":
-                got.append(args[2][1:])
-            return [None] if method == "collective_rpc" else True
+            if method != "collective_rpc":
+                return True
+            return await asyncio.gather(*(asyncio.to_thread(run, worker) for worker in range(2)))
 
     def connected(app):
         made.append(WeightSyncRoutes(app))
-        made[0].connection, made[0].policy_version, made[0].body_bytes = "c", 2, num_bytes
-        return made[0]
+        routes = made[0]
+        routes.connection, routes.policy_version, routes.sizes = "c", 2, [BUCKET] * 4
+        with shared_with_workers(2, num_buffers, BUCKET) as (routes.shared, _):
+            return routes
 
     with control_server(connected, Engine()) as (client, _):
         answer_to(client, "GET", "/")  # makes the routes
         yield client, lambda: (made[0].policy_version, got)
 
 
-def pieces_of(body):
-    return (body[i : i + 2**20] for i in range(0, len(body), 2**20))
+def pushed(client, body=BODY, num_bytes=None, timeout_s=5.0, **change):
+    pieces = (memoryview(body)[i : i + 2**16] for i in range(0, len(body), 2**16))
+    return client.receive_weights(PUSH | change, num_bytes or len(body), pieces, timeout_s)
 
 
-def test_a_push_in_the_body_of_a_request_reaches_the_workers_and_has_its_version():
-    with server_of_pushes() as (client, state):
-        reply = client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
-        assert reply == {"policy_version": 3}
-        assert state() == (3, [(BODY,)])
+@pytest.mark.parametrize("num_buffers", [2, 4])
+def test_a_push_in_the_body_of_a_request_reaches_all_workers_and_has_its_version(num_buffers):
+    with server_of_pushes(num_buffers) as (client, state):
+        for body in (BODY, BODY[::-1]):
+            assert pushed(client, body).answer() == {"policy_version": 3}
+            assert state() == (3, {0: body, 1: body})
 
 
 @pytest.mark.parametrize(
@@ -906,71 +944,106 @@ def test_a_push_in_the_body_of_a_request_reaches_the_workers_and_has_its_version
 def test_a_push_that_is_not_the_announced_one_changes_nothing(change, body, message):
     with server_of_pushes() as (client, state):
         with pytest.raises(RequestRefusedError, match=message):
-            client.receive_adapter(PUSH | change, len(body), pieces_of(body), 5.0)
-        assert state() == (2, [])
+            pushed(client, body, **change).answer()
+        assert state() == (2, {})
+        assert pushed(client).answer() == {"policy_version": 3}
 
 
 def test_a_push_in_a_body_needs_the_token(monkeypatch):
     with server_of_pushes() as (client, state):
         monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
         with pytest.raises(InferenceServerError, match="401: wrong or missing token"):
-            client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
-        assert state() == (2, [])
+            pushed(client).answer()
+        assert state() == (2, {})
 
 
-def test_a_push_takes_the_way_of_its_connection():
-    with (
-        server_of_pushes(None) as (client, _),
-        pytest.raises(RequestRefusedError, match="needs POST /weight_sync/receive"),
-    ):
-        client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
-    with (
-        server_of_pushes() as (client, _),
-        pytest.raises(RequestRefusedError, match="needs POST /weight_sync/adapter"),
-    ):
-        client.receive_weights(PUSH, 5.0)
-
-
-def begin_push(client, timeout_s, headers=f"Content-Length: {NUM_BYTES}\r\n"):
+def begin_push(client, timeout_s, headers=f"Content-Length: {NUM_BYTES}\r\n", num_bytes=256):
     """Send the head of a push and the first bytes of its body."""
     connection = socket.create_connection(("127.0.0.1", client.port), timeout=10)
     connection.sendall(
-        f"POST /weight_sync/adapter HTTP/1.1\r\nHost: h\r\n{headers}"
+        f"POST /weight_sync/receive HTTP/1.1\r\nHost: h\r\n{headers}"
         f"Authorization: Bearer {os.environ[TOKEN_VARIABLE]}\r\n"
         f"X-Weight-Sync: {json.dumps(PUSH | {'timeout_s': timeout_s})}\r\n\r\n".encode()
     )
-    connection.sendall(b"100\r\n" + BODY[:256] + b"\r\n")
+    connection.sendall(b"100\r\n" + BODY[:num_bytes] + b"\r\n")
     return connection
 
 
-def test_a_trainer_that_leaves_or_hangs_in_a_push_leaves_the_server_as_it_was():
+@pytest.mark.parametrize("num_bytes", [256, 3 * BUCKET])
+def test_a_trainer_that_hangs_in_a_push_is_told_at_the_deadline(num_bytes):
+    """Before the workers have anything, the weights stay as they were; later, they are torn."""
     with server_of_pushes() as (client, state):
-        begin_push(client, 5.0).close()
-        with begin_push(client, 0.2) as hanging:
+        with begin_push(client, 0.5, num_bytes=num_bytes) as hanging:
             reply = hanging.recv(2**16)
             assert b"400 Bad Request" in reply
-            assert b"took longer than 0.2 s (vllm_server_timeout)" in reply
-        assert state() == (2, [])
-        client.receive_adapter(PUSH, len(BODY), pieces_of(BODY), 5.0)
-        assert state() == (3, [(BODY,)])
+            assert b"took longer than 0.5 s (vllm_server_timeout)" in reply
+        assert state() == (2 if num_bytes < BUCKET else None, {})
+        with pytest.raises(ServerLostError, match="409: no trainer is connected"):
+            pushed(client).answer()  # what is left of the other push is not taken for this one
+
+
+@pytest.mark.parametrize("num_bytes", [256, 3 * BUCKET])
+def test_a_trainer_that_leaves_in_a_push_leaves_no_worker_waiting(num_bytes):
+    with server_of_pushes() as (client, state):
+        start = time.monotonic()
+        begin_push(client, 60.0, num_bytes=num_bytes).close()
+        with pytest.raises(ServerLostError, match="409: no trainer is connected"):
+            pushed(client).answer()  # waits for the end of the other push
+        assert time.monotonic() - start < 5
+        assert state() == (2 if num_bytes < BUCKET else None, {})
+
+
+def test_a_worker_that_fails_in_a_push_ends_it_for_all_and_says_why():
+    def fail(worker, shared):
+        shared.receive(worker, BUCKET, 5.0)
+        if worker:
+            raise RuntimeError("out of memory")
+        shared.receive(worker, BUCKET, 5.0), shared.receive(worker, BUCKET, 5.0)
+
+    with server_of_pushes(work=fail) as (client, state):
+        start = time.monotonic()
+        with pytest.raises(InferenceServerError, match="500: RuntimeError: out of memory"):
+            pushed(client, num_bytes=NUM_BYTES).answer()
+        assert time.monotonic() - start < 4
+        assert state() == (None, {})
+
+
+def test_a_push_that_is_given_up_by_another_thread_ends_at_once():
+    is_half, is_over = threading.Event(), threading.Event()
+
+    def half():
+        yield memoryview(BODY)[: NUM_BYTES // 2]
+        is_half.set()
+        is_over.wait(20)
+        yield memoryview(BODY)[NUM_BYTES // 2 :]
+
+    with server_of_pushes() as (client, _):
+        request, errors = client.receive_weights(PUSH, NUM_BYTES, half(), 20.0), []
+
+        def answer():
+            try:
+                request.answer()
+            except ServerLostError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert is_half.wait(10)
+        request.give_up()
+        is_over.set()
+        thread.join(10)
+        assert len(errors) == 1
+        with pytest.raises(ServerLostError):
+            request.answer()  # also one that begins later
+        with pytest.raises(ServerLostError, match="409"):
+            pushed(client).answer()
 
 
 def test_a_body_without_an_announced_length_is_refused():
     with server_of_pushes() as (client, state):
         with begin_push(client, 5.0, "Transfer-Encoding: chunked\r\n") as connection:
             assert b"a body of None bytes" in connection.recv(2**16)
-        assert state() == (2, [])
-
-
-def test_a_body_is_read_up_to_its_announced_length():
-    async def stream():
-        for _ in range(3):
-            yield b"1234"
-        pytest.fail("read on")
-
-    request = SimpleNamespace(stream=stream)
-    with pytest.raises(BadRequest, match="longer than the announced 9 bytes"):
-        asyncio.run(read_exactly(request, 9, 5.0))
+        assert state() == (2, {})
 
 
 def test_a_server_that_takes_no_bytes_of_a_push_is_given_up_at_the_deadline():
@@ -978,8 +1051,8 @@ def test_a_server_that_takes_no_bytes_of_a_push_is_given_up_at_the_deadline():
         client = InferenceClient("127.0.0.1", listener.getsockname()[1])
         body = bytes(2**26)  # more than sockets hold
         start = time.monotonic()
-        with pytest.raises(ServerLostError, match="/weight_sync/adapter"):
-            client.receive_adapter(PUSH, len(body), pieces_of(body), 0.3)
+        with pytest.raises(ServerLostError, match="/weight_sync/receive"):
+            pushed(client, body, timeout_s=0.3).answer()
         assert time.monotonic() - start < 10
         client.close()
 
@@ -987,8 +1060,8 @@ def test_a_server_that_takes_no_bytes_of_a_push_is_given_up_at_the_deadline():
 ADAPTER = "base_model.model.model.q_proj.lora_"
 
 
-def connect_over_http(monkeypatch, kind="adapter", rows=2):
-    """Ask a server for a connection, and return what its workers were told."""
+def connected(monkeypatch, kind="adapter", rows=2, **change):
+    """Ask a server for a connection; return its routes and what its workers were told."""
     told = []
 
     class Engine:
@@ -998,7 +1071,7 @@ def connect_over_http(monkeypatch, kind="adapter", rows=2):
         engine_core = property(lambda self: self)
 
         async def _call_utility_async(self, method, *args, engine):
-            told.append(args[2][0])
+            told.append(args[2])
             return [None]
 
     monkeypatch.setattr("verifiers_rl.inference.server.as_served", lambda plan, _: plan)
@@ -1009,34 +1082,83 @@ def connect_over_http(monkeypatch, kind="adapter", rows=2):
         engine.vllm_config.lora_config = SimpleNamespace(
             max_lora_rank=2, lora_dtype="torch.float32"
         )
-    routes.shapes = {"adapter": {"model.q_proj.weight": (5, 3)}, "full": {"x": (1,)}}
+    routes.shapes = {"adapter": {"model.q_proj.weight": (5, 3)}, "full": {"x": (1,), "y": (2,)}}
     routes.holder = Holder("first", "n")
     tensors = [[f"{ADAPTER}A.weight", "float32", [rows, 3]]]
     tensors += [[f"{ADAPTER}B.weight", "float32", [5, 2]]]
     if kind == "full":
-        tensors = [["x", "float32", [1]]]
+        tensors = [["x", "float32", [1]], ["y", "float32", [2]]]
     plan = {"kind": kind, "tensors": tensors, "bucket_bytes": 8, "adapter": {"r": 2}}
-    request = {"backend": "http", "timeout_s": 1.0, "trainer": "first", "plan": plan}
-    state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}))
-    status, _ = asyncio.run(routes.connect(engine, state, request))
+    fields = {"backend": "http", "timeout_s": 1.0, "trainer": "first", "plan": plan} | change
+    request = a_push(engine)
+    request.app.state.openai_serving_models = SimpleNamespace(lora_requests={})
+    status, _ = asyncio.run(routes.connect(engine, request, fields))
     assert status == 200 and routes.connection is not None
-    assert routes.body_bytes == 32 + 48  # 2 x 3 and 5 x 2 of 4 bytes, each up to 16 more
-    return told
+    return routes, told
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
-def test_a_connection_over_http_takes_an_adapter_that_fits_the_model_only(monkeypatch):
-    (told,) = connect_over_http(monkeypatch)
-    assert told["backend"] == "http" and "host" not in told
+def test_a_connection_takes_tensors_that_fit_the_model_only(monkeypatch):
+    routes, ((plan, shared, nccl_id, _),) = connected(monkeypatch)
+    assert routes.sizes == [32, 48]  # 2 x 3 and 5 x 2 of 4 bytes, each up to 16 more
+    assert shared[2:] == [1, 2, 48] and nccl_id is None and plan["kind"] == "adapter"
+    routes, _ = connected(monkeypatch, "full")
+    assert routes.sizes == [16, 16] and routes.shared.num_buffers == 2
     with pytest.raises(BadRequest, match=r"lora_A.weight' has shape \[4, 3\], .* has \[2, 3\]"):
-        connect_over_http(monkeypatch, rows=4)
-    monkeypatch.setattr("verifiers_rl.inference.server.MAX_BODY_BYTES", 79)
-    with pytest.raises(
-        BadRequest, match="at most 79 bytes, not adapter weights of 80; set weight_"
-    ):
-        connect_over_http(monkeypatch)
-    with pytest.raises(BadRequest, match=r"weight_sync_backend='http': carries an adapter .*full"):
-        connect_over_http(monkeypatch, "full")
+        connected(monkeypatch, rows=4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_a_connection_over_nccl_hands_the_id_on_and_awaits_no_body(monkeypatch):
+    unique_id = bytes(range(128))
+    nccl = {"backend": "nccl", "nccl_id": base64.b64encode(unique_id).decode()}
+    routes, ((_, shared, nccl_id, _),) = connected(monkeypatch, **nccl)
+    assert nccl_id == unique_id and routes.sizes == [] and shared[2:] == [1, 0, 0]
+    for wrong in ("AAAA", "not base64", base64.b64encode(bytes(129)).decode()):
+        with pytest.raises(BadRequest, match="nccl_id: must be 128 bytes in base64"):
+            connected(monkeypatch, **nccl | {"nccl_id": wrong})
+
+
+@pytest.mark.parametrize("path", ["connect", "receive"])
+def test_workers_in_nccl_hear_that_the_trainer_has_left(path):
+    """They wait in NCCL for a trainer that was killed."""
+    seen = []
+
+    class Engine:
+        errored = False
+        vllm_config = config_of(1)
+        output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
+        core_engines = (0,)
+        engine_core = property(lambda self: self)
+
+        async def _call_utility_async(self, method, *args, engine):
+            if method == "collective_rpc":
+                while not seen[0].is_given_up():
+                    await asyncio.sleep(0.01)
+                return ["GivenUpError: the trainer left"]
+            return True
+
+    async def leave():
+        return {"type": "http.disconnect"}
+
+    routes = WeightSyncRoutes(None)
+    shared = routes.shared = shared_by(1)
+    seen.append(shared)
+    routes.connection = "c"
+    request = a_push(Engine())
+    request.receive = leave
+    if path == "receive":
+        working = routes.receive(Engine(), request)
+    else:
+
+        async def connect():
+            leaving = asyncio.ensure_future(left(request))
+            await routes.work_while(leaving, shared, Engine(), "weight_sync_connect", 5.0)
+
+        working = connect()
+    with pytest.raises(BadRequest, match="the trainer left"):
+        asyncio.run(asyncio.wait_for(working, 10))
+    assert path == "connect" or (routes.shared is None and routes.policy_version is None)
 
 
 # --- Who has the server ---------------------------------------------------------------------------
@@ -1135,21 +1257,12 @@ def test_a_server_that_ends_is_not_kept_by_its_trainer():
 
 def test_only_the_trainer_that_holds_the_server_may_connect():
     routes = WeightSyncRoutes(None)
-    body = {
-        "host": "h",
-        "port": 1,
-        "world_size": 3,
-        "backend": "tcp",
-        "timeout_s": 1.0,
-        "secret": "x",
-    }
+    fields = {"backend": "http", "timeout_s": 1.0, "trainer": "second"}
     plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8, "adapter": {}}
     engine = SimpleNamespace(vllm_config=config_of())
     for holder in (None, Holder("first", "n")):
         routes.holder = holder
-        connecting = routes.connect(
-            engine, None, body | {"plan": plan, "trainer": "second", "secret": "x"}
-        )
+        connecting = routes.connect(engine, None, fields | {"plan": plan})
         status, reply = asyncio.run(connecting)
         assert status == 409 and "does not hold the server" in reply["error"]
 
@@ -1321,14 +1434,7 @@ def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothin
 
     async def body():
         plan = {"kind": "full", "tensors": [["x", "float32", [1]]], "bucket_bytes": 8}
-        request = {
-            "host": "h",
-            "port": 1,
-            "world_size": 3,
-            "backend": "tcp",
-            "timeout_s": 1.0,
-            "secret": "x",
-        }
+        request = {"backend": "http", "timeout_s": 1.0}
         return request | {"plan": {**plan, "adapter": {}}, "trainer": "first"}
 
     async def connect():

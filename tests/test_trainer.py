@@ -772,7 +772,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         "vllm_server_host": "gpu-box",
         "vllm_server_port": 7,
         "vllm_server_timeout": 11.0,
-        "weight_sync_backend": "tcp",
+        "weight_sync_backend": "http",
         "lora_sync": "merged",
         "batch_size": 24,
         "rollouts_per_example": 6,
@@ -788,7 +788,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
     folder = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     RLTrainer(make_tiny_model(), "env", RLConfig(**folder, **options), tokenizer)
     assert made["client"][0] == ("gpu-box", 7, 11.0)
-    assert made["weight_sync"][0][1:] == ("tcp", "merged", 11.0)
+    assert made["weight_sync"][0][1:] == ("http", "merged", 11.0)
     given = made["orchestrator"][1]
     assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
     assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)

@@ -1,7 +1,10 @@
+import asyncio
+import base64
+import gc
 import math
 import os
+import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -28,8 +31,8 @@ from transformers import (
 
 from tests.helpers import (
     ROOT,
+    StubServer,
     StubSource,
-    make_gloo_group,
     make_tiny_model,
     make_tiny_moe,
     write_tiny_qwen3_5,
@@ -38,7 +41,7 @@ from tests.test_router_replay import make as make_of_kind
 from verifiers_rl import server_side
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.inference.client import InferenceServerError, RequestRefusedError, ServerLostError
+from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.expected import (
     as_served,
     check_plan,
@@ -46,10 +49,10 @@ from verifiers_rl.inference.expected import (
     reason_against_full_weights,
 )
 from verifiers_rl.models import default_target_modules, load_policy
-from verifiers_rl.sync import weight_sync
-from verifiers_rl.sync.buckets import receive_buckets, send_buckets
-from verifiers_rl.sync.fan_out import push_to_all
+from verifiers_rl.sync import fan_out, nccl, weight_sync
+from verifiers_rl.sync.buckets import receive_buckets
 from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_num_bytes, bucket_views
+from verifiers_rl.sync.shared_buffers import GivenUpError, attach, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
     adapter_sources,
@@ -57,12 +60,8 @@ from verifiers_rl.sync.sources import (
     choose_lora_sync,
     full_sources,
     merged_sources,
-    source_of,
 )
-from verifiers_rl.sync.transports import Meeting, make_transport, nccl
 from verifiers_rl.sync.weight_sync import WeightSync, choose_backend
-
-CPU = torch.device("cpu")
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -146,149 +145,119 @@ def test_what_is_no_plan_is_refused(change, message):
         TransferPlan.from_json({**plan, **change})
 
 
-def listen():
-    listener = socket.create_server(("127.0.0.1", 0))
-    return listener, listener.getsockname()[1]
+def shared_by(num_workers, num_buffers, buffer_bytes):
+    """Memory as the server's process sees it, and as each worker does."""
+    with shared_with_workers(num_workers, num_buffers, buffer_bytes) as (shared, address):
+        return shared, [attach(address) for _ in range(num_workers)]
 
 
-def meeting_at(port, rank, world_size=2, timeout_s=30.0):
-    return Meeting("127.0.0.1", port, "secret", rank, world_size, timeout_s)
+async def pieces(data, size=7):
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
 
 
-@pytest.fixture
-def gloo_for_nccl(monkeypatch):
-    """NCCL's transport over Gloo, which needs no GPU."""
-    monkeypatch.setattr(nccl, "make_nccl_group", make_gloo_group)
+@pytest.mark.parametrize("num_buffers", [1, 2, 5])
+def test_three_pushes_reach_all_workers_through_shared_memory(num_buffers):
+    specs = [TensorSpec(str(i), "float32", (i % 3 + 1, 3)) for i in range(5)]
+    plan = TransferPlan("full", specs, bucket_bytes=16, adapter={})
+    sizes = plan.packed_sizes()
+    bodies = [random.randbytes(sum(sizes)) for _ in range(3)]
+    shared, seen = shared_by(2, num_buffers, max(sizes))
+    got = [[], []]
 
+    def work(worker):
+        def receive(num_bytes):
+            return lambda: seen[worker].receive(worker, num_bytes, 20.0)
 
-@pytest.mark.parametrize("backend", ["tcp", "nccl"])
-def test_three_pushes_reach_all_workers(backend, gloo_for_nccl):
-    specs = [TensorSpec("a", "float32", (1000,)), TensorSpec("b", "float32", (3, 3))]
-    plan = TransferPlan("full", specs, bucket_bytes=4000, adapter={})
-    pushes = [{"a": torch.randn(1000), "b": torch.randn(3, 3)} for _ in range(3)]
-    listener, port = listen()
-    received = {}
+        for _ in bodies:  # views of one bucket are read after the next has come
+            tensors = [t for bucket in list(receive_buckets(plan, receive, 30)) for t in bucket]
+            got[worker].append(tensors)
 
-    def worker(rank):
-        transport = make_transport(backend, meeting_at(port, rank, 3), CPU)
-        # Views of one bucket are read after the next has come.
-        received[rank] = [
-            {name: t for bucket in list(receive_buckets(plan, transport, 30)) for name, t in bucket}
-            for _ in pushes
-        ]
-        transport.close()
+    async def fill():
+        for body in bodies:
+            async for _ in shared.fill(pieces(body), sizes):
+                pass
 
-    threads = [threading.Thread(target=worker, args=(rank,)) for rank in (1, 2)]
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
     for thread in threads:
         thread.start()
-    transport = make_transport(backend, meeting_at(port, 0, 3), CPU, listener)
-    for tensors in pushes:
-        send_buckets(plan, {name: source_of(t) for name, t in tensors.items()}, transport)
+    asyncio.run(asyncio.wait_for(fill(), 20))
     for thread in threads:
-        thread.join(30)
-    transport.close()
-    for rank in (1, 2):
-        for got, sent in zip(received[rank], pushes, strict=True):
-            assert got.keys() == sent.keys()
-            assert all(torch.equal(got[name], sent[name]) for name in sent)
+        thread.join(20)
+    for of_worker in got:
+        for tensors, body in zip(of_worker, bodies, strict=True):
+            buffer, wanted = torch.frombuffer(bytearray(body), dtype=torch.uint8), []
+            for bucket, size in zip(plan.buckets(), sizes, strict=True):
+                wanted += bucket_views(bucket, buffer[:size])
+                buffer = buffer[size:]
+            assert [name for name, _ in tensors] == [name for name, _ in wanted]
+            assert all(torch.equal(t, w) for (_, t), (_, w) in zip(tensors, wanted, strict=True))
 
 
-def test_two_buckets_are_packed_and_one_of_them_sent_while_one_is_loaded():
-    size = 4 * 2**20  # bytes; more than sockets hold
-    tensors = [torch.full((size // 4,), float(index)) for index in range(4)]
-    specs = [spec_of(str(index), tensor) for index, tensor in enumerate(tensors)]
-    plan = TransferPlan("full", specs, size, {})
-    listener, port = listen()
-    packed = [threading.Event() for _ in tensors]
-    loaded = []
+def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
+    shared, (fast, slow) = shared_by(2, 2, 16)
+    filled = []
 
-    def worker():
-        transport = make_transport("tcp", meeting_at(port, 1), CPU)
-        for index, ((_, tensor),) in enumerate(receive_buckets(plan, transport, 30)):
-            for event in packed[: index + 3]:
-                if not event.wait(20):
-                    break
-            else:
-                loaded.append(tensor[0].item())
-        transport.close()
+    async def fill():
+        async for _ in shared.fill(pieces(bytes(64)), [16] * 4):
+            filled.append(True)
 
-    thread = threading.Thread(target=worker)
-    thread.start()
-    transport = make_transport("tcp", meeting_at(port, 0), CPU, listener)
+    async def run():
+        filling = asyncio.ensure_future(fill())
+        await asyncio.sleep(0.05)
+        fast.receive(0, 16, 5.0), fast.receive(0, 16, 5.0)
+        await asyncio.sleep(0.05)
+        assert len(filled) == 2
+        slow.receive(1, 16, 5.0)
+        await asyncio.sleep(0.05)
+        assert len(filled) == 3
+        filling.cancel()
 
-    def make(index):
-        packed[index].set()
-        return tensors[index]
+    asyncio.run(run())
 
-    sources = {s.name: Source(s.shape, torch.float32, partial(make, int(s.name))) for s in specs}
-    send_buckets(plan, sources, transport)
-    thread.join(30)
-    transport.close()
-    assert loaded == [0.0, 1.0, 2.0, 3.0]
+
+def test_a_wait_for_shared_memory_ends_at_its_deadline_or_when_the_push_is_given_up():
+    shared, (seen,) = shared_by(1, 1, 16)
+    with pytest.raises(TimeoutError, match=r"no weights came in 0\.1 s \(vllm_server_timeout\)"):
+        seen.receive(0, 16, 0.1)
+    timer = threading.Timer(0.1, shared.give_up)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(GivenUpError):
+        seen.receive(0, 16, 30.0)
+    assert time.monotonic() - start < 5
+    with pytest.raises(ValueError, match="the body ends 6 bytes before a bucket does"):
+        asyncio.run(anext(shared.fill(pieces(bytes(10)), [16])))
+
+
+def test_shared_memory_leaves_no_file_and_no_descriptor():
+    files, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    shared = shared_by(2, 2, 2**20)
+    assert set(os.listdir("/dev/shm")) == files
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 3  # one of each view's mapping
+    del shared
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
-    class Slow:
-        def receive(self, num_bytes):
-            return lambda: (time.sleep(0.05), torch.empty(num_bytes, dtype=torch.uint8))[1]
+    def receive(num_bytes):
+        return lambda: (time.sleep(0.05), torch.empty(num_bytes, dtype=torch.uint8))[1]
 
     specs = [TensorSpec(str(i), "float32", (4,)) for i in range(100)]
     plan = TransferPlan("full", specs, bucket_bytes=16, adapter={})
     with pytest.raises(TimeoutError, match=r"longer than 0\.2 s \(vllm_server_timeout\)"):
-        list(receive_buckets(plan, Slow(), 0.2))
-
-
-def test_a_transport_over_http_that_was_left_takes_nothing_more():
-    transport = make_transport("http", None, CPU)
-    transport.send(transport.buffer(8))
-    transport.abandon()
-    transport.close()
-    assert transport.take_body()[0] == 0
-    with pytest.raises(RuntimeError, match="was closed"):
-        transport.send(transport.buffer(8))
-
-
-@pytest.mark.parametrize("backend", ["tcp", "nccl"])
-def test_a_transport_may_be_left_again_and_by_two_threads(backend, gloo_for_nccl):
-    listener, port = listen()
-    made = []
-    thread = threading.Thread(
-        target=lambda: made.append(make_transport(backend, meeting_at(port, 1), CPU))
-    )
-    thread.start()
-    made.append(make_transport(backend, meeting_at(port, 0), CPU, listener))
-    thread.join(30)
-    for transport in made:
-        leaving = [threading.Thread(target=transport.close) for _ in range(2)]
-        for one in leaving:
-            one.start()
-        transport.abandon()
-        for one in leaving:
-            one.join(10)
-        transport.close()
-    if backend == "tcp":
-        with pytest.raises(RuntimeError, match="was closed"):
-            made[-1].send(torch.zeros(1, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("backend", ["tcp", "nccl"])
-def test_a_meeting_nobody_comes_to_ends_at_its_deadline(backend, gloo_for_nccl):
-    listener, port = listen()
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"0 of 1 workers of the server came within 0\.2 s"):
-        make_transport(backend, meeting_at(port, 0, timeout_s=0.2), CPU, listener)
-    assert time.monotonic() - start < 20
+        list(receive_buckets(plan, receive, 0.2))
 
 
 @pytest.mark.parametrize(
     ("wanted", "own", "workers", "chosen"),
     [
-        ("auto", None, [None], "tcp"),
-        ("auto", "gpu-0", ["gpu-0"], "tcp"),  # NCCL refuses two ranks on one GPU
+        ("auto", None, [None], "http"),
+        ("auto", "gpu-0", ["gpu-0"], "http"),  # NCCL refuses two ranks on one GPU
         ("auto", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
-        ("auto", "gpu-0", ["gpu-0", "gpu-1"], "tcp"),
-        ("auto", "gpu-0", [None], "tcp"),
-        ("tcp", "gpu-0", ["gpu-1"], "tcp"),
+        ("auto", "gpu-0", ["gpu-0", "gpu-1"], "http"),
+        ("auto", "gpu-0", [None], "http"),
         ("http", "gpu-0", ["gpu-1"], "http"),
         ("http", None, [None], "http"),
         ("nccl", "gpu-0", ["gpu-1"], "nccl"),
@@ -304,254 +273,149 @@ def test_the_backend_is_one_that_works_between_these_gpus(wanted, own, workers, 
         assert choose_backend(wanted, own, workers) == chosen
 
 
-class StubClient:
-    """A server that answers a push as it is told to, and whose worker is a thread."""
-
-    host, base_url, served_model_name = "127.0.0.1", "http://127.0.0.1:1", "base"
-
-    def __init__(self, on_receive):
-        self.on_receive = on_receive
-        self.connection = "1"
-
-    def status(self):
-        return {
-            "connection": self.connection,
-            "world_size": 1,
-            "gpus": [None],
-            "dtype": "float32",
-            "lora_dtype": None,
-        }
-
-    def hold(self, trainer):
-        return SimpleNamespace(close=lambda: None)
-
-    def connect_weight_sync(self, request, timeout_s):
-        meeting = Meeting(request["host"], request["port"], request["secret"], 1, 2, timeout_s)
-        self.transport = make_transport(request["backend"], meeting, CPU)
-        return {"connection": "1"}
-
-    def receive_weights(self, body, timeout_s):
-        self.on_receive(self)
-
-
 @pytest.fixture
 def sync_with():
-    """A WeightSync to such a server; both ends are closed at last."""
+    """A WeightSync to a stub server."""
     syncs = []
 
-    def make(on_receive):
-        syncs.append(WeightSync(StubClient(on_receive), timeout_s=30))
+    def make(on_receive=None, model=None, **options):
+        server = StubServer(lora_dtype=options.pop("lora_dtype", None))
+        server.on_receive = on_receive
+        syncs.append(WeightSync(server, **{"timeout_s": 30, **options}))
+        if model is not None:
+            syncs[-1].connect(model)
         return syncs[-1]
 
     yield make
     for sync in syncs:
         sync.close()
-        sync.client.transport.close()
 
 
-class ClientOverHttp(StubClient):
-    """A server that takes adapters in the bodies of requests."""
-
-    def __init__(self):
-        super().__init__(None)
-        self.got = []
-
-    def status(self):
-        return super().status() | {"lora_dtype": "float32"}
-
-    def connect_weight_sync(self, request, timeout_s):
-        assert request.keys() == {"backend", "timeout_s", "trainer", "plan"}
-        self.plan = TransferPlan.from_json(request["plan"])
-        self.transport = make_transport(request["backend"], None, CPU)
-        return {"connection": "1"}
-
-    def receive_adapter(self, body, num_bytes, pieces, timeout_s):
-        data = b"".join(pieces)
-        assert len(data) == num_bytes
-        self.transport.put_body(data)
-        tensors = [t for bucket in receive_buckets(self.plan, self.transport, 30) for t in bucket]
-        self.got.append((body["policy_version"], dict(tensors)))
-        return {}
-
-
-def test_adapters_travel_over_http_in_bodies_of_several_buckets():
-    model = with_trained_adapter(make_tiny_model())
-    client = ClientOverHttp()
-    sync = WeightSync(client, "http", timeout_s=30, bucket_bytes=1000)
+@pytest.mark.parametrize("kind", ["full", "merged", "adapter"])
+def test_weights_travel_in_bodies_of_several_buckets(sync_with, kind):
+    lora = kind != "full"
+    model = with_trained_adapter(make_tiny_model()) if lora else make_tiny_model()
+    lora_sync = "adapter" if kind == "adapter" else "merged"
+    dtype = "float32" if kind == "adapter" else None
+    sync = sync_with(lora_dtype=dtype, lora_sync=lora_sync, bucket_bytes=1000)
+    server = sync.client
     for version in range(2):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
         metrics = sync.push(model, version)
-        assert len(list(client.plan.buckets())) > 2
-        wanted = {name: source.make() for name, source in adapter_sources(model)[0].items()}
-        got_version, got = client.got[-1]
-        assert got_version == version == sync.policy_version and got.keys() == wanted.keys()
-        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert len(server.plan.packed_sizes()) > 2
+        sources, _ = weight_sync.what_to_send(model, lora_sync)
+        wanted = {name: source.make() for name, source in sources.items()}
+        assert server.policy_version == version == sync.policy_version
+        assert server.weights.keys() == wanted.keys()
+        assert all(torch.equal(server.weights[name], wanted[name]) for name in wanted)
         assert metrics["sync_bytes"] == sum(tensor.nbytes for tensor in wanted.values())
-    sync.close()
 
 
-def test_of_two_servers_over_http_one_that_hangs_is_left_behind():
-    model, clients = with_trained_adapter(make_tiny_model()), [ClientOverHttp(), ClientOverHttp()]
-    is_over = threading.Event()
-    clients[1].receive_adapter = lambda *_: is_over.wait(30)
-    syncs = [WeightSync(client, "http", timeout_s=30) for client in clients]
-    try:
-        first, second = push_to_all(syncs, model, 7, "recompute", stall_s=0.2)
-    finally:
-        is_over.set()
-    assert first is None and isinstance(second, ServerLostError)
-    assert [version for version, _ in clients[0].got] == [7]
-    assert [sync.is_connected for sync in syncs] == [True, False]
+@pytest.mark.parametrize("has_nccl", [False, True])
+def test_what_fails_on_our_side_is_told_as_it_is_and_ends_the_request(
+    monkeypatch, sync_with, has_nccl
+):
+    ended = threading.Event()
 
-
-def test_what_fails_in_a_push_over_http_before_its_request_is_told_as_it_is(monkeypatch):
-    def out_of_memory():
-        raise MemoryError("out of memory while gathering")
-
-    model, client = with_trained_adapter(make_tiny_model()), ClientOverHttp()
-    sync = WeightSync(client, "http", timeout_s=30)
-    sync.connect(model)
-    sources, config = adapter_sources(model)
-    sources = {name: source._replace(make=out_of_memory) for name, source in sources.items()}
-    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, config))
-    with pytest.raises(MemoryError, match="while gathering"):
-        sync.push(model, 0)
-    assert not client.got and sync.policy_version is None and not sync.is_connected
-
-
-@pytest.mark.parametrize("lora_sync", ["full", "merged"])
-def test_all_weights_do_not_travel_over_http(lora_sync):
-    model = make_tiny_model()
-    if lora_sync == "merged":
-        model = with_trained_adapter(model)
-    sync = WeightSync(ClientOverHttp(), "http", "merged", timeout_s=30)
-    with pytest.raises(
-        InferenceServerError, match=r"='http': carries a LoRA adapter only, .*'tcp'"
-    ):
-        sync.push(model, 0)
-
-
-def test_a_body_that_ends_early_is_an_error():
-    transport = make_transport("http", None, CPU)
-    transport.put_body(bytes(20))
-    assert transport.receive(16)().tolist() == [0] * 16
-    with pytest.raises(RuntimeError, match="the body of the push ends 12 bytes early"):
-        transport.receive(16)
-
-
-def test_the_port_of_the_meeting_can_be_chosen(sync_with):
-    listener, port = listen()
-    sync = sync_with(lambda client: None)
-    sync.port = port
-    model = make_tiny_model()
-    with pytest.raises(InferenceServerError, match=rf":{port} for the .*weight_sync_port"):
-        sync.connect(model)
-    listener.close()
-    met, connect = [], sync.client.connect_weight_sync
-
-    def connecting(request, timeout_s):
-        met.append(request["port"])
-        return connect(request, timeout_s)
-
-    sync.client.connect_weight_sync = connecting
-    sync.connect(model)
-    assert met == [port]
-
-
-def test_a_meeting_that_fails_leaves_its_port_for_the_next(sync_with):
-    sync = sync_with(lambda client: None)
-    listener, sync.port = listen()
-    listener.close()
-    model, connect = make_tiny_model(), sync.client.connect_weight_sync
-
-    def die(request, timeout_s):
-        raise ServerLostError("no answer from the inference server")
-
-    sync.client.connect_weight_sync = die
-    with pytest.raises(ServerLostError):
-        sync.connect(model)
-    sync.client.connect_weight_sync = connect
-    sync.connect(model)
-    assert sync.is_connected
-
-
-def test_a_server_that_says_nothing_after_our_part_has_failed_is_lost(monkeypatch, sync_with):
-    monkeypatch.setattr(weight_sync, "LAST_WORD_S", 0.1)
-    is_over = threading.Event()
-    sync = sync_with(lambda client: is_over.wait(20))
-    model = torch.nn.Linear(8, 8)
-    sync.connect(model)
-
-    def fail(transport):
-        raise OSError("the connection timed out")
-
-    start = time.monotonic()
-    with pytest.raises(ServerLostError, match="does not answer after the connection timed out"):
-        sync.send(fail, 0, "recompute")
-    assert time.monotonic() - start < 10
-    is_over.set()
-
-
-def test_a_push_whose_server_goes_away_ends_at_once_though_its_worker_lives_on(sync_with):
-    def die(client):
-        raise ServerLostError("no answer from the inference server")
-
-    sync = sync_with(die)
-    model = make_tiny_model()
-    sync.connect(model)
-    is_abandoned, abandon = threading.Event(), sync._transport.abandon
-    sync._transport.abandon = lambda: (is_abandoned.set(), abandon())
-    start = time.monotonic()
-    with pytest.raises(ServerLostError, match="no answer"):
-        sync.push(model, 0)
-    sync.close()
-    assert time.monotonic() - start < 10  # not the 30 s for which the broadcast waits
-    assert sync.policy_version is None
-    assert is_abandoned.is_set()
-
-
-def test_a_push_that_fails_on_our_side_frees_the_worker_and_says_why(monkeypatch, sync_with):
-    def receive(client):
-        with pytest.raises(RuntimeError):
-            client.transport.receive(10**6)()
-        raise InferenceServerError("500: RuntimeError: connection closed")
-
-    sync = sync_with(receive)
-    model = make_tiny_model()
-    sync.connect(model)
+    def receive(body, given_up):
+        for _ in body:
+            pass  # raises in here, without NCCL
+        given_up.wait(20)
+        ended.set()
+        raise ServerLostError("given up")
 
     def out_of_memory():
-        raise MemoryError("out of memory while merging")
+        raise RuntimeError("out of memory while merging")
 
+    model = make_tiny_model()
+    sync = sync_with(receive, model)
+    sync._nccl = SimpleNamespace(send=lambda b: None, abandon=ended.set) if has_nccl else None
     sources = {name: Source((1,), torch.float32, out_of_memory) for name in full_sources(model)}
-    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, {}))
+    monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
     start = time.monotonic()
-    with pytest.raises(MemoryError, match="while merging"):
+    with pytest.raises(RuntimeError, match="while merging"):
         sync.push(model, 0)
     assert time.monotonic() - start < 10
+    assert sync.policy_version is None and not sync.is_connected
+    assert ended.is_set() == has_nccl
 
 
-def test_a_refused_push_says_why_though_its_transport_was_closed_before(sync_with):
-    def refuse(client):
-        client.transport.close()  # for another trainer
-        given_up.wait(10)
-        raise RequestRefusedError("400: another trainer has connected")
+class BrokenNccl:
+    """A transport whose messages fail, or end when it is abandoned."""
 
-    sync = sync_with(refuse)
-    model = torch.nn.Linear(4096, 4096)  # more than sockets hold
-    sync.connect(model)
-    given_up, close = threading.Event(), sync._transport.close
-    sync._transport.close = lambda: (close(), given_up.set())
-    with pytest.raises(RequestRefusedError, match="another trainer has connected"):
-        sync.push(model, 0)
-    assert given_up.is_set()  # our part had failed by then
+    def __init__(self, fails):
+        self.fails, self.is_abandoned = fails, threading.Event()
+
+    def send(self, buffer):
+        if not self.fails:
+            self.is_abandoned.wait(20)
+        raise nccl.NcclError("NCCL failed: a worker left")
+
+    def abandon(self):
+        self.is_abandoned.set()
 
 
-def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took():
-    sync = WeightSync(StubClient(lambda client: client.transport.receive(0)()), timeout_s=30)
-    sync._connection = "1"
+def push_over(transport, sync_with, on_receive):
+    model = torch.nn.Linear(8, 8)
+    sync = sync_with(on_receive, model)
+    sync._nccl = transport
+    return partial(sync.send, [torch.zeros(4)], 0, "recompute")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_over_nccl_the_servers_error_says_why_and_ends_our_part(sync_with, fails):
+    def refuse(body, given_up):
+        time.sleep(0.1)
+        raise InferenceServerError("500: RuntimeError: out of memory")
+
+    transport = BrokenNccl(fails)
+    start = time.monotonic()
+    with pytest.raises(InferenceServerError, match="500: RuntimeError: out of memory"):
+        push_over(transport, sync_with, refuse)()
+    assert transport.is_abandoned.is_set() and time.monotonic() - start < 10
+
+
+def test_over_nccl_a_server_that_says_nothing_after_our_part_has_failed_is_lost(
+    monkeypatch, sync_with
+):
+    def hang(body, given_up):
+        assert given_up.wait(20)
+        raise ServerLostError("no answer")
+
+    monkeypatch.setattr(weight_sync, "LAST_WORD_S", 0.1)
+    with pytest.raises(ServerLostError, match="no answer"):
+        push_over(BrokenNccl(True), sync_with, hang)()
+    with pytest.raises(ServerLostError, match=r"over NCCL .* NCCL failed: a worker left"):
+        push_over(BrokenNccl(True), sync_with, lambda *_: time.sleep(0.05) or {})()
+
+
+def test_the_request_that_connects_nccl_carries_the_trainers_id(monkeypatch, sync_with):
+    made = []
+
+    class Transport:
+        def __init__(self, *args):
+            made.append(args[:2])
+
+        def unique_id(self):
+            return bytes(range(128))
+
+        def wait_until_connected(self): ...
+        def abandon(self): ...
+
+    monkeypatch.setattr(weight_sync, "NcclTransport", Transport)
+    monkeypatch.setattr(weight_sync, "choose_backend", lambda *_: "nccl")
+    sync, sent = sync_with(), []
+    connect = sync.client.connect_weight_sync
+    sync.client.connect_weight_sync = lambda *args: (sent.append(args[0]), connect(*args))[1]
+    sync.connect(make_tiny_model())
+    assert made == [(0, 2)] and sync.is_connected
+    assert base64.b64decode(sent[0]["nccl_id"]) == bytes(range(128))
+
+
+def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took(sync_with):
+    sync = sync_with(model=make_tiny_model())
     sync.check_server()
     sync.client.connection = None
     with pytest.raises(ServerLostError, match="started anew"):
@@ -639,10 +503,9 @@ def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync
 
 
 def test_auto_merges_where_nothing_is_lost_and_the_server_takes_all_weights():
-    def chosen(wanted, dtype, lora_dtype, backend="auto"):
-        return choose_lora_sync(wanted, {"dtype": dtype, "lora_dtype": lora_dtype}, backend)
+    def chosen(wanted, dtype, lora_dtype):
+        return choose_lora_sync(wanted, {"dtype": dtype, "lora_dtype": lora_dtype})
 
-    assert chosen("auto", "float32", None, "http") == "adapter"  # which carries nothing else
     assert chosen("auto", "float32", None) == "merged"
     assert chosen("auto", "float32", "float32") == "adapter"
     assert chosen("auto", "bfloat16", "bfloat16") == "adapter"
@@ -935,7 +798,7 @@ from tests.helpers import make_tiny_model, make_tiny_moe
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl.sync import sources as sources_of
 from verifiers_rl.distributed import let_gloo_threads_finish
-from verifiers_rl.sync.buckets import send_buckets
+from verifiers_rl.sync.buckets import SharedBuckets
 from verifiers_rl.sync.gather import announced, gathering
 from verifiers_rl.sync.plan import bucket_views
 from verifiers_rl.sync.sources import what_to_send
@@ -958,15 +821,6 @@ def counted(tensor):
 def freed(size):
     global live
     live -= size
-
-class Recorder:
-    def __init__(self, buckets):
-        self.got, self.buckets = {}, buckets
-    def buffer(self, num_bytes):
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    def send(self, buffer):
-        bucket = next(self.buckets)
-        self.got |= {n: v.clone() for n, v in bucket_views(bucket, buffer)}
 
 def split(kind, what):
     global live, peak
@@ -996,13 +850,16 @@ def split(kind, what):
         if rank == 0:
             sources, _ = what_to_send(model, "merged")
             plan = plan_of(sources)
-            recorder = Recorder(plan.buckets())
+            got = {}
             with announced(sources, model) as announced_sources:
-                send_buckets(plan, announced_sources, recorder)
+                cpu = torch.device("cpu")
+                made = SharedBuckets(plan, announced_sources, 1, cpu, 60.0, None)
+                for bucket, buffer in zip(plan.buckets(), made.for_server(0), strict=True):
+                    got |= {n: v.clone() for n, v in bucket_views(bucket, buffer)}
     if rank == 0:
-        assert recorder.got.keys() == expected.keys()
+        assert got.keys() == expected.keys()
         for name in expected:
-            torch.testing.assert_close(recorder.got[name], expected[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-7)
         total = sum(t.numel() * 4 for t in expected.values())
         assert 0 < peak <= 1.5 * largest < total / 2, (peak, largest, total)
         print("gathered", what, total, "peak", peak)

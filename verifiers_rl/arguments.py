@@ -42,7 +42,7 @@ _REPLACED_OPTIONS = {
         *("mask_env_responses", "max_prompt_len", "eval_sampling", "stop"),
         *("include_stop_str_in_output", "chat_template_kwargs"),
     ),
-    "weight_sync": ("weight_sync_backend", "weight_sync_port", "vllm_servers"),
+    "weight_sync": ("weight_sync_backend", "vllm_servers"),
 }
 
 

@@ -202,7 +202,6 @@ _is_auto_or_bool = must(
     "be 'auto', true or false", lambda value: value == "auto" or isinstance(value, bool)
 )
 _is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
-_is_free_or_port = must("be a port, 1 to 65535, or 0", lambda value: 0 <= value < 65536)
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
     lambda value: bool(value) and "/" not in value and value.count(":") != 1,  # IPv6 has more
@@ -565,16 +564,10 @@ class RLConfig(TrainingArguments):
         "Seconds to wait for the server at the start, for a lost server to come back, and for one "
         "weight sync.",
     )
-    weight_sync_backend: Literal["auto", "nccl", "tcp", "http"] = _option(
+    weight_sync_backend: Literal["auto", "nccl", "http"] = _option(
         "auto",
-        "How weights travel: nccl (each side has its own GPUs), tcp, or http (a LoRA adapter, "
-        "in the requests to the server, where its workers cannot reach the trainer). auto chooses "
-        "nccl or tcp.",
-    )
-    weight_sync_port: Annotated[int, _is_free_or_port] = _option(
-        0,
-        "Port of the trainer at which a server's workers meet it for the weights; with several "
-        "servers, each has one, from this one on. 0: any free port.",
+        "How weights travel: nccl (from GPU to GPU; each side has its own), or http (in the "
+        "requests to the server's port). auto chooses nccl where it works.",
     )
     lora_sync: Literal["auto", "adapter", "merged"] = _option(
         "auto",
@@ -879,24 +872,6 @@ class RLConfig(TrainingArguments):
             or (self.vllm_server_host, self.vllm_server_port) == ("127.0.0.1", 8000),
             "takes the place of vllm_server_host and vllm_server_port; remove these two",
         )
-        if self.weight_sync_backend == "http":
-            all_travel = {
-                "use_lora=False": not self.use_lora,
-                "lora_sync='merged'": self.lora_sync == "merged",
-                f"lora_modules_to_save={self.lora_modules_to_save}": self.lora_modules_to_save,
-            }
-            reasons = " and ".join(reason for reason, holds in all_travel.items() if holds)
-            check(
-                "weight_sync_backend",
-                not reasons,
-                f"carries a LoRA adapter only, but with {reasons} all weights travel; leave that "
-                "out, or set weight_sync_backend='tcp'",
-            )
-            check(
-                "weight_sync_port",
-                self.weight_sync_port == 0,
-                "without effect with weight_sync_backend='http', where no worker meets the trainer",
-            )
         if self.batch_size % self.rollouts_per_example:
             groups = math.ceil(self.batch_size / self.rollouts_per_example)
             raise ConfigError(

@@ -105,8 +105,7 @@ def connect(
         check_adapter(peft_config, args.lora_sync if args.lora_sync != "auto" else "merged")
     status = (pool or client).wait_until_ready()
     if peft_config is not None:
-        backend = args.weight_sync_backend
-        check_adapter(peft_config, choose_lora_sync(args.lora_sync, status, backend))
+        check_adapter(peft_config, choose_lora_sync(args.lora_sync, status))
     if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
         num_cores = os.cpu_count() or 1
@@ -118,11 +117,10 @@ def connect(
         client.check_model(policy.config)
         _check_server(client.base_url, status, args)
     if weight_sync is None:
-        lora_sync = choose_lora_sync(args.lora_sync, status, args.weight_sync_backend)
+        lora_sync = choose_lora_sync(args.lora_sync, status)
         weight_sync = WeightSync(
-            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout,
-            port=args.weight_sync_port,
-        )  # fmt: skip
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout
+        )
     if runner is not None:
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(
@@ -170,18 +168,13 @@ def check_determinism(status: dict[str, Any], url: str) -> None:
 
 
 def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args: Any) -> Any:
-    numbers = {client.base_url: number for number, client in enumerate(clients)}
     trainer = secrets.token_hex(8)  # a server that was lost may still count on the hold before
 
     def make_sync(client: InferenceClient) -> WeightSync:
-        lora_sync = choose_lora_sync(args.lora_sync, client.status(), args.weight_sync_backend)
-        if client.base_url not in numbers:  # a server that comes again keeps its port
-            numbers[client.base_url] = len(numbers)
-        port = args.weight_sync_port and args.weight_sync_port + numbers[client.base_url]
+        lora_sync = choose_lora_sync(args.lora_sync, client.status())
         return WeightSync(
-            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout, port=port,
-            trainer=trainer,
-        )  # fmt: skip
+            client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout, trainer=trainer
+        )
 
     def check(model: Any, client: InferenceClient, model_name: str) -> None:
         client.check_model(policy.config)

@@ -593,7 +593,7 @@ class Preflight:
         from verifiers_rl.sync.weight_sync import WeightSync
 
         args = self.args
-        lora_sync = choose_lora_sync(args.lora_sync, self.client.status(), args.weight_sync_backend)
+        lora_sync = choose_lora_sync(args.lora_sync, self.client.status())
         return WeightSync(
             self.client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout
         )

@@ -353,8 +353,7 @@ def server_command(config: RunConfig, host: str, port: int) -> list[str]:
     args = dict(config.inference_args)
     args.setdefault("max_model_len", config.option("max_seq_len"))
     lora_sync = config.option("lora_sync")
-    takes_all = config.option("weight_sync_backend") != "http"
-    if lora_sync == "auto" and takes_all and args.get("dtype") == "float32":
+    if lora_sync == "auto" and args.get("dtype") == "float32":
         lora_sync = "merged"  # as the trainer will choose
     merged = lora_sync == "merged" or config.option("lora_modules_to_save")
     if config.option("use_lora") and not merged:

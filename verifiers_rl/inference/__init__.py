@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.client import InferenceServerError as InferenceServerError
     from verifiers_rl.inference.client import RequestRefusedError as RequestRefusedError
     from verifiers_rl.inference.client import ServerLostError as ServerLostError
+    from verifiers_rl.inference.client import WeightRequest as WeightRequest
     from verifiers_rl.inference.client import find_token as find_token
     from verifiers_rl.inference.client import generation_key as generation_key
     from verifiers_rl.inference.client import save_token as save_token
@@ -44,6 +45,7 @@ HOME = {
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
     "TOKEN_VARIABLE": "client",
+    "WeightRequest": "client",
     "begin_rollout": "seeds",
     "current_group_seed": "seeds",
     "current_seeds": "seeds",

@@ -5,13 +5,14 @@ Rollouts go through `rollout_client.py`.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import secrets
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import httpx
 from verifiers_rl.process.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
-PUSH_HEADER = "X-Weight-Sync"  # of a push over HTTP: JSON, because its body is the weights
+PUSH_HEADER = "X-Weight-Sync"  # of a push: its fields as JSON, because its body is the weights
 
 
 class InferenceServerError(RuntimeError):
@@ -202,30 +203,21 @@ class InferenceClient:
         body = {"trainer": trainer, "name": name}
         return Hold(self._request("POST", "/weight_sync/hold", body, stream=True))
 
-    def connect_weight_sync(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST /weight_sync/connect; the workers meet the trainer meanwhile."""
-        # The deadline is later than the server's own ones, because the server's errors say more.
-        return self._call("POST", "/weight_sync/connect", request, 2 * timeout_s + 60.0)
+    def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> WeightRequest:
+        """POST /weight_sync/connect: what will come. NCCL connects meanwhile."""
+        body = json.dumps(fields).encode()
+        return WeightRequest(self, "/weight_sync/connect", {}, len(body), [body], timeout_s)
 
-    def receive_weights(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST /weight_sync/receive; the trainer sends meanwhile."""
-        return self._call("POST", "/weight_sync/receive", body, 3 * timeout_s + 60.0)
-
-    def receive_adapter(
-        self, body: dict[str, Any], num_bytes: int, pieces: Iterator[bytes], timeout_s: float
-    ) -> dict[str, Any]:
-        """POST /weight_sync/adapter: as `receive_weights`, and this request carries the push.
+    def receive_weights(
+        self, fields: dict[str, Any], num_bytes: int, body: Iterable[memoryview], timeout_s: float
+    ) -> WeightRequest:
+        """POST /weight_sync/receive: one push.
 
         Args:
-            body: of `receive_weights`; it travels in a header.
-            num_bytes, pieces: the push.
+            num_bytes, body: the weights; none if NCCL carries them meanwhile.
         """
-        headers = {PUSH_HEADER: json.dumps(body), "Content-Length": str(num_bytes)}
-        limits = httpx.Timeout(timeout_s, read=3 * timeout_s + 60.0)
-        reply = self._request(
-            "POST", "/weight_sync/adapter", None, limits, content=pieces, headers=headers
-        )
-        return reply.json()
+        headers = {PUSH_HEADER: json.dumps(fields)}
+        return WeightRequest(self, "/weight_sync/receive", headers, num_bytes, body, timeout_s)
 
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""
@@ -254,22 +246,14 @@ class InferenceClient:
         method: str,
         path: str,
         body: Any = None,
-        timeout_s: float | httpx.Timeout = 30.0,
+        timeout_s: float = 30.0,
         stream: bool = False,
-        content: Iterator[bytes] | None = None,
-        headers: dict[str, str] | None = None,
     ) -> httpx.Response:
-        """Send a request, with `body` as JSON or with `content` as it is; return its reply if the
-        status is 200, with `stream` once it begins.
+        """Send a request with `body` as JSON; return its reply if the status is 200, with `stream`
+        once it begins.
         """
-        token = find_token(self.host, self.port)
         request = self._http.build_request(
-            method,
-            path,
-            json=body,
-            content=content,
-            timeout=timeout_s,
-            headers={**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})},
+            method, path, json=body, timeout=timeout_s, headers=self.authorization()
         )
         try:
             reply = self._http.send(request, stream=stream)
@@ -280,14 +264,91 @@ class InferenceClient:
                 f"no answer from the inference server: {method} {self.base_url}{path}: "
                 f"{error or type(error).__name__}"
             ) from error
-        if reply.status_code == 404:
-            raise InferenceServerError(
+        if reply.status_code != 200:
+            raise self.error_of(method, path, reply.status_code, reply.text)
+        return reply
+
+    def authorization(self) -> dict[str, str]:
+        token = find_token(self.host, self.port)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def error_of(self, method: str, path: str, status: int, text: str) -> InferenceServerError:
+        """Return the error that a reply of another status than 200 stands for."""
+        if status == 404:
+            return InferenceServerError(
                 f"the server at {self.base_url} has no {path}: it is not vf-vllm. "
                 "Start the server with `vf-vllm`"
             )
-        is_json = reply.headers.get("content-type", "").startswith("application/json")
-        if reply.status_code != 200:
-            reason = reply.json().get("error", reply.text) if is_json else reply.text
-            kind = ERROR_KINDS.get(reply.status_code, InferenceServerError)
-            raise kind(f"{method} {self.base_url}{path}: {reply.status_code}: {reason}")
-        return reply
+        try:
+            reason = json.loads(text)["error"]
+        except (ValueError, KeyError, TypeError):
+            reason = text
+        kind = ERROR_KINDS.get(status, InferenceServerError)
+        return kind(f"{method} {self.base_url}{path}: {status}: {reason}")
+
+
+class WeightRequest:
+    """A request with a long body, or a long wait for its reply, that another thread may give up.
+
+    It does not go through httpx, which copies a body several times and cannot be interrupted.
+
+    Args:
+        client: to the server.
+        path, headers: of the request, a POST.
+        num_bytes, body: how many bytes the pieces of the body have together.
+        timeout_s: deadline of each write. The reply's is later than the server's own deadlines,
+            because the server's errors say more.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        path: str,
+        headers: dict[str, str],
+        num_bytes: int,
+        body: Iterable[bytes | memoryview],
+        timeout_s: float,
+    ) -> None:
+        self._client, self._path, self._body = client, path, body
+        self._headers = {**headers, **client.authorization(), "Content-Length": str(num_bytes)}
+        self._reply_s = 3 * timeout_s + 60.0
+        self._http = http.client.HTTPConnection(client.host, client.port, timeout_s)
+        self._is_given_up = False
+
+    def answer(self) -> dict[str, Any]:
+        """Send the request; return its reply.
+
+        Raises:
+            ServerLostError: there was none, or `give_up` was called.
+            InferenceServerError: the server's error. An error of `body` is raised unchanged.
+        """
+        try:
+            self._http.connect()
+            if self._is_given_up:
+                raise ConnectionError("given up")
+            try:
+                self._http.request("POST", self._path, self._body, self._headers)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the server may have replied before it had read the whole body
+            self._http.sock.settimeout(self._reply_s)
+            with self._http.getresponse() as reply:
+                status, text = reply.status, reply.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerLostError(
+                f"no answer from the inference server: POST {self._client.base_url}{self._path}: "
+                f"{error or type(error).__name__}"
+            ) from error
+        finally:
+            self._http.close()
+        if status != 200:
+            raise self._client.error_of("POST", self._path, status, text)
+        return json.loads(text)
+
+    def give_up(self) -> None:
+        """End the request, which the server notices at once. Its thread raises ServerLostError."""
+        self._is_given_up = True
+        if (sock := self._http.sock) is not None:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it has ended

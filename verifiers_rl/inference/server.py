@@ -5,10 +5,9 @@ extension that receives weights, control routes that need the run's token, and o
 chats. It listens on 127.0.0.1 unless told otherwise.
 
     POST /weight_sync/hold      the server belongs to this trainer until the connection ends
-    POST /weight_sync/connect   meet the trainer's transport
-    POST /weight_sync/receive   take one push, then drop cached prefixes
-                                and set the policy version
-    POST /weight_sync/adapter   the same; the push is the body of this request
+    POST /weight_sync/connect   what each push will carry, and NCCL's unique id
+    POST /weight_sync/receive   take one push: the body of this request, or NCCL's messages;
+                                then drop cached prefixes and set the policy version
     POST /weight_sync/layers    keep the hidden states of the next prompt; GET returns them
     POST /weight_sync/join      another server wants to take part in the trainer's run
     GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
@@ -31,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
 import json
 import logging
 import math
@@ -41,7 +41,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -76,14 +76,9 @@ from verifiers_rl.inference.token_route import (
 )
 from verifiers_rl.inference.vllm_versions import call_engines, deadly_request
 from verifiers_rl.process.limits import raise_open_files
-from verifiers_rl.sync.plan import (
-    ADAPTER_NAME,
-    TransferPlan,
-    bucket_num_bytes,
-    needs_lora_flag,
-)
-from verifiers_rl.sync.transports.http import MAX_BODY_BYTES
-from verifiers_rl.sync.transports.meeting import OthersLeftError
+from verifiers_rl.sync.nccl import ID_BYTES
+from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan, needs_lora_flag
+from verifiers_rl.sync.shared_buffers import GivenUpError, SharedBuffers, shared_with_workers
 from verifiers_rl.types import MAX_MASK
 
 logger = logging.getLogger("verifiers_rl.vf-vllm")
@@ -155,7 +150,8 @@ class WeightSyncRoutes:
         self.policy_version: int | None = None
         self.holder: Holder | None = None
         self.connection: str | None = None
-        self.body_bytes: int | None = None  # of each push of this connection, if it is HTTP's
+        self.shared: SharedBuffers | None = None  # with the workers, for this connection
+        self.sizes: list[int] = []  # of the buckets in each push's body; none with NCCL
         self.gpus: list[str | None] | None = None
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by kind of plan
         self.in_flight = InFlight()
@@ -350,15 +346,12 @@ class WeightSyncRoutes:
             if route == ("POST", "/weight_sync/connect"):
                 body = await json_of(request)
                 async with self.lock:
-                    return await self.connect(engine, request.app.state, body)
+                    return await self.connect(engine, request, body)
             if route == ("POST", STEP_PATH) and request.client is None:  # through a UNIX socket
                 return await self.step_of_first(engine, request.app.state, await json_of(request))
             if route == ("POST", "/weight_sync/receive"):
-                body = await json_of(request)
                 async with self.lock:
-                    return await self.receive(engine, request.app.state, body)
-            if route == ("POST", "/weight_sync/adapter"):
-                return await self.receive_adapter(engine, request)
+                    return await self.receive(engine, request)
         except BadRequest as error:
             return 400, {"error": str(error)}
         except WorkerError as error:
@@ -454,25 +447,17 @@ class WeightSyncRoutes:
         }
 
     async def connect(
-        self, engine: Any, state: Any, body: dict[str, Any]
+        self, engine: Any, request: Any, body: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
         require(body, backend=str, timeout_s=float, plan=dict, trainer=str)
-        is_http = body["backend"] == "http"
-        if not is_http:
-            require(body, host=str, port=int, secret=str, world_size=int)
-            if body["backend"] not in ("nccl", "tcp"):
-                raise BadRequest(f"backend={body['backend']!r}: must be nccl, tcp or http")
+        if body["backend"] not in ("nccl", "http"):
+            raise BadRequest(f"backend={body['backend']!r}: must be nccl or http")
+        nccl_id = nccl_id_of(body) if body["backend"] == "nccl" else None
         try:
             plan = TransferPlan.from_json(body["plan"])
         except ValueError as error:
             raise BadRequest(error) from error
         config, lora = engine.vllm_config, engine.vllm_config.lora_config
-        world_size = 1 + config.parallel_config.world_size_across_dp
-        if not is_http and body["world_size"] != world_size:
-            raise BadRequest(
-                f"world_size={body['world_size']}: must be {world_size}, the trainer and the "
-                "server's workers"
-            )
         if self.holder is None or self.holder.trainer != body["trainer"]:
             return 409, {"error": "this trainer does not hold the server: POST /weight_sync/hold"}
         if plan.kind == "adapter" and (lora is None or lora.max_lora_rank < plan.adapter["r"]):
@@ -490,90 +475,112 @@ class WeightSyncRoutes:
             check_plan(plan, self.shapes[plan.kind], str(dtype).removeprefix("torch."))
         except ValueError as error:
             raise BadRequest(error) from error
-        num_bytes = sum(bucket_num_bytes(bucket) for bucket in plan.buckets())
-        if is_http and (plan.kind != "adapter" or num_bytes > MAX_BODY_BYTES):
-            raise BadRequest(
-                f"weight_sync_backend='http': carries an adapter of at most {MAX_BODY_BYTES:,} "
-                f"bytes, not {plan.kind} weights of {num_bytes:,}; set weight_sync_backend='tcp'"
-            )
+        sizes = [] if nccl_id is not None else plan.packed_sizes()
+        # Of an adapter all buckets are here before generation pauses, of full weights two.
+        num_buffers = len(sizes) if plan.kind == "adapter" else min(len(sizes), 2)
         plan = await asyncio.to_thread(as_served, plan, hf_config)
-        body = {**body, "plan": asdict(plan)}
-        self.connection = None  # of a previous trainer
+        state, timeout_s = request.app.state, body["timeout_s"]
+        self.connection = self.shared = None  # of a previous trainer
         await self.all_step(engine, state, "connect", has_adapter=False)
-        async with paused(engine, body["timeout_s"]) if steps_together(engine) else nullcontext():
-            await tell_workers(engine, "weight_sync_connect", body["timeout_s"], body)
-        self.connection = secrets.token_hex(8)
-        self.body_bytes = num_bytes if is_http else None
+        num_workers = config.parallel_config.world_size_across_dp
+        with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
+            shared, address = found
+            async with paused(engine, timeout_s) if steps_together(engine) else nullcontext():
+                leaving = asyncio.ensure_future(left(request))
+                await self.work_while(
+                    leaving, shared, engine, "weight_sync_connect",
+                    timeout_s, asdict(plan), address, nccl_id, timeout_s,
+                )  # fmt: skip
+        self.connection, self.shared, self.sizes = secrets.token_hex(8), shared, sizes
         if plan.kind == "adapter":
             await self.all_step(engine, state, "connect", has_adapter=True)
         return 200, {"connection": self.connection}
 
-    async def receive_adapter(self, engine: Any, request: Any) -> tuple[int, dict[str, Any]]:
-        """Take a push that is the body of this request. Nothing changes until all of it is here."""
-        body = json_object(request.headers.get(PUSH_HEADER, "").encode())
-        if refusal := self.refusal_of_push(body, carries=True):
-            return refusal
-        length, wanted = request.headers.get("content-length"), self.body_bytes or 0
-        if length != str(wanted):
-            raise BadRequest(f"a body of {length} bytes: this connection's plan has {wanted}")
-        data = await read_exactly(request, wanted, body["timeout_s"])
-        async with self.lock:
-            return await self.receive(engine, request.app.state, body, data)
-
-    def refusal_of_push(self, body: Any, carries: bool) -> tuple[int, dict[str, Any]] | None:
-        """Return the reply to a push that this connection does not take, else None.
-
-        Args:
-            carries: its request carries the weights.
-
-        Raises:
-            BadRequest: the request is wrong.
+    async def work_while(
+        self,
+        coming: asyncio.Future[None],
+        shared: SharedBuffers,
+        engine: Any,
+        method: str,
+        timeout_s: float,
+        *args: Any,
+    ) -> None:
+        """Let the workers run a method. If `coming` fails meanwhile, they hear that the push is
+        given up, and its error is raised.
         """
-        require(body, connection=str, policy_version=int, in_flight=str, timeout_s=float)
-        if self.connection is None:
-            return 409, {"error": "no trainer is connected: POST /weight_sync/connect first"}
-        if body["connection"] != self.connection:
-            raise BadRequest("another trainer has connected; give each run a server of its own")
-        if body["in_flight"] not in ("recompute", "keep"):
-            raise BadRequest(f"in_flight={body['in_flight']!r}: must be recompute or keep")
-        if carries != (self.body_bytes is not None):
-            route = "receive" if carries else "adapter"
-            raise BadRequest(f"the backend of this connection needs POST /weight_sync/{route}")
-        return None
 
-    async def receive(
-        self, engine: Any, state: Any, body: dict[str, Any], data: bytes | None = None
-    ) -> tuple[int, dict[str, Any]]:
-        """Let the workers take one push, or this one if `data` has it."""
-        if refusal := self.refusal_of_push(body, carries=data is not None):
-            return refusal
+        def tell(coming: asyncio.Future[None]) -> None:
+            if not coming.cancelled() and coming.exception() is not None:
+                shared.give_up()
+
+        coming.add_done_callback(tell)
+        try:
+            await tell_workers(engine, method, timeout_s, *args)
+        except WorkerError:
+            if coming.done() and (error := coming.exception()) is not None:
+                raise error from None  # the workers only heard of it
+            raise
+        finally:
+            coming.cancel()
+
+    async def receive(self, engine: Any, request: Any) -> tuple[int, dict[str, Any]]:
+        """Let the workers take one push."""
+        fields = json_object(request.headers.get(PUSH_HEADER, "").encode())
+        require(fields, connection=str, policy_version=int, in_flight=str, timeout_s=float)
+        if self.connection is None or self.shared is None:
+            return 409, {"error": "no trainer is connected: POST /weight_sync/connect first"}
+        if fields["connection"] != self.connection:
+            raise BadRequest("another trainer has connected; give each run a server of its own")
+        if fields["in_flight"] not in ("recompute", "keep"):
+            raise BadRequest(f"in_flight={fields['in_flight']!r}: must be recompute or keep")
+        length = request.headers.get("content-length")
+        if length != str(sum(self.sizes)):
+            raise BadRequest(
+                f"a body of {length} bytes: this connection's plan has {sum(self.sizes)}"
+            )
+        shared = self.shared
+        try:
+            await self.load(engine, request, fields, shared)
+        except BaseException:
+            shared.give_up()
+            self.shared = None  # its buffers hold a part of this push
+            raise
+        return 200, {"policy_version": self.policy_version}
+
+    async def load(
+        self, engine: Any, request: Any, fields: dict[str, Any], shared: SharedBuffers
+    ) -> None:
+        """Let the workers load a push; from then on, requests continue on its weights."""
+        state, timeout_s = request.app.state, fields["timeout_s"]
         # Requests may be running. They are frozen during the swap and continue on the new weights.
         running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
         running = running or self.processes.num > 1  # the others may have requests
         freezes = running or steps_together(engine)
-        timeout_s = body["timeout_s"]
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        filling = shared.fill(request.stream(), self.sizes)
+        for _ in range(shared.num_buffers):
+            await all_before(anext(filling), deadline, timeout_s)
         try:
             await self.all_step(engine, state, "close")
             async with paused(engine, timeout_s) if freezes else nullcontext():
                 await self.all_step(engine, state, "count")
+                coming = all_of(filling) if self.sizes else left(request)
                 try:
-                    await self.load(engine, state, body, running, data)
+                    await self.work_while(
+                        asyncio.ensure_future(all_before(coming, deadline, timeout_s)),
+                        shared, engine, "weight_sync_receive", timeout_s, timeout_s,
+                    )  # fmt: skip
+                    await self.drop_caches(engine, running, fields["in_flight"] == "recompute")
+                    swapped = {
+                        "policy_version": fields["policy_version"],
+                        "is_salted": self.is_salted,
+                    }
+                    await self.all_step(engine, state, "swap", **swapped)
                 except BaseException:
                     await self.all_step(engine, state, "fail")
                     raise
         finally:
             await self.all_step(engine, state, "open")
-        return 200, {"policy_version": self.policy_version}
-
-    async def load(
-        self, engine: Any, state: Any, body: dict[str, Any], running: bool, data: bytes | None
-    ) -> None:
-        """Let the workers load a push; from then on, requests continue on its weights."""
-        timeout_s, carried = body["timeout_s"], () if data is None else (data,)
-        await tell_workers(engine, "weight_sync_receive", timeout_s, timeout_s, *carried)
-        await self.drop_caches(engine, running, body["in_flight"] == "recompute")
-        swapped = {"policy_version": body["policy_version"], "is_salted": self.is_salted}
-        await self.all_step(engine, state, "swap", **swapped)
 
     async def all_step(self, engine: Any, state: Any, step: Step, **fields: Any) -> None:
         """Do a step of a push in all API processes."""
@@ -700,30 +707,47 @@ async def json_of(request: Any) -> Any:
         raise BadRequest(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from error
 
 
-async def read_exactly(request: Any, num_bytes: int, timeout_s: float) -> bytes:
-    """Read the body of a request.
+async def left(request: Any) -> None:
+    """Wait until the client of this request has left; then raise BadRequest."""
+    await disconnected(request.receive)
+    raise BadRequest("the trainer left")
+
+
+async def all_of(items: AsyncIterator[None]) -> None:
+    async for _ in items:
+        pass
+
+
+async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float) -> None:
+    """Wait for weights to come.
 
     Raises:
-        BadRequest: it is longer or shorter, or has not arrived in time.
+        BadRequest: the trainer left, or the loop's time is past the deadline.
     """
     from starlette.requests import ClientDisconnect
 
-    data = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
-            async for piece in request.stream():
-                data += piece
-                if len(data) > num_bytes:
-                    raise BadRequest(f"the body is longer than the announced {num_bytes} bytes")
+        async with asyncio.timeout_at(deadline):
+            await coming
     except ClientDisconnect as error:
         raise BadRequest("the trainer left before all of the push was here") from error
+    except ValueError as error:
+        raise BadRequest(error) from error
     except TimeoutError as error:
         raise BadRequest(
             f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
         ) from error
-    if len(data) < num_bytes:
-        raise BadRequest(f"the body is shorter than the announced {num_bytes} bytes")
-    return bytes(data)
+
+
+def nccl_id_of(body: dict[str, Any]) -> bytes:
+    require(body, nccl_id=str)
+    try:
+        nccl_id = base64.b64decode(body["nccl_id"], validate=True)
+    except ValueError:
+        nccl_id = b""
+    if len(nccl_id) != ID_BYTES:
+        raise BadRequest(f"nccl_id: must be {ID_BYTES} bytes in base64")
+    return nccl_id
 
 
 def keep_alive(server: Any, client: Any) -> None:
@@ -889,7 +913,7 @@ async def tell_workers(engine: Any, method: str, timeout_s: float, *args: Any) -
     answers = await ask_workers(engine, method, 2 * timeout_s + 30.0, *args)
     errors = [answer for answer in answers if answer is not None]
     if errors:
-        raise WorkerError(min(errors, key=lambda error: error.startswith(OthersLeftError.__name__)))
+        raise WorkerError(min(errors, key=lambda error: error.startswith(GivenUpError.__name__)))
 
 
 def server_cores(cores: list[int], num_workers: int = 1) -> str:

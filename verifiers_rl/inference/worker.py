@@ -27,9 +27,9 @@ from verifiers_rl.inference.vllm_versions import (
     repack_for_cpu,
 )
 from verifiers_rl.sync.buckets import receive_buckets
+from verifiers_rl.sync.nccl import NcclTransport, gpu_uuid
 from verifiers_rl.sync.plan import TransferPlan
-from verifiers_rl.sync.transports import Meeting, Transport, gpu_uuid, make_transport
-from verifiers_rl.sync.transports.http import BodyTransport
+from verifiers_rl.sync.shared_buffers import SharedBuffers, attach
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +130,23 @@ class WeightSyncWorker:
         states, self._layer_states = self._layer_states, None
         return states.take() if states is not None else []
 
-    _weight_sync_transport: Transport | None = None
+    _shared: SharedBuffers | None = None  # with the server's process; None: not connected
+    _nccl: NcclTransport | None = None
 
-    def weight_sync_connect(self, request: dict[str, Any]) -> str | None:
-        """Meet the trainer and remember what it will send. Return an error's text, or None."""
-        return self._error_of(lambda: self._connect(request))
+    def weight_sync_connect(
+        self, plan: dict[str, Any], shared: list[int], nccl_id: bytes | None, timeout_s: float
+    ) -> str | None:
+        """Remember what the trainer will send. Return an error's text, or None.
 
-    def weight_sync_receive(self, timeout_s: float, body: bytes | None = None) -> str | None:
-        """Receive one push, or take it from the body of a request, and load it. Return an error's
-        text, or None.
+        Args:
+            shared: address of the memory shared with the server's process.
+            nccl_id: of the communicator to join; None if weights come in that memory.
         """
-        return self._error_of(lambda: self._receive(timeout_s, body))
+        return self._error_of(lambda: self._connect(plan, shared, nccl_id, timeout_s))
+
+    def weight_sync_receive(self, timeout_s: float) -> str | None:
+        """Receive one push and load it. Return an error's text, or None."""
+        return self._error_of(lambda: self._receive(timeout_s))
 
     def _error_of(self, work: Callable[[], None]) -> str | None:
         """Return the error of `work` as text, or None. It is not raised: vLLM would take the first
@@ -151,52 +157,58 @@ class WeightSyncWorker:
             work()
         except Exception as error:
             logger.exception("weight sync failed")
-            try:
-                self._leave()  # else the trainer and the other workers wait for this one
-            except RuntimeError:
-                logger.exception("the connection for weights could not be closed")
+            self._leave()  # else the other workers wait for this one
             return f"{type(error).__name__}: {error}"
         return None
 
     def _leave(self) -> None:
-        transport, self._weight_sync_transport = self._weight_sync_transport, None
-        if transport is not None:
-            transport.close()
+        shared, nccl = self._shared, self._nccl
+        self._shared = self._nccl = None
+        if shared is not None:
+            shared.give_up()
+        if nccl is not None:
+            nccl.close()
 
-    def _connect(self, request: dict[str, Any]) -> None:
+    @property
+    def _number(self) -> int:
+        """This worker's number among those of all engines, from 0 on."""
+        parallel = self.vllm_config.parallel_config
+        # data_parallel_rank is 0 in all engines of a model without experts.
+        return parallel.data_parallel_index * parallel.world_size + self.rank
+
+    def _connect(
+        self, plan: dict[str, Any], shared: list[int], nccl_id: bytes | None, timeout_s: float
+    ) -> None:
         self._leave()  # the connection of a previous trainer
-        self._weight_sync_plan = plan = TransferPlan.from_json(request["plan"])
-        if plan.kind == "adapter" and self.vllm_config.parallel_config.pipeline_parallel_size == 1:
+        self._weight_sync_plan = TransferPlan.from_json(plan)
+        self._shared = attach(shared)
+        parallel = self.vllm_config.parallel_config
+        if self._weight_sync_plan.kind == "adapter" and parallel.pipeline_parallel_size == 1:
             # Checked before anything is sent: vLLM silently drops tensors that it has no layer for.
             manager = self.model_runner.lora_manager._adapter_manager
-            if lost := layers_without_adapter(manager, [spec.name for spec in plan.tensors]):
+            names = [spec.name for spec in self._weight_sync_plan.tensors]
+            if lost := layers_without_adapter(manager, names):
                 raise ValueError(
                     f"vLLM serves no adapter of {lost[:5]}; set lora_sync='merged', or leave them "
                     "out of lora_target_modules"
                 )
-        parallel = self.vllm_config.parallel_config
-        # data_parallel_rank is 0 in all engines of a model without experts.
-        rank = 1 + parallel.data_parallel_index * parallel.world_size + self.rank
-        meeting = None
-        if request["backend"] != "http":
-            meeting = Meeting(
-                request["host"],
-                request["port"],
-                request["secret"],
-                rank,
-                request["world_size"],
-                request["timeout_s"],
-            )
-        self._weight_sync_transport = make_transport(request["backend"], meeting, self.device)
+        if nccl_id is not None:
+            self._nccl = NcclTransport(
+                1 + self._number, 1 + parallel.world_size_across_dp, self.device, timeout_s,
+                nccl_id, self._shared.is_given_up,
+            )  # fmt: skip
+            self._nccl.wait_until_connected()
 
-    def _receive(self, timeout_s: float, body: bytes | None) -> None:
-        transport = self._weight_sync_transport
-        if transport is None:
+    def _receive(self, timeout_s: float) -> None:
+        shared, plan = self._shared, self._weight_sync_plan
+        if shared is None:
             raise RuntimeError("the last push failed here; connect again")
-        if body is not None and isinstance(transport, BodyTransport):
-            transport.put_body(body)
-        plan = self._weight_sync_plan
-        buckets = receive_buckets(plan, transport, timeout_s)
+
+        def from_shared(num_bytes: int) -> Callable[[], torch.Tensor]:
+            return lambda: shared.receive(self._number, num_bytes, timeout_s)
+
+        receive = from_shared if self._nccl is None else self._nccl.receive
+        buckets = receive_buckets(plan, receive, timeout_s)
         with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
             if plan.kind == "adapter":
                 self._load_adapter(plan, buckets)

@@ -1,11 +1,11 @@
-"""One push to several servers: gathered and packed once, sent to all of them at the same time."""
+"""One push to one or several servers: gathered and packed once, sent to all at the same time."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -14,7 +14,9 @@ from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.sync.buckets import SharedBuckets
 from verifiers_rl.sync.gather import announced
 from verifiers_rl.sync.sources import what_to_send
-from verifiers_rl.sync.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from verifiers_rl.sync.weight_sync import WeightSync
 
 # Seconds that a push waits for a server that makes no progress while the others do.
 STALL_S = 60.0
@@ -27,10 +29,10 @@ def push_to_all(
     in_flight: Literal["recompute", "keep"],
     stall_s: float = STALL_S,
 ) -> list[Exception | None]:
-    """Replace the policy of several servers by this model's weights.
+    """Replace the policy of these servers by this model's weights.
 
-    Each server has a transport and a deadline of its own. One that fails, or that makes no progress
-    for `stall_s` while the others do, does not hold up the others.
+    Each server has a deadline of its own. One that fails, or that makes no progress for `stall_s`
+    while the others do, does not hold up the others.
 
     Args:
         syncs: one for each server; those that are not connected are connected first.
@@ -41,6 +43,7 @@ def push_to_all(
 
     Raises:
         Whatever a source raises: then no server has the weights.
+        Interrupted: a signal asks the run to end.
     """
     sending = what_to_send(model, syncs[0].lora_sync)
     errors: list[Exception | None] = [None] * len(syncs)
@@ -59,14 +62,19 @@ def push_to_all(
     living = [i for i in living if errors[i] is None]
     if plan is None or not living:
         return errors
+    device = next(model.parameters()).device
     with announced(sending[0], model) as sources:
         shared = SharedBuckets(
-            plan, sources, len(living), stall_s, lambda n: syncs[living[n]].forget_server()
-        )
+            plan, sources, len(living), device, stall_s,
+            lambda n: syncs[living[n]].forget_server(),
+        )  # fmt: skip
 
         def send(i: int) -> None:
             number = living.index(i)
-            syncs[i].send(lambda t: shared.send_to(number, t), policy_version, in_flight)
+            try:
+                syncs[i].send(shared.for_server(number), policy_version, in_flight)
+            finally:
+                shared.leave(number)
 
         _on_each(syncs, living, errors, send, stall_s)
     if shared.source_error is not None:
@@ -102,18 +110,21 @@ def _on_each(
     def describe() -> str:
         return f"weights to reach the servers: {len(done)} of {len(indices)}"
 
-    start, deadline = time.monotonic(), None
+    start = time.monotonic()
+    # What each server waits for has a deadline of its own, and this one is later.
+    deadline = start + max((4 * syncs[i].timeout_s + 120.0 for i in indices), default=0.0)
+    has_first = False
     for i in indices:
         threading.Thread(target=run, args=(i,), name="weight-sync", daemon=True).start()
     try:
         with WaitingLine(describe) as line, changed:
             while len(done) < len(indices):
                 now = time.monotonic()
-                if deadline is None and None in done.values():
-                    deadline = now + (now - start) + stall_s
-                if deadline is not None and now > deadline:
+                if not has_first and None in done.values():
+                    has_first, deadline = True, min(deadline, now + (now - start) + stall_s)
+                if now > deadline:
                     break
-                changed.wait(1.0 if deadline is None else max(min(deadline - now, 1.0), 0.01))
+                changed.wait(max(min(deadline - now, 1.0), 0.01))
                 line.show()
             ended = dict(done)
     except BaseException:  # a signal
@@ -126,5 +137,6 @@ def _on_each(
         else:
             syncs[i].forget_server()
             errors[i] = ServerLostError(
-                f"the server at {syncs[i].client.base_url} made no progress while the others did"
+                f"the weight sync with {syncs[i].client.base_url} did not end in time, or made no "
+                "progress while the others did (vllm_server_timeout)"
             )

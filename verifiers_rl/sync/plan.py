@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Backend = Literal["nccl", "tcp", "http"]
+Backend = Literal["nccl", "http"]
 
 
 ADAPTER_NAME = "policy"
@@ -97,6 +97,10 @@ class TransferPlan:
             size += spec.num_bytes
         if bucket:
             yield bucket
+
+    def packed_sizes(self) -> list[int]:
+        """Return the bytes of each bucket on the wire."""
+        return [bucket_num_bytes(bucket) for bucket in self.buckets()]
 
 
 def _offsets(bucket: Sequence[TensorSpec]) -> list[int]:

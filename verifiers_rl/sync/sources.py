@@ -219,16 +219,15 @@ class _Parts:
 
 
 def choose_lora_sync(
-    wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any], backend: str
+    wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any]
 ) -> Literal["adapter", "merged"]:
     """Return what is sent with LoRA, to a server of this status. One that was started with
-    --enable-lora takes adapters only, and the backend "http" carries adapters only.
+    --enable-lora takes adapters only.
     """
     if wanted != "auto":
         return wanted
     is_exact = status["dtype"] == "float32"
-    takes_all = status["lora_dtype"] is None and backend != "http"
-    return "merged" if is_exact and takes_all else "adapter"
+    return "merged" if is_exact and status["lora_dtype"] is None else "adapter"
 
 
 def what_to_send(

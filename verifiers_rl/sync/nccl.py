@@ -1,0 +1,243 @@
+"""NCCL: weights between GPUs. Every wait ends at our own deadline, or when the push is given up.
+
+    trainer (rank 0): draws NCCL's unique id ──► request to /weight_sync/connect ──► worker 1..W
+                      ◄══════════════ one communicator of W + 1 ranks ═════════════►
+
+torch's process group looks for the id in a store. So each rank has a store of its own, in memory,
+and the workers' already hold the id when they look.
+
+By default torch ends the whole process when a message of NCCL fails or takes longer than its
+group's timeout. A server would then die with its trainer. So here the group reports nothing and
+times nothing: this module asks whether a message is complete, looks at the clock and at whether
+the push was given up, and aborts the group itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verifiers_rl.sync.shared_buffers import GivenUpError
+
+logger = logging.getLogger(__name__)
+
+GROUP_TIMEOUT = timedelta(days=7)  # torch's own deadline; ours always comes before it
+ABORT_DEADLINE_S = 10.0
+ID_KEY = "0"  # the number of the group's first communicator: under it torch looks for the id
+ID_BYTES = 128
+# torch reads these when a group is made.
+ERRORS_ARE_OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # clean up after an error, and let the process live
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # it would end the process while an abort takes long
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would ask the store from a thread of torch's own
+}
+
+
+class NcclError(RuntimeError):
+    """NCCL failed, or did not end in time. Another process may know why."""
+
+
+_making = threading.Lock()  # groups to several servers are made at once, in one environment
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return the id of the physical GPU, however this process numbers it; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def make_nccl_group(store: dist.Store, rank: int, world_size: int) -> Any:
+    """Make a process group, apart from torch's default group. It connects at its first message."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = GROUP_TIMEOUT
+    with _making, _environment(ERRORS_ARE_OURS):
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class NcclTransport:
+    """A communicator between the trainer (rank 0) and a server's workers, each with a GPU.
+
+    It begins to connect at once, in a thread: NCCL waits in its own code until all ranks are there,
+    and knows no deadline, so the thread can be left behind.
+
+    Args:
+        rank, world_size: of this process, and the number of processes.
+        device: this process's GPU.
+        timeout_s: deadline of connecting, and of each message.
+        unique_id: of a worker: what the trainer's `unique_id` returned.
+        is_given_up: of a worker: says whether to stop waiting.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        unique_id: bytes | None = None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.device = device
+        self._timeout_s = timeout_s
+        self._is_given_up = is_given_up
+        self._lock = threading.Lock()  # two threads may close at once
+        self._group: Any = None
+        self._is_closed = False
+        self._store = cast(
+            Any, dist.HashStore()
+        )  # torch declares its values as str; bytes are fine
+        if unique_id is not None:
+            self._store.set(ID_KEY, unique_id)
+        self._first: Any = None
+        self._error: Exception | None = None
+
+        def connect() -> None:
+            try:
+                group = make_nccl_group(self._store, rank, world_size)
+                with self._lock:
+                    self._group = group
+                if self._is_closed:
+                    self.abandon()  # given up before there was a group
+                    return
+                self._first = self._start(self._buffer(1), group)
+            except Exception as error:
+                self._error = error  # raised where the caller waits
+
+        self._thread = threading.Thread(target=connect, name="nccl-connect", daemon=True)
+        self._thread.start()
+
+    def unique_id(self) -> bytes:
+        """Rank 0: return the id that the workers need; torch has drawn it by then, or failed."""
+        self._wait_until(
+            lambda: self._store.check([ID_KEY]) or not self._thread.is_alive(), "NCCL's unique id"
+        )
+        if self._error is not None:
+            raise self._closed_with(self._error)
+        return self._store.get(ID_KEY)
+
+    def wait_until_connected(self) -> None:
+        """Wait for the other ranks.
+
+        Raises:
+            GivenUpError: `is_given_up` says so.
+            NcclError: they did not come in time, or NCCL failed.
+        """
+        self._wait_until(lambda: not self._thread.is_alive(), "connecting over NCCL")
+        if self._error is not None:
+            raise self._closed_with(self._error)
+        self._finish(self._first, "connecting over NCCL")
+
+    def send(self, buffer: Tensor) -> None:
+        """Rank 0: send a uint8 buffer on this GPU; return when it may be filled again."""
+        self._broadcast(buffer)()
+
+    def receive(self, num_bytes: int) -> Callable[[], Tensor]:
+        """Worker: begin to receive. The function that is returned waits for the buffer and returns
+        it. The buffer then belongs to the worker.
+        """
+        return self._broadcast(self._buffer(num_bytes))
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _broadcast(self, buffer: Tensor) -> Callable[[], Tensor]:
+        group = self._group
+        if group is None:
+            raise NcclError("the connection for weights was closed")
+        try:
+            work = self._start(buffer, group)
+        except RuntimeError as error:
+            raise self._closed_with(error) from error
+
+        def wait_for_it() -> Tensor:
+            self._finish(work, "a message of weights over NCCL")
+            return buffer
+
+        return wait_for_it
+
+    def _start(self, buffer: Tensor, group: Any) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return group.broadcast([buffer], options)
+
+    def _finish(self, work: Any, what: str) -> None:
+        self._wait_until(work.is_completed, what)
+        try:
+            work.wait()  # it is over: this only raises what NCCL reported
+        except RuntimeError as error:
+            raise self._closed_with(error) from error
+
+    def _wait_until(self, is_over: Callable[[], bool], what: str) -> None:
+        """Wait; close and raise if it takes too long, or the push was given up."""
+        start = time.monotonic()
+        pause_s = 20e-6  # a message of 16 MiB takes a millisecond or less
+        while not is_over():
+            if self._is_closed:
+                raise NcclError("the connection for weights was closed")
+            if self._is_given_up():
+                self.close()
+                raise GivenUpError(f"the trainer left, or another worker failed, during {what}")
+            if time.monotonic() - start > self._timeout_s:
+                self.close()
+                raise NcclError(
+                    f"{what} took longer than {self._timeout_s:g} s (vllm_server_timeout)"
+                )
+            time.sleep(pause_s)  # CUDA has no event that can be awaited up to a deadline
+            pause_s = min(1.5 * pause_s, 5e-3)
+
+    def _closed_with(self, error: Exception) -> RuntimeError:
+        """Close, and return what to raise: if another rank left, NCCL's error only follows."""
+        follows = self._is_given_up()
+        self.close()
+        return (GivenUpError if follows else NcclError)(f"NCCL failed: {error}")
+
+    def abandon(self) -> threading.Thread | None:
+        """Abort what is under way, and do not wait for its end. For any thread."""
+        with self._lock:
+            (group, self._group), self._is_closed = (self._group, None), True
+        if group is None:
+            return None
+
+        def abort() -> None:
+            try:
+                group.abort()
+            except RuntimeError:
+                logger.exception("NCCL could not be aborted")
+
+        thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        """Abort what is under way."""
+        if (aborting := self.abandon()) is not None:
+            aborting.join(ABORT_DEADLINE_S)
+            if aborting.is_alive():
+                logger.warning(
+                    "NCCL did not abort within %g s; its memory stays taken", ABORT_DEADLINE_S
+                )
