@@ -59,19 +59,15 @@ def train(path: Path) -> None:
     import torch
 
     from examples.warm_start import make_tokenizer
-    from tests.helpers import StubSink, StubSource, make_tiny_model
+    from tests.helpers import StubSink, StubSource, make_tiny_model, packed_weights
     from verifiers_rl import RLConfig, RLTrainer
-    from verifiers_rl.sync.gather import announced
     from verifiers_rl.sync.sources import what_to_send
 
     class Sink(StubSink):
         def push(self, model: Any, policy_version: int, in_flight: str) -> dict[str, float]:
             sources, _ = what_to_send(model, "merged")
-            with torch.no_grad(), announced(sources, model) as announced_sources:
-                weights = {
-                    name: source.make().detach().float().cpu().clone()
-                    for name, source in announced_sources.items()
-                }
+            weights = packed_weights(sources, model)
+            weights = {name: weight.float().cpu() for name, weight in weights.items()}
             torch.save(weights, path)
             return super().push(model, policy_version, in_flight)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import random
 import sys
@@ -32,8 +33,10 @@ from transformers import (
 
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
-from verifiers_rl.sync.plan import TransferPlan, bucket_views
+from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_views
+from verifiers_rl.sync.sources import Source
 from verifiers_rl.types import Batch, Rollout, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -242,6 +245,19 @@ class GlooGroup:
     def abort(self) -> None:
         self.num_aborts += 1
         self._group = None
+
+
+def packed_weights(
+    sources: dict[str, Source], model: torch.nn.Module, num_tensors: int | None = None
+) -> dict[str, torch.Tensor]:
+    """What a push of these sources carries, of the first tensors alone if so many are wanted."""
+    specs = [TensorSpec(name, str(s.dtype)[6:], s.shape) for name, s in sources.items()]
+    plan = TransferPlan("full", specs, 1, {})  # a bucket for each tensor
+    made = zip(plan.buckets(), buckets_of(plan, sources, model), strict=False)
+    found: dict[str, torch.Tensor] = {}
+    for bucket, buffer in itertools.islice(made, num_tensors):
+        found |= {name: view.clone() for name, view in bucket_views(bucket, buffer)}
+    return found
 
 
 def at_bucket(sync: Any, number: int, act: Callable[[], Any]) -> None:

@@ -14,9 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from tests.helpers import ROOT, make_tiny_model
 from verifiers_rl.config import ConfigError
 from verifiers_rl.distributed import prepare_sharding
-from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.sync import gather
-from verifiers_rl.sync.sources import source_of
 
 # Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
@@ -33,7 +30,7 @@ from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from tests.tree_samples import make_tree
 from verifiers_rl import RLConfig, RLTrainer, forward, logprobs
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.sync.gather import announced, is_split
+from verifiers_rl.sync.gather import is_split
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
@@ -100,18 +97,7 @@ class GatheringSink(StubSink):
         assert is_split(model) == (kind in ("fsdp2", "zero3", "launched-fsdp2", "launched-zero3"))
         self.num_tries += 1
         sources, _ = what_to_send(model, self.lora_sync)
-        names = list(sources)[:3] if self.num_tries == 2 else list(sources)
-        self.got = {}
-
-        def make(sources):
-            for name in names:
-                self.got[name] = sources[name].make().detach().clone()
-                assert self.got[name].shape == sources[name].shape, name
-
-        with announced(sources, model) as sources:
-            thread = threading.Thread(target=make, args=(sources,))
-            thread.start()
-            thread.join()
+        self.got = packed_weights(sources, model, 3 if self.num_tries == 2 else None)
         if self.num_tries == 2:
             raise ServerLostError("injected")
         assert self.got.keys() == sources.keys()
@@ -377,19 +363,6 @@ def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):
     args = SimpleNamespace(**{**none, **options})
     with pytest.raises(ConfigError, match=message):
         prepare_sharding(accelerator, args, needs_copy=True)
-
-
-def test_a_push_that_was_given_up_gathers_nothing_more(monkeypatch):
-    told = []
-    monkeypatch.setattr(gather, "is_split", lambda model: True)
-    monkeypatch.setattr(gather, "_announce", lambda index, model: told.append(index))
-    sources = {name: source_of(torch.ones(2)) for name in ("a", "b")}
-    with pytest.raises(ServerLostError), gather.announced(sources, None) as left_behind:
-        assert left_behind["a"].make().shape == (2,)
-        raise ServerLostError("injected")
-    with pytest.raises(RuntimeError, match="given up"):
-        left_behind["b"].make()
-    assert told == [0]
 
 
 def test_fsdp2_sums_gradients_in_float32():

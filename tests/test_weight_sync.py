@@ -794,13 +794,11 @@ def test_a_server_of_a_quantised_checkpoint_says_what_to_do_about_full_weights()
 SPLIT = """
 import gc, os, sys, weakref, torch, torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from tests.helpers import make_tiny_model, make_tiny_moe
+from tests.helpers import make_tiny_model, make_tiny_moe, packed_weights
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl.sync import sources as sources_of
 from verifiers_rl.distributed import let_gloo_threads_finish
-from verifiers_rl.sync.buckets import SharedBuckets
-from verifiers_rl.sync.gather import announced, gathering
-from verifiers_rl.sync.plan import bucket_views
+from verifiers_rl.sync.gather import gathering
 from verifiers_rl.sync.sources import what_to_send
 
 dist.init_process_group("gloo")
@@ -849,13 +847,7 @@ def split(kind, what):
     with gathering(model, "merged"):
         if rank == 0:
             sources, _ = what_to_send(model, "merged")
-            plan = plan_of(sources)
-            got = {}
-            with announced(sources, model) as announced_sources:
-                cpu = torch.device("cpu")
-                made = SharedBuckets(plan, announced_sources, 1, cpu, 60.0, None)
-                for bucket, buffer in zip(plan.buckets(), made.for_server(0), strict=True):
-                    got |= {n: v.clone() for n, v in bucket_views(bucket, buffer)}
+            got = packed_weights(sources, model)
     if rank == 0:
         assert got.keys() == expected.keys()
         for name in expected:

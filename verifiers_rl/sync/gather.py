@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from verifiers_rl.sync.buckets import make_buckets
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.sources import Source, what_to_send
 
 
@@ -52,30 +53,11 @@ def _announce(index: int, model: nn.Module) -> int:
     return int(number)
 
 
-@contextmanager
-def announced(sources: dict[str, Source], model: nn.Module) -> Iterator[dict[str, Source]]:
-    """Wrap rank 0's sources inside `gathering`, so that the other ranks hear which one is made.
-
-    Sources are made in a thread that may outlive a failed push. Its collectives must not mix with
-    later ones, so nothing more is gathered after this context.
+def buckets_of(
+    plan: TransferPlan, sources: dict[str, Source], model: nn.Module
+) -> Iterator[Tensor]:
+    """Make the buckets of a push, on rank 0 inside `gathering`: the other ranks hear which source
+    is made. The buckets are on the model's device.
     """
-    if not is_split(model):
-        yield sources
-        return
-    lock, is_open = threading.Lock(), True
-
-    def make(index: int, source: Source) -> Tensor:
-        with lock:
-            if not is_open:
-                raise RuntimeError("this push of weights was given up")
-            _announce(index, model)
-            return source.make()
-
-    try:
-        yield {
-            name: source._replace(make=partial(make, index, source))
-            for index, (name, source) in enumerate(sources.items())
-        }
-    finally:
-        with lock:
-            is_open = False
+    before_each = partial(_announce, model=model) if is_split(model) else lambda index: None
+    return make_buckets(plan, sources, next(model.parameters()).device, before_each)
