@@ -123,7 +123,7 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 def test_no_module_imports_itself_through_others():
     graph = import_graph()
-    assert len(graph) > 60 and "sync.transports" in graph["inference.worker"]
+    assert len(graph) > 60 and "sync.shared_buffers" in graph["inference.worker"]
     circles = [m for m, after in graph.items() if any(m in reached(graph, one) for one in after)]
     assert not circles
 
@@ -159,7 +159,7 @@ def test_a_leaf_can_be_deleted():
 
 def test_rooms_know_of_each_other_what_their_init_offers():
     # But what runs inside vLLM's processes, which must not load the rest of a room.
-    for_workers = ("sync.plan", "sync.buckets", "sync.transports")
+    for_workers = ("sync.plan", "sync.buckets", "sync.nccl", "sync.shared_buffers")
     for module, path in modules().items():
         room = module.split(".")[0]
         for name in imports(path):
