@@ -191,7 +191,8 @@ def test_three_pushes_reach_all_workers_through_shared_memory(num_buffers):
                 wanted += bucket_views(bucket, buffer[:size])
                 buffer = buffer[size:]
             assert [name for name, _ in tensors] == [name for name, _ in wanted]
-            assert all(torch.equal(t, w) for (_, t), (_, w) in zip(tensors, wanted, strict=True))
+            for (_, tensor), (_, sent) in zip(tensors, wanted, strict=True):
+                assert torch.equal(tensor.view(torch.uint8), sent.view(torch.uint8))  # some are NaN
 
 
 def test_a_buffer_is_not_filled_again_before_the_slowest_worker_has_copied_it():
@@ -231,6 +232,7 @@ def test_a_wait_for_shared_memory_ends_at_its_deadline_or_when_the_push_is_given
 
 
 def test_shared_memory_leaves_no_file_and_no_descriptor():
+    gc.collect()
     files, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     shared = shared_by(2, 2, 2**20)
     assert set(os.listdir("/dev/shm")) == files
