@@ -552,16 +552,17 @@ class WeightSyncRoutes:
     ) -> None:
         """Let the workers load a push; from then on, requests continue on its weights."""
         state, timeout_s = request.app.state, fields["timeout_s"]
-        # Requests may be running. They are frozen during the swap and continue on the new weights.
-        running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
-        running = running or self.processes.num > 1  # the others may have requests
-        freezes = running or steps_together(engine)
         deadline = asyncio.get_running_loop().time() + timeout_s
         filling = shared.fill(request.stream(), self.sizes)
         for _ in range(shared.num_buffers):
             await all_before(anext(filling), deadline, timeout_s)
         try:
             await self.all_step(engine, state, "close")
+            # Requests may be running. They are frozen during the swap and continue on the new
+            # weights. None begins from here on.
+            running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
+            running = running or self.processes.num > 1  # the others may have requests
+            freezes = running or steps_together(engine)
             async with paused(engine, timeout_s) if freezes else nullcontext():
                 await self.all_step(engine, state, "count")
                 coming = all_of(filling) if self.sizes else left(request)
