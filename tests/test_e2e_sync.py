@@ -687,9 +687,10 @@ def test_a_later_trainer_attaches_to_the_same_server(lora_server, connect):
 
 KILLED_IN_A_PUSH = """
 import os, signal, sys
-from tests.test_e2e_sync import at_bucket, perturb, policy
+from tests.helpers import at_bucket
+from tests.test_e2e_sync import perturb, policy
 from verifiers_rl.inference.client import InferenceClient
-from verifiers_rl.sync import fan_out, weight_sync
+from verifiers_rl.sync.weight_sync import WeightSync
 
 def die():
     print("killed in the middle", flush=True)
