@@ -20,6 +20,8 @@ TORCH := $(if $(filter cpu,$(EXTRA)),$(if $(LOCAL_TORCH),,--torch-backend=cpu))
 comma := ,
 EXTRAS := $(EXTRA),dev,docs$(if $(DEEPSPEED),$(comma)deepspeed)
 INSTALLED := $(VENV)/installed-$(EXTRA)
+# The Python of classic environments, for their tests: an older verifiers, no torch and no vLLM.
+CLASSIC := .venv-classic/installed
 
 # Processes that run tests side by side. Servers on one GPU would not fit beside each other.
 JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
@@ -46,6 +48,12 @@ $(INSTALLED): pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
 
+$(CLASSIC): Makefile | $(INSTALLED)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-classic
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-classic \
+		'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3' 'pytest>=8.4,<10' 'pytest-timeout>=2.4,<3'
+	touch $@
+
 EXAMPLE := examples/reverse_text
 
 # Its model is made for a CPU, which vLLM's GPU build cannot run on.
@@ -58,11 +66,11 @@ demo: $(INSTALLED)
 	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --overwrite --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
 endif
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(CLASSIC)
 	$(if $(DEEPSPEED),$(BIN)/python -c "import deepspeed"  # or its tests would be skipped)
 	$(PYTEST) $(TESTS)
 
-test-fast: $(INSTALLED)
+test-fast: $(INSTALLED) $(CLASSIC)
 	$(PYTEST) -m "not e2e and not slow" $(TESTS)
 
 test-all: test
@@ -99,4 +107,4 @@ page: $(INSTALLED)
 	$(BIN)/python docs/vendor_charts.py
 
 clean:
-	rm -rf docs/_build .venv .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache
+	rm -rf docs/_build .venv .venv-classic .venv-deepspeed .venv-cpu .mypy_cache .pytest_cache .ruff_cache

@@ -3,16 +3,14 @@
 import asyncio
 import math
 import sys
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import StubRunner, load_example, make_samples
+from tests.helpers import StubRunner, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
-from verifiers_rl.envs.chat_template import reason_against_chat_template
 from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
@@ -85,28 +83,6 @@ def test_metrics_of_several_environments_are_kept_apart():
     assert "a/reward" not in alone
 
 
-@pytest.mark.parametrize(
-    ("assistant", "reason"),
-    [
-        ("{{ m.content }}", None),
-        ("{{ m.content.split('</think>')[-1] }}", "drops the thinking of past turns"),
-        ("{{ m.content | upper }}", "rewrites past turns"),
-        ("{{ raise_exception('no') }}", None),
-    ],
-)
-def test_a_template_that_does_not_give_back_past_turns_is_named(assistant, reason):
-    tokenizer = load_example("warm_start").make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
-        + assistant
-        + "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer.name_or_path = "some/model"
-    found = reason_against_chat_template(tokenizer)
-    assert found == (reason and f"the chat template of 'some/model' {reason}")
-
-
 def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
     async def nothing(*args): ...
 
@@ -156,7 +132,7 @@ def test_an_environment_may_be_for_training_or_for_evaluations_only():
             super().__init__(num_examples=10)
             self.name, self.first_prompt = name, [name]
 
-        async def run_group(self, split, index):
+        async def run_group(self, split, index, *args):
             asked.append((self.name, split, index))
 
     def part(name, **options):
@@ -174,7 +150,7 @@ def test_an_environment_may_be_for_training_or_for_evaluations_only():
     assert mixed.sizes("train") == [10, 10] and mixed.sizes("eval") == [3, 4, 4]
     assert mixed.weights == [2.0, 1.0] and mixed.first_prompt == ["a"]
     for split, index in (("train", 0), ("train", 12), ("eval", 2), ("eval", 3), ("eval", 10)):
-        asyncio.run(mixed.run_group(split, index))
+        asyncio.run(mixed.run_group(split, index, 1, "m"))
     assert asked == [
         ("a", "train", 0), ("b", "train", 2),
         ("held out", "eval", 2), ("a", "eval", 0), ("b", "eval", 3),
@@ -198,11 +174,11 @@ def test_what_is_no_environment_is_refused(tmp_path, env):
         make_runner(env, "http://unused", None, args)
 
 
-def test_a_classic_environment_where_there_are_none_says_what_to_install(tmp_path, monkeypatch):
+def test_a_classic_environment_in_this_python_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "old_one.py").write_text("def load_environment():\n    ...\n")
     with pytest.raises(InvalidEnvironmentError) as caught:
         EnvTable("old-one").load(tmp_path)
     said = str(caught.value)
-    assert f"verifiers {version('verifiers')}" in said
-    assert "install -e '.[classic,vllm]'" in said
+    assert "id='old-one' is a classic environment" in said
+    assert "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3'`, and python =" in said

@@ -259,14 +259,13 @@ def test_the_configuration_reaches_the_process_that_loads_the_environments(
     monkeypatch.setattr(sys, "argv", ["load", str(tmp_path / "answer"), *config.words])
     loaded = []
     monkeypatch.setattr(
-        "verifiers_rl.envs.make.load_by_id",
-        lambda env_id, args, folders: loaded.append((env_id, args, list(folders))),
+        "verifiers_rl.envs.tables.load_table",
+        lambda table, folders: loaded.append((table, list(folders))),
     )
     load.main()
     assert (tmp_path / "answer").read_text() == ""
-    assert loaded == [
-        ("of_layers", {"size": 3, "note": "two words"}, [tmp_path / "1", tmp_path / "0"])
-    ]
+    table = {"id": "of_layers", "args": {"size": 3, "note": "two words"}}
+    assert loaded == [(table, [tmp_path / "1", tmp_path / "0"])]
 
 
 def test_a_dash_in_a_key_of_the_command_line_means_an_underscore_but_not_in_a_whole_table(compose):

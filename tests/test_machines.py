@@ -64,12 +64,7 @@ def test_variables_that_cannot_be_are_one_clear_error(changes, message):
         ('engine = "ray"', FOUR, "engine='ray' is about a Ray cluster that runs already"),
         ('engine = "slurm"', {}, "engine='slurm': must be 'ray'"),
         ('address = "a:1"', {}, "address='a:1' is of a Ray cluster; add engine"),
-        ("env_nodes = 0", {}, r"env_nodes=0: must be an integer >= 1"),
-        (
-            "env_nodes = 1\n[trainer.args]\nenv_workers = 0",
-            FOUR,
-            r"env_workers=0 runs all .* so \[cluster\] env_nodes has no effect; remove one",
-        ),
+        ("trainer_nodes = 0", {}, r"trainer_nodes=0: must be an integer >= 1"),
     ],
 )
 def test_a_cluster_that_contradicts_itself_is_one_clear_error(
@@ -95,7 +90,6 @@ def test_several_machines_need_one_token(tmp_path, monkeypatch):
         ("", 2),
         ("trainer_nodes = 2", 1),
         ("trainer_nodes = 3", 1),
-        ("env_nodes = 1", 1),
         ("inference_nodes = 3", 3),
         ("[trainer.args]\nvllm_servers = ['h:1']", None),
     ],

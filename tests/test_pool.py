@@ -30,7 +30,7 @@ from verifiers_rl.envs.workers import (
     WorkerEnvironment,
     WorkerLostError,
     WorkerPool,
-    _LocalWorker,
+    _Worker,
 )
 from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
@@ -682,7 +682,7 @@ def test_a_group_that_begins_again_in_another_worker_gets_servers_anew(tmp_path)
     async def main():
         workers = WorkerPool(1, 8, 60.0)
         env = RoutedEnvironment(WorkerEnvironment(TroubledEnv(tmp_path), workers), router)
-        workers.workers = [worker := _LocalWorker("env", b"", 1.0, 1.0)]
+        workers.workers = [worker := _Worker("env", "", {}, 1.0, 1.0)]
         worker._starting = asyncio.ensure_future(asyncio.sleep(0))
 
         def send(message):

@@ -29,9 +29,9 @@ from verifiers_rl import attention as attention_module
 from verifiers_rl import model_trials, packing
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, is_of_advantages
-from verifiers_rl.packing import collate, copy_to, plan_batch
+from verifiers_rl.packing import Targets, collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
-from verifiers_rl.types import SampleSizes, SamplingMask, Targets, order_by_beginning
+from verifiers_rl.types import SampleSizes, SamplingMask, order_by_beginning
 
 
 def plan_all(samples, max_tokens, **options):

@@ -175,7 +175,7 @@ def test_only_one_room_knows_vllm_and_one_verifiers():
         roots = {name.split(".")[0] for name in names}
         assert "vllm" not in roots or room == "inference", module
         assert "verifiers" not in roots or room == "envs", module
-        if module not in ("envs.classic", "envs.classic_clients"):
+        if module != "envs.classic":
             # Which the current verifiers does not have.
             assert not any(name.startswith("verifiers.legacy") for name in names), module
 

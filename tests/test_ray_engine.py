@@ -27,7 +27,6 @@ from verifiers_rl.cli import children, ray_engine, resolved, rl, supervise
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.process.connections import WORKERS_VARIABLE
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
@@ -155,7 +154,7 @@ class StubRay:
                 raise self.exceptions.RayError
             return said
 
-        def find_address(wanted, num_ports):
+        def find_address(wanted):
             if at in self.silent:
                 raise self.exceptions.GetTimeoutError
             return address
@@ -228,27 +227,6 @@ def test_processes_get_their_gpus_and_variables_and_their_output_comes_here(run_
         assert "CUDA_VISIBLE_DEVICES" not in variables  # which Ray has set
     said = capfd.readouterr().out
     assert "[trainer] hello" in said and "[trainer] bye" in said
-
-
-@pytest.mark.parametrize(("workers", "cpus"), [("", 1), ("[trainer.args]\nenv_workers = 6\n", 6)])
-def test_rollout_workers_get_places_of_their_own_with_a_cpu_each(run_with, workers, cpus):
-    ray, run = run_with
-    first, second = ("SPREAD", 1, 0), ("SPREAD", 1, 1)
-    for place in (first, second):
-        ray.script[place].put((["2 rollout worker(s) for the trainer at 10.0.0.1:7001"], None))
-    threading.Timer(1.0, lambda: ray.script[TRAINER].put(([], 0))).start()
-    assert run(f"env_nodes = 2\n{workers}") == 0
-    assert [(g.strategy, g.bundles) for g in ray.groups] == [
-        ("PACK", [{"CPU": 1, "GPU": 2}]),
-        ("SPREAD", [{"CPU": cpus}] * 2),
-        ("SPREAD", [{"CPU": 1, "GPU": 4}]),
-    ]
-    started = {at: (gpus, words, env) for at, gpus, words, env in ray.started}
-    assert started[TRAINER][2][WORKERS_VARIABLE] == "10.0.0.1:7001"
-    for place in (first, second):
-        gpus, words, env = started[place]
-        assert gpus == 0 and words[1:3] == ["verifiers_rl.cli.env_workers", "10.0.0.1:7001"]
-        assert env[SERVERS_VARIABLE] == "10.0.0.0:7000" and env["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_ranks_of_several_machines_meet_at_the_first(run_with):
@@ -339,28 +317,14 @@ def test_a_signal_lets_the_trainer_save_and_then_ends_the_servers(run_with):
 
 # --- Machines -------------------------------------------------------------------------------------
 
-# vf-rl with stand-ins for the server, for the trainer, which reaches all servers and then waits for
-# a file, and for the rollout workers.
+# vf-rl with stand-ins for the server, and for the trainer, which reaches all servers and then waits
+# for a file.
 PLAY_TRAINER = f"""
-import socket
 {REACH_SERVERS}
 print("trains with", len(servers), "servers", flush=True)
-if where := os.environ.get("VERIFIERS_RL_WORKERS_AT"):
-    host, port = where.split(":")
-    came, (address, _) = socket.create_server((host, int(port))).accept()
-    print("rollout workers come from", address, flush=True)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
 sys.exit(int(sys.argv[2]))
-"""
-PLAY_WORKERS = """
-import socket, sys, time
-print("a rollout worker for the trainer at", sys.argv[1], flush=True)
-while True:
-    try:
-        socket.create_connection(sys.argv[1].split(":"), 60).recv(1)
-    except OSError:
-        time.sleep(0.1)
 """
 DRIVER = f"""
 {STAND_INS}
@@ -368,7 +332,6 @@ from verifiers_rl.cli import rl
 end, status = sys.argv[1:3]
 sys.argv[:3] = ["vf-rl"]
 ray_engine.trainer_command = lambda *_: ["-c", {PLAY_TRAINER!r}, end, status]
-ray_engine.WORKERS = ["-c", {PLAY_WORKERS!r}]
 rl.main()
 """
 # So that Ray takes a machine for lost after seconds, not half a minute.
@@ -448,7 +411,7 @@ def ray_cluster(found):
 def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_path):
     (tmp_path / "code").mkdir()
     env = write_environment(tmp_path / "code", "tiny_env", {"a": "b"})
-    text = "inference_nodes = 2\nenv_nodes = 1\n"
+    text = "inference_nodes = 2\n"
     text += "[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[trainer.args]\n"
     path = read_toml(tmp_path / "code", f'{text}output_dir = "{tmp_path}/run"\n', env)
     with machines(3) as found, ray_cluster(found) as environment:
@@ -459,15 +422,11 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
             places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", run.said()))
             servers = {name: places[name] for name in ("inference-0", "inference-1")}
             assert len(set(servers.values())) == 2 and found[0].address not in places.values()
-            env_at = run.wait_for(r"vf-rl: env-0 is on ([\d.]+)").group(1)
-            run.wait_for(rf"\[trainer\] rollout workers come from {env_at}")
             lost = next(name for name, at in servers.items() if at != places["trainer"])
             other = next(at for name, at in servers.items() if name != lost)
             machine = next(one for one in found if one.address == servers[lost])
             machine.set_link("down")
             run.wait_for(rf"{lost} is lost with its machine, {machine.address}; starting it again")
             run.wait_for(rf"\[{lost}\] serving at {other} --join http://{other}")
-            if env_at == machine.address:
-                run.wait_for(rf"env-0, with rollout workers, is lost(?s:.*)env-0 is on {other}")
             (tmp_path / "end").touch()
             assert run.process.wait(60) == 0, run.said()

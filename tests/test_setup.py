@@ -18,7 +18,7 @@ from verifiers_rl.cli import plan, setup
 from verifiers_rl.cli.config import load_run_config
 
 NAMES = list(setup.examples())
-# The others are installed from elsewhere, or need a classic verifiers.
+# The others are installed from elsewhere, or need another Python.
 OURS = ("skeleton", "reverse_text", "alphabet_sort", "letter_hunt", "calculator", "math_python")
 
 

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from verifiers_rl.packing import Layout
-from verifiers_rl.types import Microbatch
+from verifiers_rl.packing import Layout, Microbatch
 
 KEYWORD = "sample_segments"  # the parameter of `attention` below that takes `SampleSegments`
 # What a call of SDPA costs beside its work, in pairs of a query and a key, forward and backward.

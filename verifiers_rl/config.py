@@ -472,7 +472,7 @@ class RLConfig(TrainingArguments):
             "openai_chat_completions_token",
             "What a turn sends to the server. openai_chat_completions_token: tokens, those so far "
             "and those of new messages; openai_chat_completions: messages, tokenised anew at each "
-            "turn; renderer: tokens made by the renderers package. See envs/classic_clients.py.",
+            "turn; renderer: tokens made by the renderers package. See envs/classic.py.",
         )
     )
 

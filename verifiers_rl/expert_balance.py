@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from verifiers_rl.losses import LossOutputs
+from verifiers_rl.packing import Microbatch
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.types import Microbatch, Sample
+from verifiers_rl.types import Sample
 
 logger = logging.getLogger(__name__)
 

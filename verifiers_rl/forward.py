@@ -17,9 +17,8 @@ from verifiers_rl.logprobs import (
     hidden_states_in_place_of_logits,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.packing import Layout
+from verifiers_rl.packing import Layout, Microbatch
 from verifiers_rl.router_replay import replay_experts
-from verifiers_rl.types import Microbatch
 
 
 def predict_targets(

@@ -10,18 +10,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from verifiers_rl.types import AllowedTokens
-
 # How to return the entropy: not at all (zeros), its value, or its value with gradient.
 Entropy = Literal["none", "value", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """`SamplingMask` of N tokens, as the logprobs need it.
+
+    Attributes:
+        is_limited: (N,) bool, whether the token has one.
+        rows: (M,) int64, from 0 to N - 1; to which token each of the M ids belongs.
+        token_ids: (M,) int64.
+        offsets: (N + 1,) int64, on the host: the ids of token n are those from offsets[n] on.
+    """
+
+    is_limited: Tensor
+    rows: Tensor
+    token_ids: Tensor
+    offsets: np.ndarray
+
+    def part(self, start: int, stop: int) -> AllowedTokens:
+        """Return those of the tokens from `start` to `stop`."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return AllowedTokens(
+            self.is_limited[start:stop],
+            self.rows[first:last] - start,
+            self.token_ids[first:last],
+            self.offsets[start : stop + 1] - first,
+        )
 
 
 class _TokenLogprobs(torch.autograd.Function):

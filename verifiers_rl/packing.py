@@ -26,20 +26,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from verifiers_rl.logprobs import AllowedTokens
 from verifiers_rl.types import (
-    AllowedTokens,
-    Microbatch,
     Sample,
     SampleSizes,
     SamplingMask,
-    Segment,
-    Targets,
 )
 
 Layout = Literal["flat", "packed", "padded"]
@@ -51,6 +49,84 @@ MAX_SHARED_WIDTH = 4096
 # a wider row, attention is computed for each sample, see `attention.py`.
 MAX_MASKED_WIDTH = 1024
 MIN_COMMON = 32  # tokens in common that are worth a call of attention in each layer
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The N tokens of a microbatch that carry loss, and where the model predicts each of them.
+
+    Attributes:
+        rows, columns: (N,) int64, position of the logits that predict the token.
+        token_ids: (N,) int64, the token itself.
+        sequence_ids: (N,) int64, number of its sample, from 0 over the samples that carry loss.
+        inference_logprobs, advantages: (N,) float32, see `Sample`.
+        weights: (N,) float32, weight of the token in the batch's loss.
+        allowed: what the server could sample in place of the tokens; None: the whole vocabulary.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    token_ids: Tensor
+    sequence_ids: Tensor
+    inference_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    allowed: AllowedTokens | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of a sample that the samples before it in its row do not have.
+
+    Attributes:
+        row: of the microbatch.
+        start, stop: its columns.
+        path: (tokens of the sample,) int64, the columns of all tokens of the sample.
+        is_padding: these are no tokens of a sample; they see each other.
+    """
+
+    row: int
+    start: int
+    stop: int
+    path: np.ndarray
+    is_padding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One forward pass: samples laid out as B rows of T columns, see `packing.py`.
+
+    A token sees the tokens before it in its sample, and itself. Samples that begin with the same
+    tokens may have these tokens in common; the rest of each follows, one sample after the other.
+
+    Attributes:
+        input_ids: (B, T) int64.
+        position_ids: (B, T) int64, position of the token in its sample, from 0.
+        visible_until: (B, T) int64. The token at column k is seen from the columns
+            k <= q < visible_until[k].
+        targets: the tokens that carry loss. Without one, a token that the loss must not count, so
+            that forward and backward have something to compute.
+        has_loss: whether `targets` carry loss.
+        sample_ids: the samples whose tokens `targets` has, one after the other, by their index in
+            the batch; empty without loss.
+        routed_experts: (B, T, layers, top_k) int16, the experts that the server chose; -1 where it
+            returned none. None if no sample has any.
+        segments: of each sample that has tokens of its own, and of the padding, from left to right
+            in each row.
+        shares_prefixes: whether samples have tokens in common.
+        num_tokens: tokens without padding.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    visible_until: Tensor
+    targets: Targets
+    has_loss: bool
+    segments: list[Segment]
+    shares_prefixes: bool
+    num_tokens: int
+    sample_ids: list[int] = field(default_factory=list)
+    routed_experts: Tensor | None = None
 
 
 def plan_microbatches(

@@ -65,7 +65,7 @@ from verifiers_rl.losses import (
 from verifiers_rl.model_trials import choose_layout
 from verifiers_rl.models import absolute_path, check_policy, load_policy
 from verifiers_rl.orchestrator import Orchestrator
-from verifiers_rl.packing import Layout, collate, copy_to, plan_batch
+from verifiers_rl.packing import Layout, Microbatch, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.report.metrics import (
     EarlyWarnings,
@@ -80,7 +80,7 @@ from verifiers_rl.report.metrics import (
 from verifiers_rl.report.recording import RolloutFiles
 from verifiers_rl.report.run_folder import enter_run_folder
 from verifiers_rl.sync.gather import gathering, is_split
-from verifiers_rl.types import Batch, BatchSource, Microbatch, WeightSink
+from verifiers_rl.types import Batch, BatchSource, WeightSink
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -92,9 +92,8 @@ class RLTrainer(SavingTrainer):
     Args:
         model: a folder, a name on the hub, or a loaded model. An adapter that the folder or the
             model has already is trained further.
-        env: an `Env` or a `Taskset` of `verifiers.v1`, the id of a taskset, a classic
-            `verifiers.Environment`, an `EnvRunner`, or a list of `WeightedEnv` to mix; None if
-            `orchestrator` is given.
+        env: an `Env` or a `Taskset` of `verifiers.v1`, the id of a taskset, an
+            `EnvRunner`, or a list of `WeightedEnv` to mix; None if `orchestrator` is given.
         args: all options.
         processing_class: the tokenizer; default: the model's own.
         loss_fn: `LossInputs -> LossOutputs`, called on each microbatch; replaces `args.loss`.

@@ -1,4 +1,7 @@
-"""What the parts pass on to each other: Rollout -> Sample -> Batch -> Microbatch."""
+"""What the parts pass on to each other: Rollout -> Sample -> Batch.
+
+This is data of numpy, because rollout workers load no torch. packing.py makes microbatches of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 # Seconds that an environment may take to start. A longer generation_timeout takes its place.
@@ -473,111 +476,6 @@ class Batch:
             "staleness": self.step - float(versions.mean()),
             "staleness_max": float(self.step - versions.min()),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class AllowedTokens:
-    """`SamplingMask` of N tokens, as the logprobs need it.
-
-    Attributes:
-        is_limited: (N,) bool, whether the token has one.
-        rows: (M,) int64, from 0 to N - 1; to which token each of the M ids belongs.
-        token_ids: (M,) int64.
-        offsets: (N + 1,) int64, on the host: the ids of token n are those from offsets[n] on.
-    """
-
-    is_limited: Tensor
-    rows: Tensor
-    token_ids: Tensor
-    offsets: np.ndarray
-
-    def part(self, start: int, stop: int) -> AllowedTokens:
-        """Return those of the tokens from `start` to `stop`."""
-        first, last = int(self.offsets[start]), int(self.offsets[stop])
-        return AllowedTokens(
-            self.is_limited[start:stop],
-            self.rows[first:last] - start,
-            self.token_ids[first:last],
-            self.offsets[start : stop + 1] - first,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """The N tokens of a microbatch that carry loss, and where the model predicts each of them.
-
-    Attributes:
-        rows, columns: (N,) int64, position of the logits that predict the token.
-        token_ids: (N,) int64, the token itself.
-        sequence_ids: (N,) int64, number of its sample, from 0 over the samples that carry loss.
-        inference_logprobs, advantages: (N,) float32, see `Sample`.
-        weights: (N,) float32, weight of the token in the batch's loss.
-        allowed: what the server could sample in place of the tokens; None: the whole vocabulary.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    token_ids: Tensor
-    sequence_ids: Tensor
-    inference_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    allowed: AllowedTokens | None = field(default=None, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens of a sample that the samples before it in its row do not have.
-
-    Attributes:
-        row: of the microbatch.
-        start, stop: its columns.
-        path: (tokens of the sample,) int64, the columns of all tokens of the sample.
-        is_padding: these are no tokens of a sample; they see each other.
-    """
-
-    row: int
-    start: int
-    stop: int
-    path: np.ndarray
-    is_padding: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """One forward pass: samples laid out as B rows of T columns, see `packing.py`.
-
-    A token sees the tokens before it in its sample, and itself. Samples that begin with the same
-    tokens may have these tokens in common; the rest of each follows, one sample after the other.
-
-    Attributes:
-        input_ids: (B, T) int64.
-        position_ids: (B, T) int64, position of the token in its sample, from 0.
-        visible_until: (B, T) int64. The token at column k is seen from the columns
-            k <= q < visible_until[k].
-        targets: the tokens that carry loss. Without one, a token that the loss must not count, so
-            that forward and backward have something to compute.
-        has_loss: whether `targets` carry loss.
-        sample_ids: the samples whose tokens `targets` has, one after the other, by their index in
-            the batch; empty without loss.
-        routed_experts: (B, T, layers, top_k) int16, the experts that the server chose; -1 where it
-            returned none. None if no sample has any.
-        segments: of each sample that has tokens of its own, and of the padding, from left to right
-            in each row.
-        shares_prefixes: whether samples have tokens in common.
-        num_tokens: tokens without padding.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    visible_until: Tensor
-    targets: Targets
-    has_loss: bool
-    segments: list[Segment]
-    shares_prefixes: bool
-    num_tokens: int
-    sample_ids: list[int] = field(default_factory=list)
-    routed_experts: Tensor | None = None
 
 
 class EnvRunner(Protocol):

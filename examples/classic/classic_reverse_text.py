@@ -31,20 +31,6 @@ def make_split(texts: list[str], instruction: str) -> Dataset:
     )
 
 
-def demonstrations(num: int, seed: int, noise: float) -> list[dict]:
-    """Make demonstrations for warm_start.py: strings and their reversals. Each letter of a
-    reversal is replaced by a random one with probability `noise`.
-    """
-    rng = random.Random(seed)
-    conversations = []
-    for _ in range(num):
-        text = "".join(rng.choices(LETTERS, k=rng.randint(3, 8)))
-        answer = "".join(rng.choice(LETTERS) if rng.random() < noise else c for c in text[::-1])
-        roles = (("user", text), ("assistant", answer))
-        conversations.append({"messages": [{"role": r, "content": c} for r, c in roles]})
-    return conversations
-
-
 def load_environment(
     num_train: int = 4096,
     num_eval: int = 256,

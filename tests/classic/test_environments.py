@@ -1,23 +1,28 @@
+"""Classic environments. These tests run in the Python that has them, see tests/test_foreign.py."""
+
 import asyncio
 import json
 import math
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
+import numpy as np
 import pytest
 import verifiers as vf
 from aiohttp import web
 from datasets import Dataset
 
-from tests.helpers import EXAMPLE, load_example, serving
-from verifiers_rl.config import RLConfig
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, WeightedEnv
-from verifiers_rl.envs.classic import ClassicEnvironment, load_environment, samples_from_trajectory
-from verifiers_rl.envs.classic_clients import TokenClient, make_client
-from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.rendering import Renderer
-from verifiers_rl.inference.packed_tokens import unpack_ids
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.classic import (
+    ClassicEnvironment,
+    load_environment,
+    make_client,
+    samples_from_trajectory,
+)
+from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+from verifiers_rl.types import SamplingMask
 
 
 def turn(prompt, completion, logprobs=None):
@@ -145,8 +150,9 @@ def run_group(env, reply, num_rollouts=3, **options):
     runner._client = ScriptedClient(reply)
 
     async def run():
-        return await runner.run_group(
-            "train", 1, num_rollouts, "m", {"n": 1}, 2, asyncio.Semaphore(8)
+        example = await runner.example("train", 1)
+        return await runner.run_example(
+            example, num_rollouts, "m", {"n": 1}, 2, asyncio.Semaphore(8)
         )
 
     return asyncio.run(run()), runner
@@ -280,7 +286,9 @@ def test_max_prompt_len_leaves_examples_out(caplog):
     runner = ClassicEnvironment(env, with_options(max_prompt_len=3))
     assert runner.sizes("train") == [2]
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
-    with pytest.raises(InvalidEnvironmentError, match=r"training dataset is empty, \d were longer"):
+    with pytest.raises(
+        InvalidEnvironmentError, match=r"training dataset is empty; \d examples were"
+    ):
         ClassicEnvironment(
             vf.SingleTurnEnv(
                 dataset=dataset.select([2]), rubric=vf.Rubric(funcs=[lambda completion: 1.0])
@@ -289,152 +297,145 @@ def test_max_prompt_len_leaves_examples_out(caplog):
         )
 
 
-def make_mix(tmp_path, *mixed, **options):
-    args = RLConfig(output_dir=str(tmp_path), max_seq_len=64, **options)
-    return make_runner(list(mixed), "http://unused", WordTokenizer(), args)
+class Conversation(vf.MultiTurnEnv):
+    """Two turns, whatever is answered."""
+
+    def __init__(self):
+        dataset = Dataset.from_dict({"question": ["ab", "cd"], "answer": ["", ""]})
+        rubric = vf.Rubric(funcs=[lambda completion: float(len(completion))])
+        super().__init__(dataset=dataset, rubric=rubric, max_turns=2)
+
+    async def env_response(self, messages, state, **kwargs):
+        return [vf.UserMessage(content="go on")]
 
 
-def test_a_mix_runs_each_example_in_its_own_environment(tmp_path):
-    mix = make_mix(
-        tmp_path,
-        WeightedEnv(make_env(size=3), "a", weight=2),
-        WeightedEnv(make_env(size=2), "b", sampling_args={"max_tokens": 5, "top_k": 7}),
-    )
-    assert mix.sizes("train") == [3, 2] and mix.weights == [2, 1.0]
-    for part in mix.parts:
-        part._client = ScriptedClient(say_ok)
+@pytest.fixture
+def tokenizer(monkeypatch):
+    from renderers import client
+    from transformers import AutoTokenizer
 
-    async def run(index):
-        own = {"max_tokens": 9}
-        return await mix.run_group("train", index, 1, "m", own, 0, asyncio.Semaphore(1))
-
-    rollouts = [asyncio.run(run(index))[0] for index in range(5)]
-    assert [(r.env, r.prompt) for r in rollouts] == [
-        ("a", "q0"), ("a", "q1"), ("a", "q2"), ("b", "q0"), ("b", "q1"),
-    ]  # fmt: skip
-    (_, own), (_, others) = mix.parts[1]._client.requests[0], mix.parts[0]._client.requests[0]
-    assert (own["max_tokens"], own["extra_body"]["top_k"]) == (5, 7)
-    assert others == {"max_tokens": 9}
+    monkeypatch.setattr(client, "_max_prompt_len_lock", asyncio.Lock())  # for a loop of this test
+    return AutoTokenizer.from_pretrained(os.environ["TOKENIZER"])
 
 
-@pytest.mark.parametrize(
-    ("mixed", "error", "message"),
-    [
-        ([], InvalidEnvironmentError, "at least one"),
-        (["x"], InvalidEnvironmentError, "WeightedEnv"),
-        (["a", "a"], InvalidEnvironmentError, "two environments are named 'a'"),
-        (
-            [("a", {"temperature": 2})],
-            InvalidEnvironmentError,
-            "'a', sampling: temperature=2: cannot",
-        ),
-        (
-            [("a", {"top_p": "1"})],
-            InvalidEnvironmentError,
-            "'a', sampling: top_p='1': must be a number",
-        ),
-        ([("a", {"top_p": 3})], InvalidEnvironmentError, "top_p=3: must be > 0 and <= 1"),
-    ],
-)
-def test_a_mix_that_cannot_work_is_one_clear_error(tmp_path, mixed, error, message):
-    made = [
-        "no WeightedEnv"
-        if one == "x"
-        else WeightedEnv(make_env(), one)
-        if isinstance(one, str)
-        else WeightedEnv(make_env(), one[0], sampling_args=one[1])
-        for one in mixed
-    ]
-    with pytest.raises(error, match=message):
-        make_mix(tmp_path, *made)
-    with pytest.raises(InvalidEnvironmentError, match="weight=-1 must be a number > 0"):
-        WeightedEnv(make_env(), "a", weight=-1)
+class Server:
+    """Answers each request with "ok" and the token that ends a turn, of versions 5 and 6."""
 
+    def __init__(self, tokenizer, content="ok"):
+        self.ids = [*tokenizer.encode(content), tokenizer.eos_token_id]
+        self.tokenizer, self.content, self.requests = tokenizer, content, []
 
-def test_the_token_client_tokenises_new_messages_itself():
-    tokenizer = load_example("warm_start").make_tokenizer(["<tool_call>", "</tool_call>"])
-    client = TokenClient(object(), Renderer(tokenizer))
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    ids = asyncio.run(
-        client.tokenize(messages, None, "m", extra_kwargs={"add_generation_prompt": False})
-    )
-    text = '<|assistant|><tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|end|>'
-    assert tokenizer.decode(ids) == text
-    parts = {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}
-    longer = asyncio.run(client.tokenize([*messages, parts], None, "m"))
-    assert tokenizer.decode(longer) == text + "<|user|>a\nb<|end|><|assistant|>"
+    async def answer(self, request):
+        body = await request.json()
+        self.requests.append((request.path, body))
+        n = len(self.ids)
+        choice = {"index": 0, "finish_reason": "stop", "logprobs": {"content": []}}
+        choice["message"] = {"role": "assistant", "content": self.content}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+        reply["choices"] = [choice]
+        if request.path.endswith("/tokens"):
+            mask = SamplingMask([1] * n, self.ids)
+            reply["packed_tokens"] = pack_sampled(self.ids, np.full(n, -0.5), mask)
+        else:
+            logprob = {"token": "x", "logprob": -0.5, "top_logprobs": []}
+            choice |= {"token_ids": self.ids, "logprobs": {"content": [logprob] * n}}
+            reply["prompt_token_ids"] = self.tokenizer.apply_chat_template(
+                body["messages"], add_generation_prompt=True, return_dict=False
+            )
+        return web.json_response(reply, headers={"X-Policy-Versions": "0:5,1:6"})
 
-
-@pytest.mark.parametrize(
-    ("changed", "sends_tokens"),
-    [
-        ({}, True),
-        ({"chat_template": "{{ messages }}"}, False),
-        ({"messages": []}, False),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
-    ],
-)
-def test_messages_are_sent_as_tokens_where_they_can_be_rendered_here(changed, sends_tokens):
-    tokenizer = load_example("warm_start").make_tokenizer()
-    messages = [{"role": "user", "content": "hello"}]
-    body = {"model": "m", "messages": messages, "max_completion_tokens": 5, **changed}
-    seen = []
-
-    async def handler(request):
-        seen.append((request.path, await request.json()))
-        return web.json_response({})
-
-    async def run():
-        async with serving(handler, "/{path:.*}") as url:
-            client = make_client("openai_chat_completions_token", url, tokenizer, 10.0)
-            try:
-                await client.client.post("/chat/completions", cast_to=httpx.Response, body=body)
-            finally:
-                await client.close()
-
-    asyncio.run(run())
-    [(path, sent)] = seen
-    if not sends_tokens:
-        assert (path, sent) == ("/v1/chat/completions", body)
-        return
-    assert path == "/v1/chat/completions/tokens"
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert unpack_ids(sent["tokens"]).tolist() == prompt
-    assert sent["packed_tokens"] is True and sent["max_completion_tokens"] == 5
-    assert sent["messages"] != messages  # the server need not render these
-
-
-def test_the_renderer_client_passes_all_sampling_options_on(monkeypatch):
-    seen = {}
-
-    async def generate(**kwargs):
-        seen.update(kwargs)
-        return {"content": "ok", "finish_reason": "stop"}
-
-    monkeypatch.setattr("verifiers.legacy.clients.renderer_client.generate", generate)
-    tokenizer = load_example("warm_start").make_tokenizer()
-    options = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "top_k": 7, "temperature": 1.5}
-    sampling = RLConfig(**options).sampling_args()
-
-    async def run():
-        client = make_client("renderer", "http://unused", tokenizer, 1.0)
+    async def play(self, env, **options):
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self.answer)
+        runner = web.AppRunner(app, shutdown_timeout=1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        options = RunnerOptions(url, self.tokenizer, max_seq_len=200, **options)
+        played = ClassicEnvironment(env, options)
+        await played.open()
         try:
-            return await client.get_native_response([], "m", sampling, state={})
+            example = await played.example("train", 0)
+            return await played.run_example(example, 2, "m", SAMPLING, 9, asyncio.Semaphore(8))
+        finally:
+            await played.close()
+            await runner.cleanup()
+
+
+# As `RLConfig.sampling_args` makes them.
+SAMPLING = {
+    "temperature": 1.5,
+    "max_tokens": 9,
+    "presence_penalty": 0.5,
+    "logprobs": True,
+    "extra_body": {"top_k": 7, "min_tokens": 1, "return_token_ids": True, "sampling_mask": True},
+}
+CLIENT_TYPES = ("openai_chat_completions", "openai_chat_completions_token", "renderer")
+
+
+@pytest.mark.parametrize("client_type", CLIENT_TYPES)
+def test_each_client_keeps_exact_tokens_versions_and_sampling_options(tokenizer, client_type):
+    server = Server(tokenizer)
+    rollouts = asyncio.run(server.play(Conversation(), client_type=client_type))
+    sends_tokens = client_type != "openai_chat_completions"
+    assert len(server.requests) == 4
+    for path, body in server.requests:
+        expected = "/v1/chat/completions" + "/tokens" * sends_tokens
+        assert path == expected
+        limit = body.get("max_tokens") or body["max_completion_tokens"]
+        assert (body["temperature"], body["presence_penalty"], limit) == (1.5, 0.5, 9)
+        assert body["top_k"] == 7 and body["min_tokens"] == 1
+    for rollout in rollouts:
+        assert rollout.error is None and rollout.num_turns == 2 and rollout.reward == 3.0
+        sampled = []
+        for sample in rollout.samples:
+            sampled += sample.token_ids[sample.loss_mask].tolist()
+            assert set(sample.inference_logprobs[sample.loss_mask].tolist()) == {-0.5}
+            assert (sample.sampling_mask is not None) == sends_tokens
+        assert sampled == server.ids * 2
+        versions = np.concatenate([s.policy_versions for s in rollout.samples])
+        assert versions[versions >= 0].tolist() == [5, *[6] * (len(server.ids) - 1)] * 2
+    if client_type == "openai_chat_completions_token":
+        assert all(len(rollout.samples) == 1 for rollout in rollouts)
+        prompts = [unpack_ids(body["tokens"]).tolist() for _, body in server.requests]
+        first, second = min(prompts, key=len), max(prompts, key=len)
+        assert second[: len(first) + len(server.ids)] == first + server.ids
+        text = "<|user|>ab<|end|><|assistant|>ok<|end|><|user|>go on<|end|><|assistant|>"
+        assert tokenizer.decode(second) == text
+
+
+@pytest.mark.parametrize("client_type", CLIENT_TYPES)
+def test_an_empty_reply_is_trained_on(tokenizer, client_type):
+    server = Server(tokenizer, "")
+    rollouts = asyncio.run(server.play(make_env(), client_type=client_type))
+    assert [rollout.error for rollout in rollouts] == [None, None]
+    tokens = rollouts[0].samples[0]
+    assert tokens.token_ids[tokens.loss_mask].tolist() == [tokenizer.eos_token_id]
+
+
+def test_what_cannot_be_rendered_here_goes_to_the_server_as_messages(tokenizer):
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+    async def run():
+        client = make_client("openai_chat_completions_token", "http://unused", tokenizer, 1.0)
+        try:
+            return client.client._render({"messages": [picture]})
         finally:
             await client.close()
 
-    assert asyncio.run(run())["content"] == "ok"
-    assert options.items() <= seen["sampling_params"].items()
-    assert "return_token_ids" not in seen["sampling_params"]
+    assert asyncio.run(run()) == []
 
 
-def test_something_else_than_an_environment_is_refused():
-    with pytest.raises(InvalidEnvironmentError, match=r"expected a verifiers.Environment.*got str"):
-        ClassicEnvironment("reverse-text", with_options())
+def test_an_environment_that_cannot_be_loaded_is_one_error(tmp_path, monkeypatch):
+    with pytest.raises(InvalidEnvironmentError, match=r"'me/no-such' .*No module.*prime env inst"):
+        load_environment("me/no-such", {})
+    (tmp_path / "odd_env.py").write_text("def load_environment(size=3): return size\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InvalidEnvironmentError, match=r"'odd-env' with args.*argument 'sise'"):
+        load_environment("odd-env", {"sise": 1})
 
 
-def test_an_empty_dataset_is_refused(tmp_path):
+def test_an_empty_dataset_is_refused():
     env = vf.SingleTurnEnv(
         dataset=Dataset.from_dict({"question": [], "answer": []}),
         rubric=vf.Rubric(funcs=[lambda completion: 1.0]),
@@ -443,24 +444,11 @@ def test_an_empty_dataset_is_refused(tmp_path):
         ClassicEnvironment(env, with_options())
 
 
-def test_a_module_beside_the_toml_is_found_without_installing_it():
-    env = load_environment("classic_reverse_text", {"num_train": 8, "num_eval": 2}, EXAMPLE)
-    assert len(env.get_dataset()) == 8
-
-
-def test_an_unknown_environment_is_one_clear_error(tmp_path):
-    with pytest.raises(
-        InvalidEnvironmentError, match=r"cannot load environment 'no_such_env'.*No module named"
-    ):
-        load_environment("no_such_env", None, tmp_path)
-    with pytest.raises(InvalidEnvironmentError, match=r"takes no 'num_trian'; did you .*_train"):
-        load_environment("classic_reverse_text", {"num_trian": 1}, EXAMPLE)
-
-
-def test_the_example_keeps_its_splits_apart():
-    module = load_example("classic_reverse_text")
-    env = module.load_environment(
-        num_train=500, num_eval=100, min_length=3, max_length=3, instruction=""
-    )
+def test_the_example_is_the_task_of_the_v1_example(monkeypatch):
+    monkeypatch.syspath_prepend("examples/classic")
+    env = load_environment("classic_reverse_text", {"num_train": 500, "num_eval": 100})
     train, held_out = set(env.get_dataset()["question"]), set(env.get_eval_dataset()["question"])
     assert len(train) == 500 and len(held_out) == 100 and not train & held_out
+    rows = json.loads(Path(os.environ["V1_TASKS"]).read_text())
+    for split, dataset in (("train", env.get_dataset()), ("eval", env.get_eval_dataset())):
+        assert [[row["question"], row["answer"]] for row in dataset] == rows[split]

@@ -12,7 +12,8 @@ id = "null"
 [env.eval_taskset]               # what differs in the taskset of evaluations
 
 [env]                            # or by its id alone
-id = "reverse_text"              # a taskset, or a classic environment (verifiers<0.4)
+id = "reverse_text"              # a taskset, or a classic environment in another Python
+python = "venv/bin/python"       # the Python of its rollout workers; relative to this file
 [env.args]                       # keys of the taskset, or arguments of its load_environment
 
                                  # or several: [[env]], each one of these and also
@@ -54,8 +55,6 @@ class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module
 trainer_nodes = 2                # places for ranks, each with `[trainer] gpus`; by default 1
 inference_nodes = 2              # places for servers, each for all replicas; by default 1, and with
                                  # the four variables all machines that are left
-env_nodes = 1                    # places for rollout workers (env_workers in each), besides those
-                                 # of the trainer; by default none
 engine = "ray"                   # the run is on a Ray cluster that runs already; without it,
                                  # MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK make one
 address = "auto"                 # of the Ray cluster; "auto": the one of this machine
@@ -124,6 +123,7 @@ class EnvTable:
     """One [env] or [[env]], by its `id` and `args`, or by the keys of verifiers.v1's, `v1`.
 
     Attributes:
+        python: interpreter of its rollout workers; "": the one of the trainer.
         learning: fields of `Distillation` by their names; `teacher` is the name of a [[teacher]].
     """
 
@@ -135,20 +135,27 @@ class EnvTable:
     v1: dict[str, Any] | None = None
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
+    python: str = ""
     learning: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
 
     def load(self, *folders: Path) -> Any:
-        """Load it, from what is installed or from these folders."""
-        if self.v1 is None:
-            from verifiers_rl.envs.make import load_by_id
+        """Load it, from what is installed or from these folders. With `python`, whose workers load
+        it, return its table.
 
-            return load_by_id(self.id, self.args, folders)
-        from verifiers_rl.envs.v1 import load_v1_environment
+        Raises:
+            InvalidEnvironmentError: it cannot be loaded, or `python` cannot run workers.
+        """
+        from verifiers_rl.envs.foreign import check_python
+        from verifiers_rl.envs.tables import load_table
 
-        return load_v1_environment(self.v1, *folders)
+        table = {"id": self.id, "args": self.args} if self.v1 is None else self.v1
+        if not self.python:
+            return load_table(table, folders)
+        check_python(self.python)
+        return table
 
 
 @dataclass
@@ -180,7 +187,6 @@ class ClusterTable:
     address: Annotated[str, must("be 'auto', or the host:port of a Ray cluster", bool)] = "auto"
     trainer_nodes: PositiveInt | None = None
     inference_nodes: PositiveInt | None = None
-    env_nodes: PositiveInt | None = None
 
 
 @dataclass
@@ -432,11 +438,11 @@ class RunConfig:
                 loaded.append(env.load(*self.folders))
             except InvalidEnvironmentError as error:
                 raise InvalidEnvironmentError(self._of_env(number, str(error))) from error
-        if not self.is_mix:
+        if not self.is_mix and not self.envs[0].python:
             return loaded[0]
         return [
             WeightedEnv(env, table.name, table.weight, table.sampling, table.only,
-                        table.eval_examples, scorers.get(number))
+                        table.eval_examples, scorers.get(number), table.python, self.folders)
             for number, (env, table) in enumerate(zip(loaded, self.envs, strict=True))
         ]  # fmt: skip
 
@@ -643,11 +649,6 @@ def _cluster(config: RunConfig) -> ClusterTable:
             f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, so "
             "[cluster] inference_nodes has no effect; remove one of the two"
         )
-    if "env_nodes" in given and config.trainer_args.get("env_workers") in (0, "0"):
-        raise TomlError(
-            f"{place('trainer', 'args', 'env_workers')} env_workers=0 runs all environments in the "
-            "trainer's process, so [cluster] env_nodes has no effect; remove one of the two"
-        )
     return table
 
 
@@ -704,7 +705,7 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
             return config.place(*at, key)
 
         # One environment alone has no share, and its sampling is the run's.
-        ours = of_mix if is_mix else []
+        ours = ["python", *of_mix] if is_mix else ["python"]
         learns = [key for key in (LEARNING if is_mix else ("algorithm", "teacher")) if key in env]
         if learns and "teacher" not in config.TABLES:
             raise TomlError(
@@ -728,6 +729,10 @@ def _env_tables(config: RunConfig) -> list[EnvTable]:
         check_values(config, at, env, {**declared(cast(Any, EnvTable)), **learning})
         if not env.get("id"):
             raise TomlError(f"{where}: id is missing; set it to a string")
+        if os.sep in env.get("python", ""):  # else it is looked for as a shell does
+            folder = folder_of(cast(Value, find(config.tree, (*at, "python"))))
+            # Not resolved: an interpreter knows its packages by the link that it is started by.
+            env["python"] = os.path.normpath(folder / Path(env["python"]).expanduser())
         learned = {key: env.pop(key) for key in LEARNING if is_mix and key in env}
         tables.append(EnvTable(**env, learning=learned))
         if any(_share_a_name(tables[-1], other) for other in tables[:-1]):

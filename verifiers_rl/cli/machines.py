@@ -101,7 +101,7 @@ def machine_of(config: RunConfig) -> Machine | None:
     if machine is not None or table.engine:
         refuse_several_machines(config)
     if machine is None:
-        for name in ("trainer_nodes", "inference_nodes", "env_nodes"):
+        for name in ("trainer_nodes", "inference_nodes"):
             if not table.engine and getattr(table, name) is not None:
                 raise TomlError(
                     f"{config.place('cluster', name)} {name}={getattr(table, name)} is about "
@@ -122,8 +122,7 @@ def machine_of(config: RunConfig) -> Machine | None:
         )
     table.engine, table.address = "ray", f"{machine.host}:{machine.port}"
     if table.inference_nodes is None and not config.trainer_args.get("vllm_servers"):
-        rest = machine.size - (table.trainer_nodes or 1) - (table.env_nodes or 0)
-        table.inference_nodes = max(rest, 1)
+        table.inference_nodes = max(machine.size - (table.trainer_nodes or 1), 1)
     return machine
 
 

@@ -6,7 +6,6 @@ on one machine (`supervise.supervise`), and prints their output.
 
     this process ──► Ray ──► actor ──► the trainer's first ranks
                         ├──► actor ──► further ranks            (packed together)
-                        ├──► actor ──► rollout workers          (spread)
                         └──► actor ──► vf-vllm                  (spread)
 
 A process whose machine is lost gets another actor, which Ray places again.
@@ -27,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,9 @@ from verifiers_rl.cli.plan import (
 from verifiers_rl.cli.resolved import write_code
 from verifiers_rl.cli.supervise import supervise
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.process.waiting import WaitingLine
 
 READ_S = 1.0  # between two looks at the output of a process
-WORKERS = ("-m", "verifiers_rl.cli.env_workers")
 ADDRESS = tuple[str, int]
 
 
@@ -71,28 +68,19 @@ class ProcessActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
-    def find_address(self, wanted: ADDRESS | None, num_ports: int) -> ADDRESS:
-        """Return this machine's address, and the first of so many free ports in a row: those of
-        `wanted`, if it is an address of this machine and its port is free.
-
-        Raises:
-            OSError: there are none.
+    def find_address(self, wanted: ADDRESS | None) -> ADDRESS:
+        """Return this machine's address, and a free port: that of `wanted`, if it is an address of
+        this machine and its port is free.
         """
         import ray
 
         host = ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        ports = [0] * 100
-        if wanted is not None and wanted[0] == host:
-            ports.insert(0, wanted[1])
+        ports = [wanted[1], 0] if wanted is not None and wanted[0] == host else [0]
         for port in ports:
-            with ExitStack() as stack, suppress(OSError, OverflowError):  # one of them is taken
-                for number in range(num_ports):
-                    where = (host, port + number)
-                    server = stack.enter_context(socket.create_server(where, family=family))
-                    port = server.getsockname()[1] - number
-                return host, port
-        raise OSError(f"{host} has no {num_ports} free ports in a row")
+            with suppress(OSError), socket.create_server((host, port), family=family) as server:
+                return host, server.getsockname()[1]
+        raise OSError(f"{host} has no free port")
 
     def start(self, words: list[str], variables: dict[str, str], host: str) -> None:
         """Start Python with these words and variables. It ends with this process."""
@@ -138,10 +126,9 @@ class RayChild(Child):
     Args:
         place: placement group, index in it, and its CPUs and GPUs.
         plan: returns the words and the variables of the process at an address: of its machine, with
-            the first of its ports.
+            a port that is free there.
         timeout_s: how long Ray may take to start an actor in the place.
         wanted: an address that it had before, and takes again if it can.
-        num_ports: ports that it needs.
 
     Attributes:
         address: see `plan`; None until it has one.
@@ -155,7 +142,6 @@ class RayChild(Child):
         plan: Callable[[ADDRESS], tuple[list[str], dict[str, str]]],
         timeout_s: float,
         wanted: ADDRESS | None = None,
-        num_ports: int = 1,
     ) -> None:
         super().__init__(name)
         self._ray, self._place, self._timeout_s = ray, place, timeout_s
@@ -169,7 +155,7 @@ class RayChild(Child):
             num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_concurrency=4,
             scheduling_strategy=strategy,
         ).remote()  # fmt: skip
-        find = self._actor.find_address.remote(wanted, num_ports)
+        find = self._actor.find_address.remote(wanted)
         self._reader = threading.Thread(target=self._follow, args=(plan, find), daemon=True)
         self._reader.start()
 
@@ -255,7 +241,7 @@ class RayMachines:
         self._ray, self._config, self._options = ray, sent, options
         self._num_machines = num_machines
         table = sent.cluster
-        self.num_trainers, self.num_envs = table.trainer_nodes or 1, table.env_nodes or 0
+        self.num_trainers = table.trainer_nodes or 1
         # Each replica has a place of its own, so that Ray can spread them.
         self.num_servers = (table.inference_nodes or 1) * sent.inference_replicas
         sent.inference_replicas = 1
@@ -280,12 +266,9 @@ class RayMachines:
     def start(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._wait_for_machines()
-        num_workers = str(self._config.option("env_workers"))
-        cpus_of_envs = int(num_workers) if num_workers.isdigit() else 1
         config = self._config
-        trainer_places = self._reserve(self.num_trainers, 1, config.trainer_gpus, "trainer")
-        env_places = self._reserve(self.num_envs, cpus_of_envs, 0, "cluster")
-        server_places = self._reserve(self.num_servers, 1, config.inference_gpus, "inference")
+        trainer_places = self._reserve(self.num_trainers, config.trainer_gpus, "trainer")
+        server_places = self._reserve(self.num_servers, config.inference_gpus, "inference")
         for number, place in enumerate(server_places):
             what = f"inference-{number}" if self.num_servers > 1 else "inference"
             start = partial(self._start_server, what, number, place)
@@ -296,12 +279,10 @@ class RayMachines:
         for number, place in enumerate(trainer_places):
             name = f"trainer-{number}" if self.num_trainers > 1 else "trainer"
             plan = partial(self._plan_trainer, number)
-            child = RayChild(name, self._ray, place, plan, timeout_s, num_ports=2)
+            child = RayChild(name, self._ray, place, plan, timeout_s)
             self.trainers.append(child)
             if number == 0:
                 self._master = child.find_address()
-        for number, place in enumerate(env_places):
-            self.others.append(self._start_workers(f"env-{number}", place))
 
     def _wait_for_machines(self) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -320,9 +301,7 @@ class RayMachines:
                 line.show()
                 time.sleep(0.25)
 
-    def _reserve(
-        self, count: int, cpus: int, gpus: int, table: str
-    ) -> list[tuple[Any, int, dict[str, int]]]:
+    def _reserve(self, count: int, gpus: int, table: str) -> list[tuple[Any, int, dict[str, int]]]:
         """Reserve places: those of the trainer packed together, the others spread.
 
         Raises:
@@ -331,7 +310,7 @@ class RayMachines:
         if not count:
             return []
         ray, config = self._ray, self._config
-        bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        bundle = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
         strategy = "PACK" if table == "trainer" else "SPREAD"
         group = ray.util.placement_group([bundle] * count, strategy=strategy)
         self._groups.append(group)
@@ -341,10 +320,9 @@ class RayMachines:
                 line.show()
                 if time.monotonic() > deadline:
                     free = ray.available_resources()
-                    key, value = ("env_nodes", count) if table == "cluster" else ("gpus", gpus)
                     raise TomlError(
-                        f"{config.source(table, key)}: {table}.{key}={value}: each of {count} "
-                        f"places needs {gpus} GPUs and {cpus} CPUs, and Ray found none in "
+                        f"{config.source(table, 'gpus')}: {table}.gpus={gpus}: each of {count} "
+                        f"places needs {gpus} GPUs and 1 CPU, and Ray found none in "
                         f"{self._timeout_s:g} s (vllm_server_timeout); free are "
                         f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
                     )
@@ -383,27 +361,8 @@ class RayMachines:
             del env["CUDA_VISIBLE_DEVICES"]  # Ray has set them
         if named:
             env[SERVERS_VARIABLE] = " ".join(named)
-        if number == 0 and self.num_envs:
-            env[WORKERS_VARIABLE] = _named((address[0], address[1] + 1))
         words = trainer_command(config, self._options, number, self.num_trainers, master)
         return words, env
-
-    def _start_workers(self, name: str, place: Any) -> Supervised:
-        where = _named((self._master[0], self._master[1] + 1))
-        words = [*WORKERS, where, *self._config.words]
-
-        def plan(address: ADDRESS) -> tuple[list[str], dict[str, str]]:
-            named = {SERVERS_VARIABLE: " ".join(self._servers_named())}
-            return words, {"CUDA_VISIBLE_DEVICES": "", **named, **self._own}
-
-        def start() -> Child:
-            return RayChild(name, self._ray, place, plan, self._timeout_s)
-
-        def are_ready() -> bool:
-            return any("for the trainer at" in line for line in workers.child.last_lines)
-
-        workers = Supervised(f"{name}, with rollout workers,", start, are_ready, self._config)
-        return workers
 
     def close(self) -> None:
         for group in self._groups:

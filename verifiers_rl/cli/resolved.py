@@ -46,6 +46,9 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     rest = {k: v for k, v in data.items() if k not in first and k not in ("trainer", "env_file")}
     rest |= config.resolved_tables()
     _make_absolute(rest.get("inference", {}).get("args", {}), PATHS_OF_SERVER)
+    for number, env in enumerate(config.envs):
+        if env.python:
+            (rest["env"][number] if config.is_mix else rest["env"])["python"] = env.python
     for table in config.teachers:
         written = rest["teacher"][table.number]
         written["model"] = table.model

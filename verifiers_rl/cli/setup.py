@@ -60,7 +60,7 @@ def examples() -> dict[str, str]:
     found = {}
     names = sorted(path.parent.name for path in EXAMPLES.glob("*/rl.toml"))
     for name in sorted(names, key=SKELETON.__ne__):
-        if name != "classic":  # which is for verifiers before 0.4
+        if name != "classic":  # which needs a Python of its own
             title = (EXAMPLES / name / "README.md").read_text().partition("\n")[0]
             found[name] = title.partition(": ")[2]
     return found

@@ -25,7 +25,7 @@ class Machines(Protocol):
 
     Attributes:
         servers: of the policy.
-        others: the servers of teachers, and the rollout workers of other machines.
+        others: the servers of teachers.
         trainers: with the ranks of a machine each, rank 0 first. They end together.
     """
 

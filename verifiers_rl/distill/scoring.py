@@ -133,8 +133,9 @@ class Distillation:
             )
         if self.hint and example is None:
             raise InvalidEnvironmentError(
-                f"{what}: an EnvRunner of your own needs a method `async example(split, index)` "
-                "that returns the fields of an example, for the hint"
+                f"{what}: the fields of its examples are not known here, for the hint; leave out "
+                "python=..., or give an EnvRunner of your own a method `async example(split, "
+                "index)` that returns them"
             )
         if self.teacher is not None:
             if options.tokenizer is not None:

@@ -7,7 +7,6 @@ from verifiers_rl.lazy import load_on_first_use
 if TYPE_CHECKING:
     from verifiers_rl.envs.base import InvalidEnvironmentError as InvalidEnvironmentError
     from verifiers_rl.envs.base import WeightedEnv as WeightedEnv
-    from verifiers_rl.envs.base import check_classic as check_classic
     from verifiers_rl.envs.chat_harness import ChatHarness as ChatHarness
     from verifiers_rl.envs.dataset import env_from as env_from
     from verifiers_rl.envs.make import make_runner as make_runner
@@ -18,7 +17,6 @@ HOME = {
     "ChatHarness": "chat_harness",
     "InvalidEnvironmentError": "base",
     "WeightedEnv": "base",
-    "check_classic": "base",
     "env_from": "dataset",
     "load_v1_environment": "v1_loading",
     "make_runner": "make",

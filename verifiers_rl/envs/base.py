@@ -1,9 +1,10 @@
 """What all kinds of environment share. Each kind is a class that satisfies `types.EnvRunner`:
 
-classic.py  `verifiers.Environment`, up to verifiers 0.3
 v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them, v1_client.py takes
             their model calls to the server
-workers.py  environments of both kinds in processes of their own; worker_main.py runs there
+workers.py  environments in processes of their own; worker_main.py runs there
+foreign.py  environments that another Python makes, in workers of their own; tables.py runs there
+classic.py  `verifiers.Environment`, up to verifiers 0.3, in such a worker
 mixed.py    several of any kind
 make.py     chooses the kind for what a user passes as `env`
 """
@@ -14,8 +15,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +23,8 @@ import numpy as np
 from verifiers_rl.types import EnvRunner, GroupScorer, Rollout, Split
 
 logger = logging.getLogger(__name__)
+# The last verifiers with classic environments, and what works with it.
+CLASSIC_PACKAGES = "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3'"
 
 
 class NotPortableError(Exception):
@@ -32,21 +33,6 @@ class NotPortableError(Exception):
 
 class InvalidEnvironmentError(ValueError):
     """The environment cannot be used for training; the message says why and what to change."""
-
-
-def check_classic(what: str) -> None:
-    """Raise InvalidEnvironmentError if the installed verifiers has no classic environments.
-
-    Args:
-        what: the classic environment that is requested, for the error.
-    """
-    if find_spec("verifiers.legacy") is None:
-        raise InvalidEnvironmentError(
-            f"{what} is a classic environment, and verifiers {version('verifiers')} has those of "
-            "verifiers.v1 only. Install verifiers<0.4 with the vLLM that goes with it: "
-            "`make CLASSIC=1 install`, or uv pip "
-            "install -e '.[classic,vllm]' ([classic,cpu] --torch-backend=cpu), in a clone"
-        )
 
 
 def module_name(env_id: str) -> str:
@@ -121,7 +107,7 @@ class RunnerOptions:
         max_prompt_len: examples whose first prompt has more tokens are left out; None for no limit.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
         timeout_s: deadline of one rollout, seconds.
-        client_type: for classic environments, see `classic_clients.py`.
+        client_type: for classic environments, see `classic.py`.
         name: prefix of its metrics.
         sampling_args: for each request of training, in place of those that `run_group` gets.
         eval_sampling_args: the same for each request of an evaluation.
@@ -180,6 +166,20 @@ class ExampleRunner(Protocol):
         ...
 
 
+class HoldsExamples(ExampleRunner, Protocol):
+    """An `ExampleRunner` with its dataset."""
+
+    description: str
+    num_overlong_prompts: int
+    bounds_replies: bool
+    first_prompt: list[Any]
+
+    def sizes(self, split: Split) -> list[int]: ...
+    async def example(self, split: Split, index: int) -> dict[str, Any]:
+        """Return an example in a form for JSON."""
+        ...
+
+
 class EnvRecipe(Protocol):
     """How to make an environment again in another process; can be pickled."""
 
@@ -187,18 +187,21 @@ class EnvRecipe(Protocol):
 
 
 class PortableEnvironment(EnvRunner, Protocol):
-    """An `EnvRunner` that another process can make again. It then chooses and sends the examples,
-    and the other process runs them.
+    """An environment that rollout workers can make. It chooses and sends the examples, or where
+    they are, and the workers run them.
     """
 
     options: RunnerOptions
 
-    def recipe(self) -> EnvRecipe:
-        """Return how to make it again. Raises NotPortableError if that is not possible."""
+    def recipe(self) -> EnvRecipe | dict[str, Any]:
+        """Return how to make it. Raises NotPortableError if that is not possible.
+
+        A dict is JSON, for `tables.make_environment`; such a worker has the examples.
+        """
         ...
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
-        """Return an example in a form for JSON."""
+        """Return an example in a form for JSON, or the place of one that the workers have."""
         ...
 
     def prompt_of(self, example: dict[str, Any]) -> str:
@@ -211,8 +214,9 @@ class WeightedEnv:
     """One of several environments to train on.
 
     Attributes:
-        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
-            `verifiers.Environment`, or a `types.EnvRunner` of this name.
+        env: an `Env` or a `Taskset` of `verifiers.v1`, a taskset's id, or a `types.EnvRunner` of
+            this name. With `python`: an id, or a dict with what [env] has in a TOML, such as
+            {"id": "gsm8k", "args": {"num_train": 64}}.
         name: prefix of its metrics.
         weight: its share of the groups, up to a common factor.
         sampling_args: in place of the run's, such as {"max_tokens": 64} or {"top_p": 0.9}.
@@ -222,6 +226,9 @@ class WeightedEnv:
             the run.
         scorer: scores its training rollouts beside their rewards, such as a
             `distill.Distillation`.
+        python: interpreter of its rollout workers, such as "venv/bin/python"; there a classic
+            environment finds verifiers 0.3. "": the one of this process.
+        folders: where modules for `python` are, beside those that are installed for it.
     """
 
     env: Any
@@ -231,6 +238,8 @@ class WeightedEnv:
     only: Split | None = None
     eval_examples: int | None = None
     scorer: GroupScorer | None = None
+    python: str = ""
+    folders: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
         if self.scorer is not None and self.only == "eval":

@@ -2,79 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import pkgutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     NotPortableError,
     PortableEnvironment,
     RunnerOptions,
     WeightedEnv,
-    beside,
-    check_classic,
-    how_to_install,
-    module_name,
 )
+from verifiers_rl.envs.foreign import ForeignEnvironment
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
-from verifiers_rl.process.connections import WORKERS_VARIABLE
 from verifiers_rl.types import EnvRunner, missing_members
 
 logger = logging.getLogger(__name__)
-
-
-def load_by_id(env_id: str, args: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
-    """Load what an id alone names: a classic environment, whose module has `load_environment`, or
-    else a taskset of verifiers.v1.
-
-    Args:
-        args: arguments of `load_environment`, or keys of the taskset's config.
-        folders: its module may be there, beside those that are installed.
-
-    Raises:
-        InvalidEnvironmentError: there is none, it cannot be loaded, or it is a classic one and the
-            installed verifiers has none of those.
-    """
-    for folder in reversed(folders):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    module = module_name(env_id)
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise InvalidEnvironmentError(
-                f"id={env_id!r}: its module imports {error.name!r}, which is missing"
-            ) from error
-        if find_spec(f"verifiers.v1.tasksets.{module}") is None:
-            known = [one.name for one in pkgutil.iter_modules([str(path) for path in folders])]
-            hint = did_you_mean(module, known, "install it, or correct the id")
-            raise InvalidEnvironmentError(
-                f"[env] id={env_id!r}: no module {module!r} is installed{beside(folders)}; "
-                f"{how_to_install(env_id) or hint}"
-            ) from error
-        found = None  # verifiers' own
-    is_classic = hasattr(found, "load_environment")
-    if is_classic and find_spec("verifiers.legacy") is None:
-        is_classic = not hasattr(found, "__all__")  # one that is of both kinds
-    if is_classic:
-        check_classic(f"[env] id={env_id!r}")
-        from verifiers_rl.envs.classic import load_environment
-
-        return load_environment(env_id, dict(args), *folders)
-    from verifiers_rl.envs.v1_loading import load_v1_environment
-
-    return load_v1_environment({"taskset": {"id": env_id, **args}}, *folders)
 
 
 def warn_of_replies_beyond_use(runner: Any, max_model_len: int, args: Any) -> None:
@@ -124,16 +68,22 @@ def _runner(env: Any, options: RunnerOptions) -> EnvRunner:
         env = load_v1_environment({"taskset": {"id": env}})
     if V1Environment.can_run(env):
         return V1Environment(env, options)
-    if find_spec("verifiers.legacy") is not None:
-        from verifiers_rl.envs.classic import ClassicEnvironment
-
-        if ClassicEnvironment.can_run(env):
-            return ClassicEnvironment(env, options)
     raise InvalidEnvironmentError(
-        f"environment {options.name!r}: expected an Env or a Taskset of verifiers.v1, or a classic "
-        f"verifiers.Environment, got {_what(env)}. Prompts and a reward function become one by "
+        f"environment {options.name!r}: expected an Env or a Taskset of verifiers.v1, got "
+        f"{_what(env)}. Prompts and a reward function become one by "
         "env_from(prompts, reward)"
     )
+
+
+def _foreign(one: WeightedEnv, options: RunnerOptions) -> Any:
+    """Return the environment of another Python."""
+    table = {"id": one.env} if isinstance(one.env, str) else one.env
+    if not isinstance(table, Mapping) or not ("id" in table or "taskset" in table):
+        raise InvalidEnvironmentError(
+            f"environment {one.name!r}: with python={one.python!r}, env must be an id or a dict "
+            f'such as {{"id": ..., "args": {{...}}}}, not {_what(one.env)}'
+        )
+    return ForeignEnvironment(table, one.python, options, one.folders)
 
 
 def _in_workers(
@@ -161,22 +111,6 @@ def _in_workers(
         return runner
 
 
-def make_pool(args: Any, address: tuple[str, int] | None = None) -> WorkerPool:
-    """Return the worker processes that these options ask for.
-
-    Args:
-        address: where workers of other machines connect.
-    """
-    return WorkerPool(
-        count_workers(args.env_workers), args.max_concurrent, args.generation_timeout, address
-    )
-
-
-def _address_for_workers() -> tuple[str, int] | None:
-    host, _, port = os.environ.get(WORKERS_VARIABLE, "").rpartition(":")
-    return (host.strip("[]"), int(port)) if host else None
-
-
 def longest_wait_s(env: Any) -> float:
     """Return the seconds that a group may wait for a scorer, beside the time of its rollouts."""
     mixed = env if isinstance(env, list | tuple) else ()
@@ -190,19 +124,17 @@ def make_runner(
     tokenizer: Any,
     args: Any,
     report: Callable[[str], None] = print,
-    pool: WorkerPool | None = None,
 ) -> EnvRunner:
     """Return the runner of one environment, or of a list of `WeightedEnv` that are mixed. Report
     who plays where.
 
     Args:
-        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, a classic
-            `verifiers.Environment`, an `EnvRunner`, or WeightedEnvs.
+        env: an `Env` or a `Taskset` of `verifiers.v1` or a taskset's id, an `EnvRunner`, or
+            WeightedEnvs.
         base_url: URL of the inference server, without /v1.
         tokenizer: the model's.
         args: the `RLConfig`.
         report: called with the description of each environment that has one.
-        pool: takes up the environments; None: a new one, as `args` say.
 
     Raises:
         InvalidEnvironmentError: an environment cannot be used for training, or its sampling_args
@@ -230,7 +162,7 @@ def make_runner(
             else "",
         )
     num_workers = count_workers(args.env_workers)
-    pool = pool or make_pool(args, _address_for_workers())
+    pools: dict[str, WorkerPool] = {}  # by their Python
     parts: list[EnvRunner] = []
     for one, sampled in zip(mixed, sampling, strict=True):
         options = RunnerOptions(
@@ -248,14 +180,16 @@ def make_runner(
             tools_in_process=args.tools_in_process,
             chat_template_kwargs=sampled.chat_template_kwargs,
         )
-        parts.append(_runner(one.env, options))
+        parts.append(_foreign(one, options) if one.python else _runner(one.env, options))
         if len(mixed) > 1 and parts[-1].name != one.name:
             raise InvalidEnvironmentError(
                 f"environment {one.name!r} is an EnvRunner named {parts[-1].name!r}; give both the "
                 "same name"
             )
-        example = getattr(parts[-1], "example", None)
-        if num_workers:
+        example = None if one.python else getattr(parts[-1], "example", None)
+        if number := num_workers or bool(one.python):  # another Python has one at least
+            limits = args.max_concurrent, args.generation_timeout
+            pool = pools.setdefault(one.python, WorkerPool(number, *limits, one.python))
             parts[-1] = _in_workers(parts[-1], pool, args.env_workers, report)
         if description := parts[-1].description:
             report(description)

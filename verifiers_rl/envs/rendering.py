@@ -1,4 +1,4 @@
-"""Conversations as tokens, by the trainer's own chat template."""
+"""Conversations as tokens, by the chat template of the model's tokenizer, as vLLM renders them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,37 @@ import json
 from array import array
 from typing import Any
 
-from verifiers_rl.envs.chat_template import as_vllm_renders
-
 NUM_KEPT = 256  # renderings in memory, 4 bytes a token; the rollouts of a group share a prompt
+
+
+def as_vllm_renders(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as vLLM passes it to a chat template: the arguments of tool calls are an
+    object, not JSON, and several parts of text are one text.
+
+    Raises:
+        ValueError: a part of the message is not text.
+    """
+    if isinstance(parts := message.get("content"), list):
+        for part in parts:
+            if not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"a message of the role {message.get('role')!r} has a part of the type "
+                    f"{part.get('type')!r}: images and other media are not trained yet, only text"
+                )
+        message = {**message, "content": "\n".join(part["text"] for part in parts)}
+    calls = [
+        {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}
+        for call in message.get("tool_calls") or []
+        for function in [call["function"]]
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _as_object(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        return arguments  # the model's mistake; the environment answers it
 
 
 class Renderer:

@@ -16,7 +16,7 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
 from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError
-from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.rendering import as_vllm_renders
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,12 @@
 """A rollout worker: makes environments from their recipes, and runs groups for the orchestrator's
-process, on an event loop of its own.
+process, on an event loop of its own. It may run in another Python than the trainer's, and loads
+neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import faulthandler
 import gc
 import json
@@ -19,17 +21,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import ExampleRunner
+from verifiers_rl.envs.base import ExampleRunner, HoldsExamples
 from verifiers_rl.envs.messages import frame, pack_group, receive
+from verifiers_rl.envs.tables import facts_of, make_environment
 from verifiers_rl.inference import Lease, current_group_seed, current_lease
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Slots
-
-NOT_MADE = 3  # exit status of a worker that could not make its environments
 
 
 def main(descriptor: int, stack: int, parent: int) -> None:
@@ -47,38 +48,43 @@ def main(descriptor: int, stack: int, parent: int) -> None:
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     connection = socket.socket(fileno=descriptor)
     with open(0, "rb", closefd=False) as stream:  # a file from the process that started us
-        setup = json.loads(_read(stream))
-        recipes = pickle.loads(_read(stream))
+        setup = json.load(stream)
+    recipes, only_describes = setup["recipes"], setup.get("only_describes", False)
     runners: list[ExampleRunner] = []
-    problem, where = None, ""
+    said: dict[str, Any] = {"problem": None}
+    where = ""
     try:
         multiprocessing.spawn.prepare(setup["process"])  # imports the script, if it is named
-        logging.disable(logging.WARNING)  # what is to be said of them is said in the trainer
-        for name, recipe in recipes:
+        if not only_describes:
+            logging.disable(logging.WARNING)  # what is to be said of them has been said
+        for recipe in recipes:
             # Outside the event loop, because an environment may run its own loop to load its data.
-            where = f"environment {name!r}: " if len(recipes) > 1 else ""
-            runners.append(pickle.loads(recipe).make())
+            where = f"environment {recipe['name']!r}: " if len(recipes) > 1 else ""
+            runners.append(_make(recipe))
+        if only_describes:
+            said["facts"] = facts_of(cast(HoldsExamples, runners[0]))
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
-        problem = where + describe_error(error)
+        said["problem"] = where + describe_error(error)
     logging.disable(logging.NOTSET)
-    if problem is not None:
-        connection.sendall(b"".join(frame({"problem": problem})))
-        sys.exit(NOT_MADE)
+    if only_describes or said["problem"] is not None:
+        connection.sendall(b"".join(frame(said)))
+        os._exit(0)
     # Ctrl-C may reach us too, but the trainer decides when we end. Set after the environments are
     # made, because environments set a handler of their own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
-    has_opened = asyncio.run(_serve(connection, stack, runners, setup))
+    asyncio.run(_serve(connection, stack, runners, setup))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without what compiled modules print when they are unloaded.
-    os._exit(0 if has_opened else NOT_MADE)
+    os._exit(0)  # without what compiled modules print when they are unloaded
 
 
-def _read(stream: Any) -> bytes:
-    return stream.read(int.from_bytes(stream.read(8), "little"))
+def _make(recipe: dict[str, Any]) -> ExampleRunner:
+    if "pickled" in recipe:
+        return pickle.loads(base64.b64decode(recipe["pickled"])).make()
+    return make_environment(recipe)
 
 
 def _die_before_trainer() -> None:
@@ -153,16 +159,16 @@ class _Places:
 
 async def _serve(
     connection: socket.socket, stack: int, runners: list[ExampleRunner], setup: dict[str, Any]
-) -> bool:
-    """Run groups until the connection ends. Return False if the environments did not open."""
+) -> None:
+    """Run groups until the connection ends."""
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
         await asyncio.gather(*(runner.open() for runner in runners))
     except Exception as error:  # whatever the environment's own code raises
         writer.writelines(frame({"problem": describe_error(error)}))
         await writer.drain()
-        return False
-    writer.writelines(frame({"problem": None, "environments": setup["environments"]}))
+        return
+    writer.writelines(frame({"problem": None}))
     files = max(runner.files_per_rollout for runner in runners)
     slots = Slots(rollouts_at_once(setup["max_concurrent"], files))
     running: dict[int, asyncio.Task[None]] = {}
@@ -171,7 +177,7 @@ async def _serve(
 
     async def run(number: int, request: dict[str, Any]) -> None:
         try:
-            runner = runners[request.pop("env")]
+            env = request.pop("env")
             places = places_of[number] = _Places(
                 slots,
                 lambda **said: writer.writelines(frame({"group": number, **said})),
@@ -179,8 +185,11 @@ async def _serve(
                 request["policy_version"],
             )
             current_group_seed.set(request.pop("group_seed", None))  # of this group's task
-            request["example"] = json.loads(request["example"])
-            group = await runner.run_example(**request, slots=places)
+            example = json.loads(request["example"])
+            if "table" in setup["recipes"][env]:  # then it is the place of one
+                example = await cast(HoldsExamples, runners[env]).example(**example)
+            request["example"] = example
+            group = await runners[env].run_example(**request, slots=places)
             rollouts, arrays = pack_group(group)
             answer = frame({"group": number, "rollouts": rollouts}, arrays)
         except Exception as error:  # sent, so that the trainer does not wait forever
@@ -214,7 +223,6 @@ async def _serve(
         task.cancel()
     await asyncio.gather(*tasks, is_alive, return_exceptions=True)
     await asyncio.gather(*(runner.close() for runner in runners))
-    return True
 
 
 async def _say_alive(

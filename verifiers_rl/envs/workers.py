@@ -5,15 +5,10 @@ orchestrator's work for each token take no time from the trainer.
     WorkerEnvironment ── an example, as JSON ──────►  ExampleRunner: rollouts, scores
                       ◄── Rollouts, as arrays ──────
 
-A worker makes each environment again from its recipe (`base.EnvRecipe`): one of verifiers.v1 from
-its configuration, a classic one from its id and arguments. If parts of it are defined in the script
-that runs, the worker imports the script, as multiprocessing's "spawn" does. The recipe is pickled,
-and goes through a file without a name, which no other process can reach. All other messages are
-JSON and arrays (messages.py).
-
-Workers may also run on other machines. A process there (worker_host.py) makes the recipes itself,
-from the run's configuration, and starts the same worker program. Its worker gets a connection to
-the trainer, on which both sides have proven that they know the run's token.
+A worker makes each environment again from its recipe. If parts of it are defined in the script that
+runs, the worker imports the script, as multiprocessing's "spawn" does. Recipes go through a file
+without a name, which no other process can reach; all other messages are JSON and arrays
+(messages.py). Workers may run in another Python than the trainer's, see foreign.py.
 
 We do not use the environment server of `verifiers`: its workers talk to the model through stock
 clients, which lose policy versions and empty replies, and a worker that dies is not started again.
@@ -23,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import base64
 import itertools
 import json
 import logging
@@ -40,12 +36,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import verifiers_rl
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError, PortableEnvironment
 from verifiers_rl.envs.messages import EnvWorkerError, frame, receive, unpack_group
 from verifiers_rl.envs.routed import GroupLeases
-from verifiers_rl.inference import TOKEN_VARIABLE, current_group_seed
-from verifiers_rl.process.connections import Door, keep
+from verifiers_rl.inference import current_group_seed
 from verifiers_rl.types import LOAD_S, Progress, Rollout, Slots, Split
 
 logger = logging.getLogger(__name__)
@@ -74,34 +70,28 @@ def count_workers(env_workers: int | str) -> int:
 
 
 class WorkerPool:
-    """Worker processes that the environments of a run share.
+    """Worker processes that the environments of a run share which use one Python.
 
     Args:
         num_workers: >= 1.
         max_concurrent: limit of rollouts in flight in one worker.
         timeout_s: seconds that a rollout may take. A worker that says nothing for so long (and not
             for less than `BLOCKED_S`) is ended.
-        address: host and port where workers of other machines connect; None: there are none.
+        python: the interpreter; "": the one of this process.
     """
 
     def __init__(
-        self,
-        num_workers: int,
-        max_concurrent: int,
-        timeout_s: float,
-        address: tuple[str, int] | None = None,
+        self, num_workers: int, max_concurrent: int, timeout_s: float, python: str = ""
     ) -> None:
         self.workers: list[_Worker] = []
         self._num_workers = num_workers
         self._max_concurrent = max_concurrent
         self._timeout_s = timeout_s
-        self._recipes: list[tuple[str, bytes]] = []  # name of the environment, pickled recipe
+        self._python = python
+        self._recipes: list[dict[str, Any]] = []
         self._needs_script = False
         self._num_open = 0  # environments that are open
         self._opening: asyncio.Task[None] | None = None
-        self._address = address
-        self._door: Door | None = None
-        self._greetings: set[asyncio.Task[None]] = set()
 
     def add(self, env: PortableEnvironment) -> int:
         """Take up an environment; return its number.
@@ -110,17 +100,19 @@ class WorkerPool:
             NotPortableError: a worker could not make it again.
         """
         recipe = env.recipe()
-        try:
-            data = pickle.dumps(recipe)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise NotPortableError(
-                f"its parts cannot be sent to another process: {error}"
-            ) from error
-        if b"__main__" in data:
-            if problem := problem_of_importing_script():
-                raise NotPortableError(problem)
-            self._needs_script = True
-        self._recipes.append((env.name, data))
+        if not isinstance(recipe, dict):
+            try:
+                data = pickle.dumps(recipe)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise NotPortableError(
+                    f"its parts cannot be sent to another process: {error}"
+                ) from error
+            if b"__main__" in data:
+                if problem := problem_of_importing_script():
+                    raise NotPortableError(problem)
+                self._needs_script = True
+            recipe = {"pickled": base64.b64encode(data).decode()}
+        self._recipes.append({"name": env.name, **recipe})
         return len(self._recipes) - 1
 
     async def open(self) -> None:
@@ -135,108 +127,35 @@ class WorkerPool:
         await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
-        local = [
-            _LocalWorker(self.names, self.setup(), self._load_s, self._silent_s)
+        names = ", ".join(recipe["name"] for recipe in self._recipes)
+        load_s, silent_s = max(self._timeout_s, LOAD_S), max(self._timeout_s, BLOCKED_S)
+        self.workers = [
+            _Worker(names, self._python, self._setup(), load_s, silent_s)
             for _ in range(self._num_workers)
         ]
-        self.workers = [*local]
-        problems = await asyncio.gather(*(one.open() for one in local), return_exceptions=True)
-        try:
-            if self._address is not None:
-                self._door = self._open_door(*self._address)
-        except InvalidEnvironmentError as error:
-            problems.append(error)
+        problems = await asyncio.gather(
+            *(worker.open() for worker in self.workers), return_exceptions=True
+        )
         for problem in problems:
             if problem is not None:
                 await self._close()
                 raise problem
 
-    @property
-    def names(self) -> str:
-        """Of the environments, for messages."""
-        return ", ".join(name for name, _ in self._recipes)
-
-    @property
-    def _load_s(self) -> float:
-        return max(self._timeout_s, LOAD_S)
-
-    @property
-    def _silent_s(self) -> float:
-        return max(self._timeout_s, BLOCKED_S)
-
-    def setup(self) -> bytes:
-        """Return what a worker reads first: its preparation, and the recipes."""
-        parts = [json.dumps(self._preparation()).encode(), pickle.dumps(self._recipes)]
-        return b"".join(len(data).to_bytes(8, "little") + data for data in parts)
-
-    def _open_door(self, host: str, port: int) -> Door:
-        """Let workers of other machines in.
-
-        Raises:
-            InvalidEnvironmentError: nobody can listen there.
-        """
-        loop, token = asyncio.get_running_loop(), os.environ.get(TOKEN_VARIABLE)
-        if not token:
-            raise InvalidEnvironmentError(
-                f"rollout workers of other machines need the run's token: set {TOKEN_VARIABLE} to "
-                "the same value on all"
-            )
-
-        def greet(number: int, connection: socket.socket) -> None:
-            try:
-                loop.call_soon_threadsafe(take, number, connection)
-            except RuntimeError:
-                connection.close()  # the loop is closed
-
-        def take(number: int, connection: socket.socket) -> None:
-            if self._door is None:
-                connection.close()  # too late
-                return
-            task = asyncio.create_task(self._add_remote(number, connection))
-            self._greetings.add(task)
-            task.add_done_callback(self._greetings.discard)
-
-        try:
-            return Door(host, port, secret_of_workers(token), greet)
-        except OSError as error:
-            raise InvalidEnvironmentError(
-                f"rollout workers of other machines cannot connect to {host}:{port}: "
-                f"{error.strerror}; let MASTER_PORT + 2 be free on machine 0"
-            ) from error
-
-    async def _add_remote(self, number: int, connection: socket.socket) -> None:
-        """Use a worker of another machine, once it has made the environments."""
-        try:
-            keep(connection)
-            machine = connection.getpeername()[0]
-            name = f"worker {number} on {machine}"
-        except OSError:
-            connection.close()  # it has left already
-            return
-        worker = _RemoteWorker(name, self.names, self._silent_s, self.workers.remove)
-        worker.machine = machine
-        try:
-            if problem := await worker.open(connection, self._load_s):
-                logger.warning("environment %r: %s is not used: %s", self.names, name, problem)
-                return
-            self.workers.append(worker)
-            print(f"\nrollout {name} has joined, one of {len(self.workers)}", flush=True)
-            await worker.until_lost()
-        finally:
-            await worker.close()
-
-    def _preparation(self) -> dict[str, Any]:
-        """Return what a worker sets before it unpickles the recipes."""
-        given = multiprocessing.spawn.get_preparation_data("rollout worker")
-        names = ["sys_path", "sys_argv", "orig_dir", "dir"]
-        if self._needs_script:
-            names += ["init_main_from_path", "init_main_from_name"]
+    def _setup(self) -> dict[str, Any]:
+        """Return what a worker reads first."""
+        process = {}
+        if not self._python:
+            names = ["sys_path", "sys_argv", "orig_dir", "dir"]
+            if self._needs_script:
+                names += ["init_main_from_path", "init_main_from_name"]
+            given = multiprocessing.spawn.get_preparation_data("rollout worker")
+            process = {name: given[name] for name in names if name in given}
         return {
-            "process": {name: given[name] for name in names if name in given},
+            "process": process,
             "max_concurrent": self._max_concurrent,
             "alive_s": ALIVE_S,
             "blocked_s": BLOCKED_S,
-            "environments": self.names,
+            "recipes": self._recipes,
         }
 
     async def close(self) -> None:
@@ -247,19 +166,12 @@ class WorkerPool:
 
     async def _close(self) -> None:
         self._opening = None
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
-        for task in self._greetings:
-            task.cancel()
-        await asyncio.gather(*self._greetings, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
     async def run_group(
         self, request: dict[str, Any], on_rollout_end: Callable[..., None]
     ) -> tuple[list[Rollout], int]:
-        """Run one group in the worker with the least to do. If the worker dies, begin again in
-        another one.
+        """Run one group in the worker with the least to do. If the worker dies, begin again.
 
         Returns:
             The rollouts, and how often the group began again.
@@ -268,19 +180,13 @@ class WorkerPool:
             EnvWorkerError: the worker could not run the group, or workers died with it
                 `MAX_ATTEMPTS` times.
         """
-        lost: set[str] = set()  # machines, whose other workers may be lost with this one
         for num_restarts in itertools.count():
-            worker = min(
-                self.workers,
-                key=lambda one: (not one.answers, one.machine in lost, one.num_groups),
-            )
+            worker = min(self.workers, key=lambda one: (not one.answers, one.num_groups))
             try:
                 return await worker.run_group(request, on_rollout_end), num_restarts
             except WorkerLostError:
                 if num_restarts + 1 == MAX_ATTEMPTS:
                     raise
-                if worker.machine:
-                    lost.add(worker.machine)
         raise AssertionError("unreachable")
 
 
@@ -390,29 +296,31 @@ def is_guarded(source: str) -> bool:
 
 
 class _Worker:
-    """This side of one worker: the groups that it runs, over a connection.
+    """A worker process, and this side of its connection. A process that ends is started again.
 
     Args:
-        name: what messages call it.
         names: of its environments, for messages.
-        silent_s: a worker that has said nothing for so long is ended.
+        python: see `WorkerPool`.
+        setup: what the process reads first.
+        load_s: deadline of its start, seconds.
+        silent_s: a process that has said nothing for so long is ended.
 
     Attributes:
         num_groups: groups that it was given and has not returned.
-        num_deaths: since it returned a group.
-        machine: the address of the machine where it runs; "" for this one.
-        is_silent: it was reported as blocked, and has said nothing since.
     """
 
-    def __init__(self, name: str, names: str, silent_s: float) -> None:
-        self.name = name
-        self.names = names
+    def __init__(
+        self, names: str, python: str, setup: dict[str, Any], load_s: float, silent_s: float
+    ) -> None:
         self.num_groups = 0
-        self.num_deaths = 0
-        self.machine = ""
-        self.is_silent = False
-        self._silent_s = silent_s
-        self._reader = asyncio.StreamReader()
+        self._names, self._python, self._setup = names, python, setup
+        self._load_s, self._silent_s = load_s, silent_s
+        self._num_deaths = 0  # since it returned a group
+        self._is_silent = False  # it was reported as blocked, and has said nothing since
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stack: BinaryIO | None = None  # what the process writes when its loop is blocked
+        self._starting: asyncio.Task[None] | None = None
+        self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []  # one reads, one watches
         self._heard = asyncio.Event()
@@ -422,30 +330,42 @@ class _Worker:
     @property
     def answers(self) -> bool:
         """Whether it is started, and not reported as blocked."""
-        return not self.is_silent
+        return self._starting is not None and self._starting.done() and not self._is_silent
 
-    async def _hear_problem(self, load_s: float) -> str | None:
-        """Return why the worker could not make the environments, or None if it has.
+    async def open(self) -> None:
+        self._starting = asyncio.create_task(self._start())
+        await self._starting
+
+    async def _start(self) -> None:
+        """Start the process, and wait until it has made the environments.
 
         Raises:
-            EOFError: it ended before it said so.
-            OSError: the connection broke.
-            TimeoutError: it did not say so within `load_s`.
+            InvalidEnvironmentError: it could not make one, or not within the deadline.
         """
-        said, _ = await asyncio.wait_for(receive(self._reader), load_s)
-        if said["problem"] is None and said["environments"] != self.names:
-            return (
-                f"it has made {said['environments']}, not {self.names}; start the same "
-                "configuration on all machines"
+        ours, theirs = socket.socketpair()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
+        with theirs:
+            self._process = process = start_worker(
+                self._python, theirs.fileno(), self._stack.fileno(), self._setup
             )
-        return said["problem"]
-
-    def _begin(self) -> None:
-        self.is_silent = False
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            _feed_eof_when_ended(process, self._reader)
+            said, _ = await asyncio.wait_for(receive(self._reader), self._load_s)
+            problem = said["problem"]
+        except TimeoutError:
+            process.kill()
+            problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
+        except (EOFError, OSError):
+            problem = await self._how_it_ended()
+        except BaseException:
+            await self._end()
+            raise
+        if problem is not None:
+            await self._end()
+            raise InvalidEnvironmentError(f"environment {self._names!r}, in a worker: {problem}")
+        self._is_silent = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-
-    async def _wait_for_start(self) -> None:
-        """Wait until the worker can run groups."""
 
     async def run_group(
         self, request: dict[str, Any], on_rollout_end: Callable[..., None]
@@ -457,10 +377,11 @@ class _Worker:
             EnvWorkerError: the worker could not run the group.
             InvalidEnvironmentError: a new process could not make the environments.
         """
+        assert self._starting is not None, "the pool is not open"
         self.num_groups += 1
         number = next(self._numbers)
         try:
-            await self._wait_for_start()
+            await asyncio.shield(self._starting)
             reply = asyncio.get_running_loop().create_future()
             self._replies[number] = reply, on_rollout_end
             if isinstance(on_rollout_end, GroupLeases):
@@ -470,7 +391,7 @@ class _Worker:
                 request = {**request, "servers": servers}
             self._send({"group": number, **request})
             group = await reply
-            self.num_deaths = 0
+            self._num_deaths = 0
             return group
         except asyncio.CancelledError:
             self._send({"group": number, "cancel": True})
@@ -488,7 +409,7 @@ class _Worker:
             while True:
                 message, arrays = await receive(self._reader)
                 self._heard.set()
-                self.is_silent = False
+                self._is_silent = False
                 waiting = self._replies.get(message.get("group", -1))
                 if waiting is None or waiting[0].done():
                     continue  # it is alive, or its group was cancelled
@@ -504,18 +425,37 @@ class _Worker:
                     on_rollout_end(message["server"])
                 else:
                     on_rollout_end()
-        except (EOFError, OSError) as error:
-            problem = await self._how_it_ended(error)
+        except (EOFError, OSError):
+            problem = await self._how_it_ended()
         except (ValueError, KeyError, TypeError) as error:
             problem = f"unreadable reply: {describe_error(error)}"
         lost, self._replies = self._replies, {}
-        self._lose(problem, len(lost))
+        self._num_deaths += 1
+        logger.warning(
+            "environment %r: %s; another one is started, and its %d groups begin again",
+            self._names,
+            problem,
+            len(lost),
+        )
+        # From here on, new groups wait for the new process. Whoever runs the next gets its error.
+        self._starting = asyncio.create_task(self._start_again(problem))
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         for reply, _ in lost.values():
             if not reply.done():
                 reply.set_exception(WorkerLostError(problem))
 
+    async def _start_again(self, problem: str) -> None:
+        await self._end()
+        if self._num_deaths == MAX_DEATHS:
+            raise InvalidEnvironmentError(
+                f"environment {self._names!r}: a worker died {MAX_DEATHS} times and returned no "
+                f"group in between; at last {problem}"
+            )
+        await self._start()
+
     async def _watch(self) -> None:
-        """Report the worker if it says nothing for `BLOCKED_S`, and end it after `silent_s`."""
+        """Report the process if it says nothing for `BLOCKED_S`, and end it after `silent_s`."""
+        assert self._process is not None
         num_timeouts = 0
         while num_timeouts * BLOCKED_S < self._silent_s:
             self._heard.clear()
@@ -529,128 +469,21 @@ class _Worker:
                     await asyncio.wait_for(self._heard.wait(), ALIVE_S / 2)
                     continue
             num_timeouts += 1
-            if not self.is_silent:
-                self.is_silent = True
+            if not self._is_silent:
+                self._is_silent = True
                 logger.warning(
-                    "environment %r: %s has not answered for %g s; other workers get its "
+                    "environment %r: worker %d has not answered for %g s; other workers get its "
                     "new groups. %s",
-                    self.names,
-                    self.name,
+                    self._names,
+                    self._process.pid,
                     BLOCKED_S,
                     self._where_it_is(),
                 )
-        logger.warning("environment %r: %s is ended", self.names, self.name)
-        self._kill()
-
-    def _stop_tasks(self) -> None:
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+        logger.warning("environment %r: worker %d is ended", self._names, self._process.pid)
+        self._process.kill()
 
     def _where_it_is(self) -> str:
         """Return where the environment's code has blocked the event loop, as far as is known."""
-        raise NotImplementedError
-
-    def _kill(self) -> None:
-        """End the worker, which says nothing. Its connection ends then."""
-        raise NotImplementedError
-
-    async def _how_it_ended(self, error: Exception) -> str:
-        raise NotImplementedError
-
-    def _lose(self, problem: str, num_groups: int) -> None:
-        """The worker is lost, with so many groups. Called before they begin again elsewhere."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        raise NotImplementedError
-
-
-class _LocalWorker(_Worker):
-    """A worker of this process. A process that ends is started again.
-
-    Args:
-        setup: what the process reads first.
-        load_s: deadline of its start, seconds.
-    """
-
-    def __init__(self, names: str, setup: bytes, load_s: float, silent_s: float) -> None:
-        super().__init__("a worker", names, silent_s)
-        self._setup = setup
-        self._load_s = load_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stack: BinaryIO | None = None  # what the process writes when its loop is blocked
-        self._starting: asyncio.Task[None] | None = None
-
-    @property
-    def answers(self) -> bool:
-        is_started = self._starting is not None and self._starting.done()
-        return is_started and not self.is_silent
-
-    async def open(self) -> None:
-        self._starting = asyncio.create_task(self._start())
-        await self._starting
-
-    async def _wait_for_start(self) -> None:
-        assert self._starting is not None, "the pool is not open"
-        await asyncio.shield(self._starting)
-
-    async def _start(self) -> None:
-        """Start the process, and wait until it has made the environments.
-
-        Raises:
-            InvalidEnvironmentError: it could not make one, or not within the deadline.
-        """
-        ours, theirs = socket.socketpair()
-        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
-        with theirs:
-            process = start_worker(theirs.fileno(), self._stack.fileno(), self._setup)
-        self._process, self.name = process, f"worker {process.pid}"
-        try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
-            _feed_eof_when_ended(process, self._reader)
-            problem = await self._hear_problem(self._load_s)
-        except TimeoutError:
-            process.kill()
-            problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
-        except (EOFError, OSError) as error:
-            problem = await self._how_it_ended(error)
-        except BaseException:
-            await self._end()
-            raise
-        if problem is not None:
-            await self._end()
-            raise InvalidEnvironmentError(f"environment {self.names!r}, in a worker: {problem}")
-        self._begin()
-
-    def _lose(self, problem: str, num_groups: int) -> None:
-        self.num_deaths += 1
-        logger.warning(
-            "environment %r: %s; another one is started, and its %d groups begin again",
-            self.names,
-            problem,
-            num_groups,
-        )
-        # From here on, new groups wait for the new process.
-        self._starting = asyncio.create_task(self._start_again(problem))
-        # Whoever runs the next group gets its error.
-        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    async def _start_again(self, problem: str) -> None:
-        await self._end()
-        if self.num_deaths == MAX_DEATHS:
-            raise InvalidEnvironmentError(
-                f"environment {self.names!r}: a worker died {MAX_DEATHS} times and returned no "
-                f"group in between; at last {problem}"
-            )
-        await self._start()
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
-    def _where_it_is(self) -> str:
         assert self._stack is not None
         size = os.fstat(self._stack.fileno()).st_size
         text = os.pread(self._stack.fileno(), size, 0).decode(errors="replace")
@@ -659,7 +492,7 @@ class _LocalWorker(_Worker):
             return "It says nothing of where it is: is it stopped?"
         return f"Its event loop is blocked here:\n{last}"
 
-    async def _how_it_ended(self, error: Exception) -> str:
+    async def _how_it_ended(self) -> str:
         assert self._process is not None
         status = await asyncio.to_thread(end_worker, self._process)
         return f"the worker process {self._process.pid} ended with status {status}"
@@ -671,106 +504,49 @@ class _LocalWorker(_Worker):
 
     async def _end(self) -> None:
         """End the process, and what it has left behind."""
-        self._stop_tasks()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()  # makes the process end
         if process is not None:
-            if self.is_silent:
+            if self._is_silent:
                 process.kill()  # it would not notice that the connection is closed
-            try:
-                await asyncio.to_thread(end_worker, process)
-            finally:
-                kill_group(process)
+            await asyncio.to_thread(end_worker, process)
         if self._stack is not None:
             self._stack.close()
 
 
-class _RemoteWorker(_Worker):
-    """A worker that a `WorkerHost` on another machine has started, and starts again.
-
-    Args:
-        on_lost: called with this worker when it is lost.
-    """
-
-    def __init__(
-        self, name: str, names: str, silent_s: float, on_lost: Callable[[_Worker], None]
-    ) -> None:
-        super().__init__(name, names, silent_s)
-        self._on_lost = on_lost
-        self._is_lost = asyncio.Event()
-
-    async def open(self, connection: socket.socket, load_s: float) -> str | None:
-        """Return why it cannot be used, or None if it can."""
-        try:
-            self._reader, self._writer = await asyncio.open_connection(sock=connection)
-            problem = await self._hear_problem(load_s)
-        except (EOFError, OSError, ValueError, KeyError) as error:
-            problem = f"it has not made the environments: {describe_error(error)}"
-        if problem is None:
-            self._begin()
-        return problem
-
-    def _where_it_is(self) -> str:
-        return "Where its event loop is blocked stands in the output of that machine."
-
-    async def until_lost(self) -> None:
-        await self._is_lost.wait()
-
-    def _lose(self, problem: str, num_groups: int) -> None:
-        logger.warning(
-            "environment %r: %s; its %d groups begin again in other workers",
-            self.names,
-            problem,
-            num_groups,
-        )
-        self._on_lost(self)
-        self._stop_tasks()
-        self._kill()
-        self._is_lost.set()
-
-    def _kill(self) -> None:
-        if self._writer is not None:
-            self._writer.transport.abort()  # its host notices, and ends it
-
-    async def _how_it_ended(self, error: Exception) -> str:
-        why = "its connection has ended" if isinstance(error, EOFError) else describe_error(error)
-        return f"{self.name} is lost: {why}"
-
-    async def close(self) -> None:
-        self._stop_tasks()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()  # makes it end
-            with suppress(OSError):  # TimeoutError too: its machine may be lost
-                await asyncio.wait_for(writer.wait_closed(), ALIVE_S)
-            writer.transport.abort()
-
-
-def start_worker(descriptor: int, stack: int, setup: bytes) -> subprocess.Popen[bytes]:
+def start_worker(
+    python: str, descriptor: int, stack: int, setup: dict[str, Any]
+) -> subprocess.Popen[bytes]:
     """Start a worker process.
 
     Args:
+        python: see `WorkerPool`.
         descriptor: of its end of the connection to the trainer.
         stack: descriptor of a file for the stack of a blocked event loop.
-        setup: see `WorkerPool.setup`. It has pickles, so it does not come over the connection.
+        setup: what it reads first. This has pickles, so it does not come over the connection.
     """
     with tempfile.TemporaryFile() as file:
-        file.write(setup)
+        file.write(json.dumps(setup).encode())
         file.seek(0)
-        words = [str(descriptor), str(stack), str(os.getpid()), json.dumps(sys.path)]
+        words = [str(descriptor), str(stack), str(os.getpid()), str(verifiers_rl.__file__)]
         return subprocess.Popen(
-            [sys.executable, "-c", MAIN, *words],
+            [python or sys.executable, "-P", "-c", MAIN, *words],
             pass_fds=[descriptor, stack],
             stdin=file,
+            env=clean_environment() if python else None,
             process_group=0,  # so that processes that it leaves behind can be ended
         )
 
 
-def secret_of_workers(token: str) -> str:
-    """Return what a worker on another machine and the trainer prove to each other to know."""
-    return f"{token}: rollout workers"
+def clean_environment() -> dict[str, str]:
+    """Return our variables without those by which our packages would hide another Python's."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def _feed_eof_when_ended(process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
@@ -791,25 +567,27 @@ def _feed_eof_when_ended(process: subprocess.Popen[bytes], reader: asyncio.Strea
 
 
 def end_worker(process: subprocess.Popen[bytes]) -> int:
-    """Wait for its end, and kill it if it does not end by itself. Return its exit status."""
+    """Wait for its end, and kill it if it does not end by itself; also end what it has left behind.
+    Return its exit status.
+    """
     try:
         return process.wait(EXIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait(EXIT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End what a worker process has left behind."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-# The worker gets the trainer's sys.path, which may have folders that only its script knows.
+# The worker's Python may have packages of its own, and this one not. So it gets the folder of this
+# package alone, not the folder in which the package lies, where all others are.
 MAIN = """
-import json, sys
-descriptor, stack, parent, path = sys.argv[1:]
-sys.path[:] = json.loads(path)
+import importlib.util, sys
+descriptor, stack, parent, package = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("verifiers_rl", package)
+sys.modules["verifiers_rl"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
 from verifiers_rl.envs.worker_main import main
 main(int(descriptor), int(stack), int(parent))
 """

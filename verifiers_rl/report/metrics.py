@@ -23,6 +23,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from verifiers_rl.expert_balance import expert_load
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
+from verifiers_rl.packing import Microbatch
 from verifiers_rl.report.run_folder import (
     CURVES,
     as_line,
@@ -34,7 +35,7 @@ from verifiers_rl.report.run_folder import (
 )
 from verifiers_rl.report.token_values import TokenValues
 from verifiers_rl.report.trackers import from_low_to_high
-from verifiers_rl.types import Batch, Microbatch, Rollout, SampleSizes
+from verifiers_rl.types import Batch, Rollout, SampleSizes
 
 logger = logging.getLogger(__name__)
 

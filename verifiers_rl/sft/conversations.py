@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from verifiers_rl.envs.chat_template import as_vllm_renders
+from verifiers_rl.envs.rendering import as_vllm_renders
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.types import Sample

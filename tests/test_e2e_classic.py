@@ -1,0 +1,53 @@
+"""A classic environment trains in a Python of its own, with one server for others beside it."""
+
+import pytest
+
+from tests.conftest import running_server
+from tests.helpers import ROOT
+from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
+
+pytestmark = pytest.mark.e2e
+
+CLASSIC = str(ROOT / ".venv-classic" / "bin" / "python")
+
+
+def history(trainer, name):
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def test_a_classic_environment_trains_beside_one_of_v1(warm_start, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "reverse_text"))
+    args = {"num_train": 2048, "num_eval": 64, "instruction": ""}
+    classic = {"id": "classic_reverse_text", "args": args}
+    taskset = {"id": "reverse_text", "num_tasks": 2048, "instruction": ""}
+    others = [ROOT / "examples" / "classic"]
+
+    def make_trainer(*envs, **options):
+        defaults = {"batch_size": 64, "rollouts_per_example": 16, "micro_batch_size": 64,
+                    "max_seq_len": 64, "max_tokens": 16, "temperature": 1.0, "max_steps": 1,
+                    "learning_rate": 1e-3, "save_strategy": "no", "num_rollouts_to_print": 0,
+                    "use_cpu": True, "overwrite_output_dir": True, "eval_examples": 64,
+                    "output_dir": str(tmp_path / "run")}  # fmt: skip
+        defaults["vllm_server_port"] = server.port
+        return RLTrainer(str(warm_start), list(envs), RLConfig(**{**defaults, **options}))
+
+    old = WeightedEnv(classic, "old", python=CLASSIC, folders=others)
+    from verifiers_rl.envs import load_v1_environment
+
+    new = WeightedEnv(load_v1_environment({"taskset": taskset}), "new")
+    flags = ("--enable-lora", "--max-lora-rank", "16", "--no-enable-prefix-caching")
+    with running_server(warm_start, tmp_path / "server.log", *flags) as server:
+        trainer = make_trainer(old, new, max_steps=40, max_off_policy_steps=0)
+        before = trainer.evaluate()
+        trainer.train()
+        after = trainer.evaluate()
+        for name in ("old", "new"):
+            assert after[f"eval_{name}/reward"] > before[f"eval_{name}/reward"] + 0.03
+        assert history(trainer, "error_share") == [0.0] * 40
+        assert max(history(trainer, "mismatch_kl")) < 1e-5
+        assert {rollout.env for rollout in trainer.batch.rollouts} == {"old", "new"}
+        for client_type in ("openai_chat_completions", "renderer"):
+            trainer = make_trainer(old, client_type=client_type)
+            trainer.train()
+            assert history(trainer, "error_share") == [0.0]
+            assert history(trainer, "mismatch_kl")[0] < 1e-6

@@ -1,0 +1,186 @@
+"""Environments in rollout workers of another Python than the trainer's."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, load_example, serving
+from tests.test_environments_v1 import Server, on_the_path  # noqa: F401
+from verifiers_rl import RLConfig, WeightedEnv
+from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.resolved import resolved_text
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.foreign import ForeignEnvironment, check_python
+from verifiers_rl.envs.make import make_runner
+from verifiers_rl.types import Slots
+
+# `make .venv-classic/installed` makes it; `make test` does so by itself.
+CLASSIC = ROOT / ".venv-classic" / "bin" / "python"
+V1 = ROOT / "tests" / "v1"
+EXAMPLE = ROOT / "examples" / "classic"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_example("warm_start").make_tokenizer(["<tool_call>"])
+
+
+def roll_out(env, tokenizer, tmp_path, **options):
+    """Two groups of one environment, and its runner."""
+    options = {"max_seq_len": 200, "max_tokens": 40, "use_cpu": True, **options}
+    args = RLConfig(output_dir=str(tmp_path), **options)
+    server = Server(tokenizer, lambda prompt: "yes")
+    server_runs = serving(server.answer, "/v1/chat/completions/tokens")
+
+    async def main():
+        async with server_runs as url:
+            runner = make_runner(env, url, tokenizer, args)
+            try:
+                await runner.open()
+                sampling, slots = args.sampling_args(), Slots(4)
+                return [
+                    await runner.run_group("train", index, 2, "m", sampling, 9, slots)
+                    for index in (0, 2)
+                ], runner
+            finally:
+                await runner.close()
+
+    return asyncio.run(main())
+
+
+def test_rollouts_of_another_python_are_those_of_this_process(tokenizer, tmp_path):
+    table = {"taskset": {"id": "small_tasks", "num_tasks": 3}, "harness": {"id": "null"}}
+    foreign = WeightedEnv(table, "env", python=sys.executable, folders=[V1])
+    groups, runner = roll_out([foreign], tokenizer, tmp_path, env_workers=0)  # here that is 1
+    here, own = roll_out("small_tasks", tokenizer, tmp_path, env_workers=0)
+    assert runner.sizes("train") == [3] and runner.first_prompt == own.first_prompt
+    assert runner.bounds_replies and "in rollout workers" in runner.description
+    for group, expected in zip(groups, here, strict=True):
+        for rollout, other in zip(group, expected, strict=True):
+            assert rollout.error is None, rollout.error
+            (sample,), (same,) = rollout.samples, other.samples
+            assert sample.token_ids.tolist() == same.token_ids.tolist()
+            assert sample.loss_mask.tolist() == same.loss_mask.tolist()
+            assert (rollout.prompt, rollout.reward) == (other.prompt, other.reward)
+            assert (rollout.example_id, rollout.metrics) == (other.example_id, other.metrics)
+
+
+def test_a_worker_loads_no_torch_and_no_vllm():
+    code = (
+        "import sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, *args):\n"
+        "        if name.partition('.')[0] in ('torch', 'vllm', 'peft', 'datasets'):\n"
+        "            raise ImportError(f'{name} is not for a worker')\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "import verifiers_rl.envs.worker_main, verifiers_rl.envs.v1\n"
+        "import verifiers_rl.envs.chat_harness, verifiers_rl.envs.dataset\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
+
+
+def test_a_worker_has_this_package_and_nothing_else_of_this_python(tmp_path, tokenizer):
+    (tmp_path / "curious.py").write_text(
+        "import sys\n"
+        "from importlib.util import find_spec\n"
+        "def load_environment(**args):\n"
+        "    import classic_reverse_text, verifiers_rl.types\n"
+        "    found = [n for n in ('torch', 'vllm', 'tests', 'peft') if find_spec(n)]\n"
+        f"    ours = [p for p in sys.path if p.startswith({sys.prefix + os.sep!r})]\n"
+        "    assert not found and not ours, (found, ours)\n"
+        "    return classic_reverse_text.load_environment(**args)\n"
+    )
+    table = {"id": "curious", "args": {"num_train": 8, "num_eval": 2}}
+    options = RunnerOptions("http://unused", tokenizer, 64, max_prompt_len=200)
+    env = ForeignEnvironment(table, str(CLASSIC), options, [tmp_path, EXAMPLE])
+    assert (env.sizes("train"), env.sizes("eval")) == ([8], [2])
+    assert env.first_prompt[0]["content"].startswith("Reverse the following")
+
+
+def test_classic_environments_in_their_own_python(tokenizer, tmp_path):
+    """Runs the tests in tests/classic there."""
+    v1 = load_example("reverse_text")
+    rows = {}
+    for split, num_tasks in (("train", 500), ("eval", 100)):
+        config = v1.ReverseTextConfig(
+            id="reverse_text", num_tasks=num_tasks, held_out=split == "eval"
+        )
+        tasks = v1.ReverseTextTaskset(config).load()
+        rows[split] = [[task.data.prompt, task.data.answer] for task in tasks]
+    (tmp_path / "tasks.json").write_text(json.dumps(rows))
+    load_example("warm_start").make_tokenizer().save_pretrained(tmp_path)
+    variables = {"TOKENIZER": str(tmp_path), "V1_TASKS": str(tmp_path / "tasks.json")}
+    words = ["-q", "-p", "no:cacheprovider", "--confcutdir", "tests/classic", "tests/classic"]
+    done = subprocess.run(
+        [CLASSIC, "-m", "pytest", *words],
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def write_python(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(tmp_path):
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    old = write_python(tmp_path / "old", "echo '[[3, 10], []]'")
+    broken = write_python(tmp_path / "broken", "exit 3")
+    for python, expected in (
+        (tmp_path / "none", r"No such file or directory; make a Python for it: `uv venv NAME"),
+        (bare / "bin" / "python", r"has no verifiers, numpy, .*; install .* --python .*verifiers"),
+        (old, r"is Python 3\.10; use 3\.11 or a later one"),
+        (broken, "does not run as a Python does"),
+    ):
+        with pytest.raises(InvalidEnvironmentError, match=expected) as caught:
+            check_python(str(python))
+        assert f"python='{python}'" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"id": "no_such"}, r"'e', in python=.*: .*no module 'no_such' is installed"),
+        (3, r"'e': with python=.*, env must be an id or a dict such as .* not int"),
+        ({"id": "small_tasks", "args": {"a": {1}}}, "'e': its table has no form in JSON"),
+    ],
+)
+def test_what_cannot_be_made_there_is_one_error(tmp_path, tokenizer, env, expected):
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0)
+    with pytest.raises(InvalidEnvironmentError, match=expected):
+        mixed = [WeightedEnv(env, "e", python=sys.executable, folders=[V1])]
+        make_runner(mixed, "http://unused", tokenizer, args)
+
+
+def test_a_toml_names_the_python_relative_to_itself(tmp_path):
+    (tmp_path / "venv").symlink_to(Path(sys.prefix))
+    toml = tmp_path / "rl.toml"
+    toml.write_text(
+        'model = "m"\n[env]\nid = "classic"\npython = "venv/bin/python"\nargs = { size = 3 }\n'
+    )
+    config = load_run_config(toml, checks_model=False)
+    python = str(tmp_path / "venv/bin/python")
+    (env,) = config.load_envs()
+    assert (env.env, env.name) == ({"id": "classic", "args": {"size": 3}}, "classic")
+    assert (env.python, env.folders) == (python, [tmp_path])
+    assert f'python = "{python}"' in resolved_text(config, str(tmp_path / "out"))
+    toml.write_text('model = "m"\n[[env]]\nid = "a"\npython = 3\n')
+    with pytest.raises(TomlError, match="python=3: must be a string"):
+        load_run_config(toml, checks_model=False)
+    toml.write_text('model = "m"\n[[env]]\ntaskset = {id = "a"}\npython = "none/python"\n')
+    config = load_run_config(toml, checks_model=False)
+    with pytest.raises(InvalidEnvironmentError, match=r"rl.toml: \[\[env\]\].*No such file"):
+        config.load_envs()

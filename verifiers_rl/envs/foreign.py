@@ -1,0 +1,169 @@
+"""Environments that only another Python can make: `python = "venv/bin/python"`. There a classic
+environment finds the older verifiers that it needs, and others find packages that exclude ours.
+
+trainer process                                  rollout worker, in the other Python
+check_python ── are the packages there? ───►
+ForeignEnvironment ── its table, as JSON ──►     tables.make_environment, with its examples
+                   ◄── how many, ... ──────      tables.facts_of
+                   ── place of an example ─►     rollouts, as in any worker
+
+The other Python needs neither this package, which comes from the trainer's, nor torch and vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from verifiers_rl.envs.base import CLASSIC_PACKAGES, InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.messages import parse
+from verifiers_rl.envs.workers import clean_environment, end_worker, start_worker
+from verifiers_rl.types import LOAD_S, Split
+
+# What our code in a worker imports; verifiers brings all of it.
+PACKAGES = ("verifiers", "numpy", "aiohttp", "httpx", "openai", "jinja2", "transformers")
+PROBE_S = 60.0
+PROBE = """
+import importlib.util, json, sys
+missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+print(json.dumps([sys.version_info[:2], missing]))
+"""
+
+
+def check_python(python: str) -> None:
+    """Raise InvalidEnvironmentError unless rollout workers can run in this interpreter."""
+    what = f"python={python!r}"
+    try:
+        done = subprocess.run(
+            [python, "-c", PROBE, *PACKAGES],
+            capture_output=True,
+            timeout=PROBE_S,
+            env=clean_environment(),
+        )
+        found, missing = json.loads(done.stdout)
+    except OSError as error:
+        raise InvalidEnvironmentError(
+            f"{what}: {error.strerror}; make a Python for it: `uv venv NAME && uv pip install "
+            f"--python NAME verifiers`, or {CLASSIC_PACKAGES} for a classic environment, and set "
+            'python = "NAME/bin/python"'
+        ) from error
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        raise InvalidEnvironmentError(f"{what}: it does not run as a Python does") from error
+    if found < [3, 11]:
+        raise InvalidEnvironmentError(
+            f"{what} is Python {found[0]}.{found[1]}; use 3.11 or a later one"
+        )
+    if missing:
+        raise InvalidEnvironmentError(
+            f"{what} has no {', '.join(missing)}; install there what the environment needs: uv pip "
+            f"install --python {python} verifiers, or {CLASSIC_PACKAGES} for a classic environment"
+        )
+
+
+class ForeignEnvironment:
+    """The `base.PortableEnvironment` of an environment that only its rollout workers can make.
+
+    Args:
+        table: what [env] has in a TOML, see `tables.py`.
+        python: the interpreter of the workers.
+        options: see `RunnerOptions`.
+        folders: modules may be there, beside those that are installed for `python`.
+
+    Raises:
+        InvalidEnvironmentError: the interpreter cannot run workers, or not make the environment.
+    """
+
+    files_per_rollout = 0  # the worker holds them
+
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        python: str,
+        options: RunnerOptions,
+        folders: Sequence[Path] = (),
+    ) -> None:
+        check_python(python)
+        self.options, self.name = options, options.name
+        tokenizer = ""
+        if options.tokenizer is not None:
+            tokenizer = tempfile.mkdtemp(prefix="verifiers-rl-tokenizer-")
+            weakref.finalize(self, shutil.rmtree, tokenizer)
+            options.tokenizer.save_pretrained(tokenizer)
+        self._recipe = {
+            "name": options.name,
+            "table": table,
+            "folders": [str(folder) for folder in folders],
+            "options": {
+                field.name: getattr(options, field.name)
+                for field in fields(options)
+                if field.name != "tokenizer"
+            },
+            "tokenizer": tokenizer,
+        }
+        facts = self._ask(python)
+        self._sizes: dict[Split, list[int]] = facts["sizes"]
+        self.description: str = facts["description"]
+        self.weights = [1.0]
+        self.num_overlong_prompts: int = facts["num_overlong_prompts"]
+        self.bounds_replies: bool = facts["bounds_replies"]
+        self.first_prompt: list[Any] = facts["first_prompt"]
+
+    def _ask(self, python: str) -> dict[str, Any]:
+        """Let a worker make the environment; return what it says of it.
+
+        Raises:
+            InvalidEnvironmentError: it cannot, or not within the deadline.
+        """
+        where = f"environment {self.name!r}, in python={python!r}"
+        try:
+            setup = {"process": {}, "recipes": [self._recipe], "only_describes": True}
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = start_worker(python, theirs.fileno(), 2, setup)
+        except (TypeError, ValueError) as error:
+            ours.close()
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: its table has no form in JSON: {error}"
+            ) from error
+        load_s = max(self.options.timeout_s, LOAD_S)
+        ours.settimeout(load_s)
+        try:
+            with ours, ours.makefile("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                content = stream.read(size)
+        except TimeoutError as error:
+            process.kill()
+            raise InvalidEnvironmentError(
+                f"{where}: not loaded within {load_s:g} s; raise generation_timeout"
+            ) from error
+        finally:
+            status = end_worker(process)
+        if not content:
+            raise InvalidEnvironmentError(
+                f"{where}: the worker ended with status {status}; see its output above"
+            )
+        said, _ = parse(content)
+        if said["problem"] is not None:
+            raise InvalidEnvironmentError(f"{where}: {said['problem']}")
+        return said["facts"]
+
+    def sizes(self, split: Split) -> list[int]:
+        return self._sizes[split]
+
+    def recipe(self) -> dict[str, Any]:
+        return self._recipe
+
+    async def example(self, split: Split, index: int) -> dict[str, Any]:
+        """Return the place of an example: the workers have the examples."""
+        return {"split": split, "index": index}
+
+    def prompt_of(self, example: dict[str, Any]) -> str:
+        return f"example {example['index']} of {example['split']}"

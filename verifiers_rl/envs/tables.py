@@ -1,0 +1,119 @@
+"""Makes the environment that a table names: [env] in a TOML, or the dict of a `WeightedEnv`.
+
+{"id": ..., "args": {...}}      a taskset of verifiers.v1 and keys of its config
+{"taskset": {"id": ...}, ...}   keys of verifiers.v1's EnvConfig
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verifiers_rl.did_you_mean import did_you_mean
+from verifiers_rl.envs.base import (
+    CLASSIC_PACKAGES,
+    HoldsExamples,
+    InvalidEnvironmentError,
+    RunnerOptions,
+    beside,
+    how_to_install,
+    module_name,
+)
+
+
+def add_folders(folders: Sequence[Path]) -> None:
+    """Make the modules in these folders importable, first those of the first folder."""
+    for folder in reversed(folders):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+
+
+def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
+    """Load an environment of verifiers.v1.
+
+    Args:
+        folders: its module may be there, beside those that are installed.
+
+    Raises:
+        InvalidEnvironmentError: there is none, it cannot be loaded, or it is a classic one.
+    """
+    from verifiers_rl.envs.v1_loading import load_v1_environment
+
+    if "taskset" in table:
+        return load_v1_environment(table, *folders)
+    add_folders(folders)
+    env_id = table["id"]
+    module = module_name(env_id)
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise InvalidEnvironmentError(
+                f"id={env_id!r}: its module imports {error.name!r}, which is missing"
+            ) from error
+        if find_spec(f"verifiers.v1.tasksets.{module}") is None:
+            known = [one.name for one in pkgutil.iter_modules([str(path) for path in folders])]
+            hint = did_you_mean(module, known, "install it, or correct the id")
+            raise InvalidEnvironmentError(
+                f"[env] id={env_id!r}: no module {module!r} is installed{beside(folders)}; "
+                f"{how_to_install(env_id) or hint}"
+            ) from error
+        found = None  # verifiers' own
+    if hasattr(found, "load_environment") and not hasattr(found, "__all__"):
+        raise InvalidEnvironmentError(
+            f"[env] id={env_id!r} is a classic environment, which needs a Python with an older "
+            f"verifiers: `uv venv NAME && uv pip install --python NAME {CLASSIC_PACKAGES}`, and "
+            'python = "NAME/bin/python" beside the id'
+        )
+    return load_v1_environment({"taskset": {"id": env_id, **table.get("args", {})}}, *folders)
+
+
+# --- In a rollout worker of another Python --------------------------------------------------------
+
+
+def make_environment(recipe: Mapping[str, Any]) -> HoldsExamples:
+    """Make an environment, with its examples, of the recipe of a `foreign.ForeignEnvironment`. It
+    is a classic one if the verifiers of this Python has those.
+
+    Raises:
+        InvalidEnvironmentError: it cannot be made here.
+    """
+    tokenizer = None
+    if recipe["tokenizer"]:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(recipe["tokenizer"])
+    options = RunnerOptions(tokenizer=tokenizer, **recipe["options"])
+    table, folders = recipe["table"], [Path(folder) for folder in recipe["folders"]]
+    if find_spec("verifiers.legacy") is None:
+        from verifiers_rl.envs.v1 import V1Environment
+
+        return V1Environment(load_table(table, folders), options)
+    if "taskset" in table:
+        raise InvalidEnvironmentError(
+            f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
+        )
+    from verifiers_rl.envs.classic import ClassicEnvironment, load_environment
+
+    add_folders(folders)
+    return ClassicEnvironment(load_environment(table["id"], table.get("args", {})), options)
+
+
+def facts_of(env: HoldsExamples) -> dict[str, Any]:
+    """Return what the trainer needs to know of an environment that it does not have, for JSON."""
+    return {
+        "sizes": {split: env.sizes(split) for split in ("train", "eval")},
+        "description": env.description,
+        "num_overlong_prompts": env.num_overlong_prompts,
+        "bounds_replies": env.bounds_replies,
+        "first_prompt": env.first_prompt,
+    }
