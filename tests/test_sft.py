@@ -559,7 +559,6 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
         ({"loss": "cispo"}, "loss='cispo': must be one of cross_entropy, or module:function"),
         ({"loss_args": {"a": 1}}, "there is no 'a'"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 has no effect"),
-        ({"max_length": 5}, "max_length: here it is max_seq_len"),
         ({"packing": True}, "packing: rows are always packed"),
         ({"num_epochs": 2}, "num_epochs: here it is num_train_epochs"),
         ({"loss_onn": []}, "loss_onn: did you mean 'loss_on'"),
