@@ -124,9 +124,14 @@ def connect(
     if runner is not None:
         warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(
-            make_orchestrator, runner, weight_sync, args, advantage_fn, replaced.example_order,
+            make_orchestrator,
+            runner,
+            weight_sync,
+            args,
+            advantage_fn,
+            replaced.example_order,
             args.generation_timeout + longest_wait_s(env),
-        )  # fmt: skip
+        )
     assert orchestrator is not None
 
     def check(model: Any, model_name: str) -> None:

@@ -132,9 +132,11 @@ class LocalChild(Child):
                 log.parent.mkdir(parents=True, exist_ok=True)
                 output = stack.enter_context(log.open("ab"))
             self._process = start_python(
-                words, {**environment_without_secrets(), **env}, stdout=output,
+                words,
+                {**environment_without_secrets(), **env},
+                stdout=output,
                 stderr=None if inherit else subprocess.STDOUT,
-            )  # fmt: skip
+            )
         if self._process.stdout is not None:
             lines = lines_of(self._process.stdout)
             self._reader = threading.Thread(target=self._show, args=(lines,), daemon=True)
@@ -163,9 +165,13 @@ def start_python(
     """Start a Python process that ends with this one, and can be ended with all its children."""
     own = {"VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [sys.executable, *words], env=env | own, stdin=subprocess.DEVNULL, stdout=stdout,
-        stderr=stderr, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, *words],
+        env=env | own,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:

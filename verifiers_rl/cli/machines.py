@@ -190,8 +190,10 @@ def join(machine: Machine, where: str, timeout_s: float) -> int:
             wait_until_started(ray, f"Ray on this machine, which joins {where},", timeout_s)
             while not end_file.exists() and time.monotonic() < deadline:
                 if ray.wait(POLL_S) and not end_file.exists():
-                    raise ChildError(f"Ray's head at {where} is lost, and the run with it; see "
-                                     "the output of the machine with RANK=0")  # fmt: skip
+                    raise ChildError(
+                        f"Ray's head at {where} is lost, and the run with it; see "
+                        "the output of the machine with RANK=0"
+                    )
             return int(end_file.read_text()) if end_file.exists() else 128 + stopped
         finally:
             ray.stop()

@@ -19,8 +19,9 @@ from verifiers_rl.cli.errors import fail, files_error
 from verifiers_rl.did_you_mean import did_you_mean
 
 PACKAGE = Path(verifiers_rl.__file__).parent
-EXAMPLES = next(path for path in (PACKAGE / "examples", PACKAGE.parent / "examples")
-                if path.is_dir())  # fmt: skip
+EXAMPLES = next(
+    path for path in (PACKAGE / "examples", PACKAGE.parent / "examples") if path.is_dir()
+)
 SKELETON = "skeleton"
 TEXTS = (".json", ".md", ".py", ".toml", ".yaml")
 
@@ -31,9 +32,11 @@ def main() -> None:
         "folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: this folder"
     )
     parser.add_argument(
-        "--example", metavar="NAME", default=SKELETON,
+        "--example",
+        metavar="NAME",
+        default=SKELETON,
         help="one of --list; default: an environment, its test and a loss of your own to change",
-    )  # fmt: skip
+    )
     parser.add_argument("--list", action="store_true", help="show the examples")
     options = parser.parse_args()
     if options.list:

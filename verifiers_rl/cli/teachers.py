@@ -115,19 +115,25 @@ def _read_teacher(config: RunConfig, number: int) -> TeacherTable:
     gpus = given.get("gpus", int(bool(config.inference_gpus or config.trainer_gpus)))
     args = given.get("args", {})
     for key, holds, rule in (
-        ("name", isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII),
-         "a short name of letters, digits, '_', '-' and '.', by which an [[env]] calls it"),
+        (
+            "name",
+            isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII),
+            "a short name of letters, digits, '_', '-' and '.', by which an [[env]] calls it",
+        ),
         ("gpus", type(gpus) is int and gpus >= 0, "an integer >= 0 (0: CPU)"),
         ("args", isinstance(args, dict), "a table"),
-    ):  # fmt: skip
+    ):
         if not holds:
             raise TomlError(f"{config.place(*at, key)}: {key}={given.get(key)!r} must be {rule}")
     for key in given.keys() & ({"key_variable"} if is_started else {"gpus", "args"}):
         raise TomlError(
             f"{config.place(*at, key)}: {key} is of a server that "
-            + ("runs already, and without base_url vf-rl starts it; set base_url" if is_started
-               else "vf-rl starts, and base_url of one that runs already; remove one of the two")
-        )  # fmt: skip
+            + (
+                "runs already, and without base_url vf-rl starts it; set base_url"
+                if is_started
+                else "vf-rl starts, and base_url of one that runs already; remove one of the two"
+            )
+        )
     for key in _ELSEWHERE.keys() & args.keys():
         raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
     model = config.find_model((*at, "model"), checks_model=False)

@@ -148,8 +148,13 @@ class Distillation:
                 f"{what}: with several servers, the policy cannot be its own teacher; set teacher "
                 "to a server of the model, or use one server"
             )
-        own = Teacher("policy", options.base_url, "the student itself", TOKEN_VARIABLE,
-                      args.generation_timeout)  # fmt: skip
+        own = Teacher(
+            "policy",
+            options.base_url,
+            "the student itself",
+            TOKEN_VARIABLE,
+            args.generation_timeout,
+        )
         self._client = TeacherClient(own, is_own=True)
 
     async def open(self) -> None:

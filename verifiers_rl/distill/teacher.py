@@ -71,9 +71,12 @@ class Teacher:
             ("model", self.model and isinstance(self.model, str), "a folder or a name on the hub"),
             ("base_url", url.startswith(("http://", "https://")), "like http://host:8000"),
             ("timeout_s", is_number and 0 < self.timeout_s < math.inf, "a number > 0"),
-            ("max_concurrent", type(self.max_concurrent) is int and self.max_concurrent > 0,
-             "an integer >= 1"),
-        ):  # fmt: skip
+            (
+                "max_concurrent",
+                type(self.max_concurrent) is int and self.max_concurrent > 0,
+                "an integer >= 1",
+            ),
+        ):
             if not holds:
                 given = f"{option}={getattr(self, option)!r}"
                 raise TeacherError(f"teacher {self.name or self.model!r}: {given} must be {rule}")

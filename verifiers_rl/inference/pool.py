@@ -279,8 +279,10 @@ class ReplicaPool:
             logger.warning(
                 "no server at %s after %g s (vllm_server_timeout); the run begins with the other "
                 "%d. A server that comes later gets the weights with the next push",
-                ", ".join(missing), self.timeout_s, len(self.replicas) - len(missing),
-            )  # fmt: skip
+                ", ".join(missing),
+                self.timeout_s,
+                len(self.replicas) - len(missing),
+            )
         first = next(one for one in self.replicas if one.state != State.DEAD)
         return first.client.status()
 
@@ -429,8 +431,9 @@ class ReplicaPool:
         if self.policy_version is not None:
             logger.warning(
                 "the server at %s answers%s; it gets the weights with the next push",
-                replica.url, " again" if replica.has_served else "",
-            )  # fmt: skip
+                replica.url,
+                " again" if replica.has_served else "",
+            )
 
     def _lose(self, replica: Replica, sync: Any, reason: str) -> None:
         """Leave out a replica, unless it is another one by now than the caller has looked at."""

@@ -28,66 +28,80 @@ from verifiers_rl.report.run_folder import rollouts_file
 FILE_S, FILE_SHARE = 10.0, 1 / 500
 _ROWS = 256  # of a row group, the least that a reader takes out of a file
 
-_MESSAGE = pa.struct({
-    "role": pa.string(),
-    "content": pa.string(),
-    "reasoning_content": pa.string(),
-    "tool_calls": pa.list_(pa.struct({
-        "id": pa.string(),
-        "type": pa.string(),
-        "function": pa.struct({"name": pa.string(), "arguments": pa.string()}),
-    })),
-    "tool_call_id": pa.string(),
-})  # fmt: skip
-_TURN = pa.struct({
-    "message": pa.int32(),
-    "begin_s": pa.float64(),
-    "end_s": pa.float64(),
-    "num_prompt_tokens": pa.int32(),
-    "num_sampled_tokens": pa.int32(),
-    "policy_version": pa.int32(),
-    "finish_reason": pa.string(),
-})  # fmt: skip
-NUMBERS = pa.schema({
-    "step": pa.int32(),
-    "split": pa.string(),
-    "env": pa.string(),
-    "role": pa.string(),
-    "example": pa.int64(),
-    "group": pa.int32(),
-    "reward": pa.float64(),
-    "rewards": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
-    "advantage": pa.float64(),
-    "is_truncated": pa.bool_(),
-    "in_loss": pa.bool_(),
-    "error": pa.string(),
-    "num_turns": pa.int32(),
-    "num_tokens": pa.int32(),
-    "num_sampled_tokens": pa.int32(),
-    "oldest_version": pa.int32(),
-    "newest_version": pa.int32(),
-    "generation_s": pa.float64(),
-    "has_tokens": pa.bool_(),
-})  # fmt: skip
+_MESSAGE = pa.struct(
+    {
+        "role": pa.string(),
+        "content": pa.string(),
+        "reasoning_content": pa.string(),
+        "tool_calls": pa.list_(
+            pa.struct(
+                {
+                    "id": pa.string(),
+                    "type": pa.string(),
+                    "function": pa.struct({"name": pa.string(), "arguments": pa.string()}),
+                }
+            )
+        ),
+        "tool_call_id": pa.string(),
+    }
+)
+_TURN = pa.struct(
+    {
+        "message": pa.int32(),
+        "begin_s": pa.float64(),
+        "end_s": pa.float64(),
+        "num_prompt_tokens": pa.int32(),
+        "num_sampled_tokens": pa.int32(),
+        "policy_version": pa.int32(),
+        "finish_reason": pa.string(),
+    }
+)
+NUMBERS = pa.schema(
+    {
+        "step": pa.int32(),
+        "split": pa.string(),
+        "env": pa.string(),
+        "role": pa.string(),
+        "example": pa.int64(),
+        "group": pa.int32(),
+        "reward": pa.float64(),
+        "rewards": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
+        "advantage": pa.float64(),
+        "is_truncated": pa.bool_(),
+        "in_loss": pa.bool_(),
+        "error": pa.string(),
+        "num_turns": pa.int32(),
+        "num_tokens": pa.int32(),
+        "num_sampled_tokens": pa.int32(),
+        "oldest_version": pa.int32(),
+        "newest_version": pa.int32(),
+        "generation_s": pa.float64(),
+        "has_tokens": pa.bool_(),
+    }
+)
 # What `Rollout.record` has, which is made where the rollout ran.
-TEXTS = pa.schema({
-    "begun_at": pa.float64(),
-    "messages": pa.list_(_MESSAGE),
-    "other_branches": pa.list_(pa.list_(_MESSAGE)),
-    "turns": pa.list_(_TURN),
-})  # fmt: skip
-TOKENS = pa.schema({
-    "sample": pa.list_(pa.int32()),
-    "token_ids": pa.list_(pa.int32()),
-    "token_texts": pa.list_(pa.string()),
-    "loss_mask": pa.list_(pa.bool_()),
-    "inference_logprobs": pa.list_(pa.float32()),
-    "trainer_logprobs": pa.list_(pa.float32()),
-    "entropy": pa.list_(pa.float32()),
-    "advantages": pa.list_(pa.float32()),
-    "policy_versions": pa.list_(pa.int32()),
-    "is_masked": pa.list_(pa.bool_()),
-})  # fmt: skip
+TEXTS = pa.schema(
+    {
+        "begun_at": pa.float64(),
+        "messages": pa.list_(_MESSAGE),
+        "other_branches": pa.list_(pa.list_(_MESSAGE)),
+        "turns": pa.list_(_TURN),
+    }
+)
+TOKENS = pa.schema(
+    {
+        "sample": pa.list_(pa.int32()),
+        "token_ids": pa.list_(pa.int32()),
+        "token_texts": pa.list_(pa.string()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "inference_logprobs": pa.list_(pa.float32()),
+        "trainer_logprobs": pa.list_(pa.float32()),
+        "entropy": pa.list_(pa.float32()),
+        "advantages": pa.list_(pa.float32()),
+        "policy_versions": pa.list_(pa.int32()),
+        "is_masked": pa.list_(pa.bool_()),
+    }
+)
 SCHEMA = pa.schema([*NUMBERS, *TEXTS, *TOKENS])
 
 
@@ -162,9 +176,13 @@ class RolloutWriter:
         before = [pq.read_table(path, schema=SCHEMA)] if path.is_file() else []
         unfinished = path.with_name(".unfinished")
         pq.write_table(
-            pa.concat_tables([*before, *self._tables]), unfinished, row_group_size=_ROWS,
-            compression="zstd", use_dictionary=False, write_statistics=False,
-        )  # fmt: skip
+            pa.concat_tables([*before, *self._tables]),
+            unfinished,
+            row_group_size=_ROWS,
+            compression="zstd",
+            use_dictionary=False,
+            write_statistics=False,
+        )
         sync(unfinished)
         put_in_place(unfinished, path)
         self._tables, self._written_at = [], time.monotonic()

@@ -57,8 +57,9 @@ class TokenValues:
         self._num_tokens = sizes.num_loss_tokens
         self._chosen = np.flatnonzero(is_chosen).tolist()
         stops = np.cumsum(np.where(is_chosen, sizes.num_loss_tokens, 0)).tolist()
-        self._places = {i: slice(stops[i] - int(self._num_tokens[i]), stops[i])
-                        for i in self._chosen}  # fmt: skip
+        self._places = {
+            i: slice(stops[i] - int(self._num_tokens[i]), stops[i]) for i in self._chosen
+        }
         self._total = stops[-1] if stops else 0
         self._values = torch.zeros((_NUM_VALUES, self._total), device=device)
 

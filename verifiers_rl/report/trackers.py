@@ -91,10 +91,17 @@ def send_table(callbacks: Sequence[Any], rollouts: Sequence[Rollout], step: int)
 
 def _row(rollout: Rollout, step: int) -> list[Any]:
     return [
-        step, rollout.env, rollout.example_id, rollout.reward, rollout.advantage,
-        rollout.num_turns, rollout.num_sampled_tokens, rollout.is_truncated,
-        rollout.prompt[:_LONGEST], rollout.completion[:_LONGEST],
-    ]  # fmt: skip
+        step,
+        rollout.env,
+        rollout.example_id,
+        rollout.reward,
+        rollout.advantage,
+        rollout.num_turns,
+        rollout.num_sampled_tokens,
+        rollout.is_truncated,
+        rollout.prompt[:_LONGEST],
+        rollout.completion[:_LONGEST],
+    ]
 
 
 def _markdown(rows: Sequence[Sequence[Any]]) -> str:

@@ -491,8 +491,9 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
             raise DatasetError(f"{where}: weight must be 0 or 1, not {weight!r}")
         calls = given.pop("tool_calls", None)
         if calls is not None and len(calls):
-            if not all(isinstance(c, Mapping) and isinstance(c.get("function"), Mapping)
-                       for c in calls):  # fmt: skip
+            if not all(
+                isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls
+            ):
                 raise DatasetError(
                     f"{where}: each of tool_calls must be "
                     '{"type": "function", "function": {"name": ..., "arguments": ...}}'

@@ -47,10 +47,18 @@ KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
 NUM_TRIED = 10  # rollouts that begin first; if all of them fail, the others are not tried
 # Options of requests, and the values with which an endpoint does the same without them.
 NEUTRAL: dict[str, Any] = {
-    "temperature": None, "max_tokens": None, "stop": None, "include_stop_str_in_output": False,
-    "chat_template_kwargs": {}, "top_p": 1.0, "top_k": None, "min_p": 0.0,
-    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-}  # fmt: skip
+    "temperature": None,
+    "max_tokens": None,
+    "stop": None,
+    "include_stop_str_in_output": False,
+    "chat_template_kwargs": {},
+    "top_p": 1.0,
+    "top_k": None,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class GenerationError(RuntimeError):
@@ -236,9 +244,13 @@ def make_players(
         if one.only not in (None, split):
             continue
         options = RunnerOptions(
-            endpoint.base_url, None, args.max_seq_len, name=one.name,
-            timeout_s=args.generation_timeout, num_eval_tasks=args.eval_examples,
-        )  # fmt: skip
+            endpoint.base_url,
+            None,
+            args.max_seq_len,
+            name=one.name,
+            timeout_s=args.generation_timeout,
+            num_eval_tasks=args.eval_examples,
+        )
         sampling = sampling_of(args.with_sampling(one.sampling_args), endpoint.is_vllm)
         made.append(
             PlayedEnvironment(one.env, options, endpoint.model, endpoint.key_variable, sampling)
@@ -297,9 +309,14 @@ async def _write(options: argparse.Namespace, max_concurrent: int, players: list
         try:
             for player in players:
                 said = await write_rows(
-                    player, options.split, options.examples, options.rollouts, options.min_reward,
-                    rollouts_at_once(max_concurrent, player.files_per_rollout), write,
-                )  # fmt: skip
+                    player,
+                    options.split,
+                    options.examples,
+                    options.rollouts,
+                    options.min_reward,
+                    rollouts_at_once(max_concurrent, player.files_per_rollout),
+                    write,
+                )
                 print(f"vf-rl generate: {player.name}: {said}", flush=True)
         finally:
             if not num_kept:

@@ -165,9 +165,13 @@ class DatasetSource:
             if now != state[name]:
                 logger.warning(
                     "%s is %d, and was %d before the checkpoint: the run goes on behind its first "
-                    "%d rows%s", name, now, state[name], state["position"],
+                    "%d rows%s",
+                    name,
+                    now,
+                    state[name],
+                    state["position"],
                     ", and epochs of other rows have another order" if name == "num_rows" else "",
-                )  # fmt: skip
+                )
 
 
 class NoServer:
@@ -398,10 +402,15 @@ class SFTTrainer(RLTrainer):
         sizes = batch.sizes
         config = self._base_of(self.model).config.get_text_config()
         plans, num_shared = plan_batch(
-            sizes, sizes.num_loss_tokens > 0, args.token_budget, args.world_size,
-            self._layout, getattr(config, "hidden_size", 1024), self._shares_prefixes,
+            sizes,
+            sizes.num_loss_tokens > 0,
+            args.token_budget,
+            args.world_size,
+            self._layout,
+            getattr(config, "hidden_size", 1024),
+            self._shares_prefixes,
             config._attn_implementation,
-        )  # fmt: skip
+        )
         samples = scatter_samples(batch, plans, args.device)
         weights, pad = [1.0] * len(sizes.lengths), cast(Any, self.processing_class).pad_token_id
         total = torch.zeros((), dtype=torch.float64, device=args.device)

@@ -32,8 +32,20 @@ MAX_GROUP = 64  # rollouts of a group that are shown side by side
 _PREVIEW, _GROUP_TEXT, _TEXT = 200, 4_000, 400_000  # characters of a text
 _BINS = 20  # of a histogram
 _LARGEST = 2**31 - 1  # of the index's numbers
-_IN_LIST = ("step", "split", "env", "example", "group", "reward", "in_loss", "is_truncated",
-            "error", "num_turns", "num_sampled_tokens", "has_tokens")  # fmt: skip
+_IN_LIST = (
+    "step",
+    "split",
+    "env",
+    "example",
+    "group",
+    "reward",
+    "in_loss",
+    "is_truncated",
+    "error",
+    "num_turns",
+    "num_sampled_tokens",
+    "has_tokens",
+)
 KINDS = {  # of rollouts: flags that are looked at, and what they must be
     "failed": (HAS_ERROR, HAS_ERROR),
     "scored": (HAS_ERROR, 0),
@@ -233,9 +245,13 @@ def rewards_over_steps(rollouts: Rollouts, num_columns: int = 120) -> dict[str, 
     counts = np.zeros((columns.max() + 1, _BINS if high > low else 1), int)
     np.add.at(counts, (columns, bins), 1)
     return {
-        "first": first, "last": last, "steps_of_column": width,
-        "low": float(low), "high": float(high), "counts": counts.tolist(),
-    }  # fmt: skip
+        "first": first,
+        "last": last,
+        "steps_of_column": width,
+        "low": float(low),
+        "high": float(high),
+        "counts": counts.tolist(),
+    }
 
 
 # --- One rollout, its group, its tokens -----------------------------------------------------------

@@ -98,8 +98,11 @@ def _describe(run: Run, room: float) -> dict[str, Any]:
     part: dict[str, Any] = {
         "state": run.state(),
         "metrics": thinned(run.metrics()),
-        "rewards": None, "rollouts": [], "tokens": {}, "envs": [],
-    }  # fmt: skip
+        "rewards": None,
+        "rollouts": [],
+        "tokens": {},
+        "envs": [],
+    }
     rollouts = run.rollouts()
     if rollouts is not None:
         part["rewards"] = rewards_over_steps(rollouts)
@@ -153,11 +156,13 @@ def choose_rollouts(rollouts: Rollouts, room: float) -> tuple[list[Any], dict[in
             break
         group = {
             number: {
-                **cut_texts(complete(row), MAX_TEXT), "number": number, "preview": preview_of(row),
+                **cut_texts(complete(row), MAX_TEXT),
+                "number": number,
+                "preview": preview_of(row),
                 "has_tokens": False,
             }
             for number, row in zip(numbers, rollouts.rows(numbers), strict=True)
-        }  # fmt: skip
+        }
         size = len(zlib.compress(as_json(list(group.values()))))
         if size > room:
             patience -= 1
