@@ -18,7 +18,7 @@ from aiohttp import web
 from tests.helpers import load_example, make_env, serving, values_of
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, text_of
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import V1Environment, load_v1_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
@@ -819,3 +819,10 @@ def test_sampling_of_evaluations_is_that_of_the_run_over_that_of_the_environment
     # What an agent has of its own stays, and is no error where nothing is trained.
     agent = {"sampling": {"temperature": 0.7, "max_tokens": 2}}
     assert asked(load(agent=agent)) == expected | {"temperature": 0.7, "max_tokens": 2}
+
+
+def test_the_text_of_a_tool_call_has_its_name_however_it_is_written():
+    called = {"name": "add", "arguments": '{"a": 1}'}
+    for call in (called, {"type": "function", "id": "1", "function": called}):
+        message = {"role": "assistant", "content": "so", "tool_calls": [call]}
+        assert text_of([message]) == 'so [add({"a": 1})]'
