@@ -26,9 +26,10 @@ CLASSIC := .venv-classic/installed
 # Processes that run tests side by side. Servers on one GPU would not fit beside each other.
 JOBS := $(if $(filter cpu,$(EXTRA)),2,1)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-.PHONY: help install demo test test-fast test-all gpu-check models check format docs reference page clean
+.PHONY: help install classic demo test test-fast test-all gpu-check models check format docs reference page clean
 
 help:
+	@echo "make classic   .venv-classic, the Python of classic environments, for the tests and examples/classic"
 	@echo "make demo      train the example on this machine's CPU and watch its reward rise"
 	@echo "make test      all tests, with the real vLLM server"
 	@echo "make test-fast those of them that start no server and take few seconds"
@@ -47,6 +48,8 @@ $(INSTALLED): pyproject.toml
 	@# Compiled once here; each process of a server would do it where python is told to write no bytecode.
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(TORCH) -e '.[$(EXTRAS)]'
 	touch $@
+
+classic: $(CLASSIC)
 
 $(CLASSIC): Makefile | $(INSTALLED)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-classic

@@ -19,7 +19,7 @@ from verifiers_rl.envs.foreign import ForeignEnvironment, check_python
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.types import Slots
 
-# `make .venv-classic/installed` makes it; `make test` does so by itself.
+# `make classic` makes it; `make test` does so by itself.
 CLASSIC = ROOT / ".venv-classic" / "bin" / "python"
 V1 = ROOT / "tests" / "v1"
 EXAMPLE = ROOT / "examples" / "classic"
