@@ -7,7 +7,7 @@ Tiny models of the real classes with random weights, dense (Qwen3) and with 4 of
 MoE), whose heads are scaled so that likely tokens and unlikely ones are sampled. A real vf-vllm
 serves them. Each row is one step of a real RLTrainer, of all weights, at a learning rate of 0: it
 pushes its weights, asks for rollouts of 32 tokens and trains on them. mismatch_kl is what the step
-logs; mean and largest are of |log pi_train - log pi_server| in nats, as `vf-rl --check` computes
+logs; mean and largest are of |log pi_train - log pi_server| in nats, as a training step computes
 them.
 """
 
@@ -116,7 +116,6 @@ def first_step(model: Path, output: Path, port: int, step: Step, num_rollouts: i
     import numpy as np
 
     from verifiers_rl import RLConfig, RLTrainer, env_from
-    from verifiers_rl.report.mismatch import SampledTokens
     from verifiers_rl.sync.agreement import logprobs_of_samples
 
     args = RLConfig(
@@ -133,8 +132,9 @@ def first_step(model: Path, output: Path, port: int, step: Step, num_rollouts: i
         trainer.train()
     batch = trainer.batch
     assert batch is not None
-    ours = logprobs_of_samples(trainer.model, batch.samples, args)
-    apart = np.abs(SampledTokens.of(batch.samples, ours).log_ratios)
+    ours = np.concatenate(logprobs_of_samples(trainer.model, batch.samples, args))
+    theirs = [sample.inference_logprobs[sample.loss_mask] for sample in batch.samples]
+    apart = np.abs(ours - np.concatenate(theirs))
     (logged,) = [row["mismatch_kl"] for row in trainer.state.log_history if "mismatch_kl" in row]
     return [logged, float(apart.mean()), float(apart.max())]
 

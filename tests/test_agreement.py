@@ -1,13 +1,23 @@
 import logging
 
+import numpy as np
 import pytest
 import torch
 
-from tests.helpers import load_example, make_tiny_model
+from tests.helpers import load_example, make_tiny_model, make_tiny_moe
 from tests.reference import reference_policy
 from verifiers_rl import RLConfig
 from verifiers_rl.inference.client import InferenceServerError
-from verifiers_rl.sync.agreement import NUM_TOKENS, PROMPT, check_agreement, prompt_of
+from verifiers_rl.router_replay import replay_experts
+from verifiers_rl.sync.agreement import (
+    NUM_TOKENS,
+    PROMPT,
+    check_agreement,
+    compare,
+    logprobs_of_samples,
+    prompt_of,
+)
+from verifiers_rl.types import Sample, SamplingMask
 
 
 class StubServer:
@@ -108,3 +118,69 @@ def test_a_tokenizer_without_letters_has_a_prompt_too():
             return {"input_ids": [int(letter) + 1 for letter in text if letter.isdigit()]}
 
     assert prompt_of(Digits()) == [1, 2, 3, 4]
+
+
+IDS = [3, 14, 15, 92, 65, 35]
+LOSS = [0, 0, 1, 1, 0, 1]
+
+
+def sample_of(logprobs=(0.0,) * 6, **optional):
+    return Sample(IDS, LOSS, logprobs, np.where(LOSS, 0, -1), **optional)
+
+
+def log_softmax64(row):
+    row = row.astype(np.float64)
+    return row - row.max() - np.log(np.exp(row - row.max()).sum())
+
+
+def test_logprobs_of_samples_are_taken_at_the_temperature_over_the_mask(tmp_path):
+    model = make_tiny_model()
+    logits = model(input_ids=torch.tensor([IDS])).logits[0].detach().numpy() / 0.7
+    expected = [log_softmax64(logits[at - 1])[IDS[at]] for at in (2, 3, 5)]
+    args = args_with(tmp_path, temperature=0.7)
+    (found,) = logprobs_of_samples(model, [sample_of()], args)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    mask = SamplingMask([0, 0, 2, 0, 0, 3], [IDS[2], 8, 1, IDS[5], 2])
+    expected[0] = log_softmax64(logits[1, [IDS[2], 8]])[0]
+    expected[2] = log_softmax64(logits[4, [1, IDS[5], 2]])[1]
+    silent = Sample([1, 2], [0, 0], [0, 0], [-1, -1])
+    found, of_silent = logprobs_of_samples(model, [sample_of(sampling_mask=mask), silent], args)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert len(of_silent) == 0 and model.training
+
+
+def test_logprobs_of_samples_use_the_experts_of_the_server_and_no_others(tmp_path):
+    model = make_tiny_moe()
+    args = args_with(tmp_path, router_replay=True)
+    (own,) = logprobs_of_samples(model, [sample_of()], args)
+    chosen = np.tile(np.array([0, 1], np.int16), (len(IDS), 2, 1))
+    (replayed,) = logprobs_of_samples(model, [sample_of(routed_experts=chosen)], args)
+    assert np.abs(own - replayed).max() > 1e-3
+    replay_experts(model, torch.tensor([0, 1]).expand(1, 40, 2, 2))  # of the last microbatch
+    (again,) = logprobs_of_samples(model, [sample_of()], args)
+    np.testing.assert_array_equal(own, again)
+
+
+def test_logprobs_of_samples_round_as_the_trainer_does(tmp_path):
+    model = make_tiny_model()
+    (exact,) = logprobs_of_samples(model, [sample_of()], args_with(tmp_path))
+    half = args_with(tmp_path, bf16=True)
+    (rounded,) = logprobs_of_samples(model, [sample_of()], half)
+    half.head_dtype = "float32"
+    (with_head,) = logprobs_of_samples(model, [sample_of()], half)
+    assert np.abs(exact - rounded).max() > 1e-4
+    assert 0 < np.abs(rounded - with_head).max() < 0.1
+
+
+def test_a_comparison_has_the_figures_of_the_tokens_that_were_sampled(tmp_path):
+    model, args = make_tiny_model(), args_with(tmp_path)
+    (ours,) = logprobs_of_samples(model, [sample_of()], args)
+    log_ratios = np.array([0.5, -0.25])
+    theirs = [0.0, 0.0, ours[0] - 0.5, ours[1] + 0.25, 0.0, np.nan]
+    found = compare(model, [sample_of(theirs)], StubServer(model, "bfloat16"), args)
+    kl = np.mean(np.exp(log_ratios) - 1 - log_ratios)
+    assert (found.num_tokens, found.dtypes) == (2, ("float32", "bfloat16"))
+    assert (found.mean, found.largest, found.mismatch_kl) == pytest.approx((0.375, 0.5, kl))
+    unsampled = sample_of([0.0, 0.0, np.nan, np.nan, 0.0, np.nan])
+    with pytest.raises(ValueError, match="no sampled token"):
+        compare(model, [unsampled], StubServer(model), args)

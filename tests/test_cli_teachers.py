@@ -7,19 +7,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import ROOT, load_example
-from verifiers_rl import RLConfig, env_from
-from verifiers_rl.cli import check, plan, rl
+from tests.helpers import ROOT
 from verifiers_rl.cli import config as config_module
-from verifiers_rl.cli.config import EnvTable, RunConfig, TomlError, load_run_config
+from verifiers_rl.cli import plan, rl
+from verifiers_rl.cli.config import RunConfig, TomlError, load_run_config
 from verifiers_rl.cli.machines import machine_of
 from verifiers_rl.cli.teachers import TEACHERS_VARIABLE, TeacherTable
-from verifiers_rl.distill import TeacherError
-from verifiers_rl.envs import base
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 ENVS = """
@@ -286,48 +282,3 @@ def test_a_teacher_that_dies_is_started_again_and_not_for_ever(tmp_path, then):
         assert (
             "vf-rl: error: teacher 'big' ended with status 9, too often; see its log" in done.stderr
         )
-
-
-def test_a_check_compares_vocabularies_and_asks_those_that_run(tmp_path):
-    tokenizer = load_example("warm_start").make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    envs = [
-        EnvTable(name, learning={"algorithm": "opd", "teacher": name}) for name in ("big", "far")
-    ]
-    config = RunConfig(Path("/a/rl.toml"), "m", envs, teachers=[table(0, "big", 1)])
-    config.teachers[0].model = str(tmp_path)
-    preflight = check.Preflight(config)
-    preflight.tokenizer, preflight.args = tokenizer, RLConfig(use_cpu=True)
-    said = preflight.check_teachers()
-    assert said == "'big' would be started and has the student's vocabulary"
-    nobody = {"base_url": "http://127.0.0.1:9", "timeout_s": 0.3}
-    config.teachers.append(TeacherTable(1, "far", str(tmp_path), options=nobody))
-    with pytest.raises(TeacherError, match=r"teacher 'far' at http.* gave no answer within 0\.3 s"):
-        preflight.check_teachers()
-    tokenizer.add_tokens("<more>")
-    with pytest.raises(TeacherError, match="teacher 'big': its vocabulary is not the student's"):
-        preflight.check_teachers()
-
-
-def test_a_check_sees_what_a_run_with_teachers_refuses(read, tmp_path, monkeypatch):
-    tokenizer = load_example("warm_start").make_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "big")
-    env = env_from([{"prompt": "abc", "answer": "cba"}], lambda completion: 1.0)
-    monkeypatch.setattr(config_module.EnvTable, "load", lambda self, *folders: env)
-    config = read(
-        OURS + '[[env]]\nid = "words"\nalgorithm = "opd"\nteacher = "big"\n'
-        '[[teacher]]\nname = "big"\nmodel = "./big"\ngpus = 1\n'
-    )
-
-    def environment(**options):
-        preflight = check.Preflight(config)
-        preflight.tokenizer, preflight.passed = tokenizer, {"tokenizer", "teachers"}
-        preflight.args = RLConfig(use_cpu=True, output_dir=str(tmp_path), **options)
-        preflight.client = SimpleNamespace(base_url="http://127.0.0.1:1")
-        return preflight.check_environment()
-
-    assert environment(temperature=1.0).startswith("words, 1 training examples")
-    with pytest.raises(base.InvalidEnvironmentError, match=r"'words'.*temperature=0\.7 makes"):
-        environment(temperature=0.7)
-    with pytest.raises(base.InvalidEnvironmentError, match=r"'words'.*top_p"):
-        environment(temperature=1.0, top_p=0.5)

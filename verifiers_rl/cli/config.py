@@ -842,11 +842,7 @@ def toml_arguments(argv: list[str]) -> tuple[list[Path], list[str]]:
             files.append(Path(file))
         elif word.startswith("@"):
             files.append(Path(word[1:]))
-        elif (
-            rest[-1:] in (["--check"], ["--check-layers"])
-            and not files
-            and not word.startswith("-")
-        ):
+        elif rest[-1:] == ["--check"] and not files and not word.startswith("-"):
             files.append(Path(word))
         else:
             rest.append(word)

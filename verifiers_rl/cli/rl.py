@@ -62,7 +62,7 @@ LOCAL_HOST = "127.0.0.1"  # where teachers are: the trainer's rank 0, which asks
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux] [--server-log FILE]\n"
     "                         [--resume [CHECKPOINT] | --overwrite]\n"
-    "       vf-rl --check | --check-layers @ config.toml\n"
+    "       vf-rl --check @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
     "       vf-rl generate @ config.toml -n 4 --min-reward 1.0 -o data.jsonl\n"
@@ -104,11 +104,6 @@ def run() -> int:
         "--check", action="store_true", help="only try everything a run needs, a line each"
     )
     parser.add_argument(
-        "--check-layers",
-        action="store_true",
-        help="as --check, and compare the hidden states behind each layer of server and trainer",
-    )
-    parser.add_argument(
         "--eject",
         nargs="?",
         const=".",
@@ -132,10 +127,10 @@ def run() -> int:
         options, config = parse_command_line(parser, sys.argv[1:])
         if options.dry_run:
             return dry_run(config, options.resume)
-        if options.check or options.check_layers:
+        if options.check:
             from verifiers_rl.cli.check import check
 
-            return check(config, options.resume, options.check_layers)
+            return check(config, options.resume)
         from verifiers_rl.cli.machines import machine_of, run_on_machines
 
         if machine := machine_of(config):

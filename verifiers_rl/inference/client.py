@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import secrets
 import socket
 import time
 import weakref
@@ -222,16 +221,6 @@ class InferenceClient:
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""
         return self._call("POST", "/v1/completions", body, timeout_s)
-
-    def layer_states(self, token_ids: list[int], timeout_s: float) -> list[list[float]]:
-        """Return the hidden states of the last of these tokens behind each layer of the served
-        model, (layers, hidden); [] for a layer that was not called.
-        """
-        self._call("POST", "/weight_sync/layers", {"num_tokens": len(token_ids)}, timeout_s)
-        request = {"model": self.served_model_name, "prompt": token_ids, "max_tokens": 1}
-        # With a salt of its own, no token of the prompt is in the prefix cache.
-        self.complete({**request, "cache_salt": secrets.token_hex(8)}, timeout_s)
-        return self._call("GET", "/weight_sync/layers", timeout_s=timeout_s)["layers"]
 
     def close(self) -> None:
         self._http.close()

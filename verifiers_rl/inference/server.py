@@ -8,7 +8,6 @@ chats. It listens on 127.0.0.1 unless told otherwise.
     POST /weight_sync/connect   what each push will carry, and NCCL's unique id
     POST /weight_sync/receive   take one push: the body of this request, or NCCL's messages;
                                 then drop cached prefixes and set the policy version
-    POST /weight_sync/layers    keep the hidden states of the next prompt; GET returns them
     POST /weight_sync/join      another server wants to take part in the trainer's run
     GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
 
@@ -107,7 +106,6 @@ STEP_DEADLINE_S = 2 * COUNT_DEADLINE_S + 5.0  # of another API process
 RESUME_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 30.0
 CACHE_DEADLINE_S = 60.0
-LAYERS_DEADLINE_S = 60.0
 # How long a new trainer waits for the previous one to leave. When a process dies, its connection
 # ends at once, but this server may hear of the new trainer first.
 HOLDER_GRACE_S = 2.0
@@ -328,19 +326,6 @@ class WeightSyncRoutes:
                 return await self.status(engine, request.app.state)
             if route == ("POST", "/weight_sync/join"):
                 return self.join(await json_of(request))
-            if route == ("POST", "/weight_sync/layers"):
-                body = await json_of(request)
-                require(body, num_tokens=int)
-                watch = "weight_sync_watch_layers"
-                await tell_workers(engine, watch, LAYERS_DEADLINE_S, body["num_tokens"])
-                return 200, {}
-            if route == ("GET", "/weight_sync/layers"):
-                found = await ask_workers(engine, "weight_sync_take_layers", LAYERS_DEADLINE_S)
-                # Each worker of a pipeline has some of the layers.
-                layers: list[list[float]] = [
-                    next(filter(None, of), []) for of in zip(*found, strict=True)
-                ]
-                return 200, {"layers": layers}
             if route == ("POST", "/weight_sync/hold"):
                 return await self.hold(await json_of(request))
             if route == ("POST", "/weight_sync/connect"):

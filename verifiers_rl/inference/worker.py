@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from verifiers_rl.inference.layer_states import LayerStates
 from verifiers_rl.inference.vllm_versions import (
     GptOssReload,
     adapter_name_mapper,
@@ -109,26 +108,6 @@ class WeightSyncWorker:
     def weight_sync_gpu(self) -> str | None:
         """Return the uuid of this worker's GPU, None on a CPU."""
         return gpu_uuid(self.device)
-
-    _layer_states: LayerStates | None = None
-
-    def weight_sync_watch_layers(self, num_tokens: int) -> str | None:
-        """Keep the hidden states of the next prompt of so many tokens. Return an error's text, or
-        None.
-        """
-        if not self.vllm_config.model_config.enforce_eager:
-            return "layers are compiled; start vf-vllm with --enforce-eager"
-        self.weight_sync_take_layers()  # of a client that has not asked for them
-        try:
-            self._layer_states = LayerStates(self.model_runner.get_model(), num_tokens)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def weight_sync_take_layers(self) -> list[list[float]]:
-        """Return the states that were kept, see `LayerStates.take`."""
-        states, self._layer_states = self._layer_states, None
-        return states.take() if states is not None else []
 
     _shared: SharedBuffers | None = None  # with the server's process; None: not connected
     _nccl: NcclTransport | None = None

@@ -9,15 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from verifiers_rl.forward import predict_targets
 from verifiers_rl.inference import InferenceClient, InferenceServerError
-from verifiers_rl.logprobs import (
-    chunk_size_for,
-    chunked_logprobs_and_entropy,
-    hidden_states_in_place_of_logits,
-    token_logprobs_and_entropy,
-)
 from verifiers_rl.model_trials import reason_against_chunking
 from verifiers_rl.packing import collate, copy_to
 from verifiers_rl.router_replay import replay_experts
@@ -36,12 +31,19 @@ HALF_MEAN, HALF_MEAN_WORTH_A_WARNING = 0.3, 0.1
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the two sides' logprobs of the same tokens are apart, in nats."""
+    """How far the two sides' logprobs of the same tokens are apart.
+
+    Attributes:
+        mean, largest: of |log pi_train - log pi_server|, nats.
+        mismatch_kl: mean of r - 1 - log r, as in docs/metrics.md.
+        dtypes: in which the trainer and the server compute.
+    """
 
     mean: float
     largest: float
+    mismatch_kl: float
     num_tokens: int
-    dtypes: tuple[str, str]  # of the trainer, of the server
+    dtypes: tuple[str, str]
 
     def __str__(self) -> str:
         here, there = self.dtypes
@@ -72,11 +74,8 @@ def prompt_of(tokenizer: Any) -> list[int]:
     return ids or [i for i in range(len(tokenizer)) if i not in special][:4]
 
 
-def sample(
-    client: InferenceClient, model_name: str, prompt_ids: list[int], args: Any
-) -> tuple[list[int], Tensor]:
-    """Let the server continue this prompt by a few tokens. Return the tokens and the logprobs that
-    the server gives for them, (tokens,) float32.
+def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args: Any) -> Sample:
+    """Let the server continue this prompt by a few tokens, which are those in the loss.
 
     Args:
         model_name: what requests put into `model=`.
@@ -96,24 +95,14 @@ def sample(
         },
         args.vllm_server_timeout,
     )["choices"][0]
-    return reply["token_ids"], torch.tensor(reply["logprobs"]["token_logprobs"])
-
-
-@torch.no_grad()
-def trainer_logprobs(model: Any, token_ids: list[int], num_last: int, args: Any) -> Tensor:
-    """Compute logprobs of the last tokens under the trainer's model, (num_last,) float32."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    replay_experts(base, None)  # of the last microbatch
-    device = next(model.parameters()).device
-    ids = torch.tensor(token_ids, device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, -num_last - 1 : -1]
-    finally:
-        model.train(was_training)
-    return token_logprobs_and_entropy(logits, ids[-num_last:], args.temperature)[0].cpu()
+    logprobs = reply["logprobs"]["token_logprobs"]
+    is_sampled = np.arange(len(prompt_ids) + len(logprobs)) >= len(prompt_ids)
+    return Sample(
+        np.array([*prompt_ids, *reply["token_ids"]]),
+        is_sampled,
+        np.array([*[0.0] * len(prompt_ids), *logprobs], np.float32),
+        np.where(is_sampled, 0, -1),
+    )
 
 
 @torch.no_grad()
@@ -131,35 +120,21 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     device = next(model.parameters()).device
-    head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
-    chunk_size = chunk_size_for(base.config.get_text_config().vocab_size)
     was_training = model.training
     model.eval()
     found = []
     try:
         replay_experts(base, None)  # of the last microbatch
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            in_chunks = reason_against_chunking(model, base) is None
+            needs_full_logits = reason_against_chunking(model, base) is not None
             for sample in samples:
                 if not sample.num_loss_tokens:
                     found.append(np.zeros(0, np.float32))
                     continue
                 row = copy_to(collate([sample], [[0]], [1.0], 0), device)
-                replay_experts(base, row.routed_experts)
-                at = row.targets.rows, row.targets.columns
-                if in_chunks:
-                    with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
-                        hidden = model(input_ids=row.input_ids, use_cache=False).logits[at]
-                    logprobs, _ = chunked_logprobs_and_entropy(
-                        hidden, to_logits, row.targets.token_ids, args.temperature, chunk_size,
-                        "none", allowed=row.targets.allowed,
-                    )  # fmt: skip
-                else:
-                    logits = model(input_ids=row.input_ids, use_cache=False).logits[at]
-                    logprobs, _ = token_logprobs_and_entropy(
-                        logits, row.targets.token_ids, args.temperature, "none",
-                        allowed=row.targets.allowed,
-                    )  # fmt: skip
+                logprobs = predict_targets(
+                    model, base, row, args, "padded", False, needs_full_logits, "none"
+                )[0]
                 found.append(logprobs.float().cpu().numpy())
     finally:
         replay_experts(base, None)
@@ -167,16 +142,25 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
     return found
 
 
-def difference(ours: Tensor, theirs: Tensor, dtypes: tuple[str, str]) -> Difference:
-    """Compare two sides' logprobs of the same tokens, (tokens,) each."""
-    apart = (ours - theirs).abs()
-    return Difference(float(apart.mean()), float(apart.max()), len(apart), dtypes)
+def compare(
+    model: nn.Module, samples: Sequence[Sample], client: InferenceClient, args: Any
+) -> Difference:
+    """Compare both sides' logprobs of what the server has sampled.
 
-
-def dtypes_of(model: nn.Module, client: InferenceClient, args: Any) -> tuple[str, str]:
-    """Return the dtypes that the trainer and the server compute in."""
+    Raises:
+        ValueError: it has sampled nothing.
+    """
+    ours = logprobs_of_samples(model, samples, args)
+    theirs = [sample.inference_logprobs[sample.loss_mask] for sample in samples]
+    log_ratios = np.concatenate(ours).astype(np.float64) - np.concatenate(theirs)
+    log_ratios = log_ratios[~np.isnan(np.concatenate(theirs))]  # tokens that no policy sampled
+    if not len(log_ratios):
+        raise ValueError("there is no sampled token to compare")
+    apart = np.abs(log_ratios)
+    kl = np.exp(np.minimum(log_ratios, 20.0)) - 1 - log_ratios
     here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
-    return str(here).removeprefix("torch."), client.status()["dtype"]
+    dtypes = str(here).removeprefix("torch."), client.status()["dtype"]
+    return Difference(float(apart.mean()), float(apart.max()), float(kl.mean()), len(apart), dtypes)
 
 
 def check_agreement(
@@ -189,9 +173,7 @@ def check_agreement(
         InferenceServerError: the server samples from another model.
     """
     prompt_ids = prompt_of(tokenizer)[: args.max_seq_len // 2]
-    token_ids, theirs = sample(client, model_name, prompt_ids, args)
-    ours = trainer_logprobs(model, prompt_ids + token_ids, len(token_ids), args)
-    found = difference(ours, theirs, dtypes_of(model, client, args))
+    found = compare(model, [sample(client, model_name, prompt_ids, args)], client, args)
     if found.is_of_another_model:
         raise InferenceServerError(
             f"the server at {client.base_url} samples from a different model than the one being "
