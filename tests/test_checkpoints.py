@@ -6,17 +6,20 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from tests.test_rollouts import read as read_rollouts
-from verifiers_rl import RLConfig, RLTrainer, checkpoints
+from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, checkpoints
 from verifiers_rl.config import ConfigError
+from verifiers_rl.hub import environment_names
 from verifiers_rl.process import disk
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import (
@@ -136,9 +139,7 @@ def test_a_signal_ends_the_run_at_the_next_microbatch_and_saves_the_steps_before
     folder = Path(trainer.args.output_dir)
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
     assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
-    said = (
-        f"interrupted by SIGTERM at step 3; the newest checkpoint is {folder}/checkpoint-3; go on"
-    )
+    said = f"the run ends at step 3; the newest checkpoint is {folder}/checkpoint-3; go on"
     assert capfd.readouterr().err.strip().splitlines()[-1].startswith(said)
 
 
@@ -171,7 +172,7 @@ def test_lines_of_logs_over_several_steps_are_those_of_an_unbroken_run(
     same_as_uninterrupted(make_trainer, tmp_path, EndsAt(3), EndsAt(5), **options)
 
 
-def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, caplog):
+def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, capfd):
     """As with DeepSpeed, whose backward takes the optimizer's step."""
 
     def fail():
@@ -189,7 +190,7 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, caplog):
     with pytest.raises(ValueError, match="it broke"):
         trainer.train()
     assert newest_checkpoint(trainer.args.output_dir) is None
-    assert "step 1 is not saved: the next one has changed its weights" in caplog.text
+    assert "the run ends at step 1; nothing of its steps is saved" in capfd.readouterr().err
 
 
 def test_an_upload_a_wait_and_a_lost_server_end_with_a_signal(make_trainer, monkeypatch):
@@ -599,10 +600,10 @@ def test_the_final_model_is_saved_as_a_plain_one_too(make_trainer, tmp_path, cap
     lines = capfd.readouterr().out.strip().splitlines()
     assert lines[-3:-1] == [f"adapter: {folder}", f"merged: {folder}/merged"]
     assert lines[-1].endswith(f" {folder}/merged") and "lora" not in lines[-1]
-    card = (folder / "merged" / "README.md").read_text()
-    assert "merged in, trained by reinforcement learning" in card
-    assert "library_name: transformers" in card and "vllm serve ." in card
-    assert "`merged` has the base model" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "Trained by reinforcement learning with verifiers_rl" in card
+    assert "- reward: " in card and ModelCard(card).data.library_name == "peft"
+    assert (folder / "merged" / "README.md").read_text() == card
     assert not list((folder / "_unfinished").glob("*"))
     # More steps without it: an old one would be served.
     options = {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": modules}
@@ -639,8 +640,6 @@ class StubHub:
     uploads = []  # noqa: RUF012
 
     def create_repo(self, name, **options):
-        from types import SimpleNamespace
-
         return SimpleNamespace(repo_id=f"me/{Path(name).name}")
 
     def upload_folder(self, *, folder_path, path_in_repo, allow_patterns, ignore_patterns, **rest):
@@ -715,7 +714,7 @@ def test_checkpoints_go_to_the_hub_as_hub_strategy_says(make_trainer, hub, strat
     trainer.train()
     models = [set(names) for rest, path, names in hub.uploads if path is None]
     assert len(models) == 3 and all("model.safetensors" in names for names in models)
-    assert all("README.md" in names and "optimizer.pt" not in names for names in models)
+    assert not any("optimizer.pt" in names for names in models) and "README.md" in models[-1]
     assert [path for _, path, _ in hub.uploads if path] == whole
     for _, path, names in hub.uploads:
         if path:
@@ -755,10 +754,20 @@ def test_a_checkpoint_stays_while_it_is_uploaded(make_trainer, hub, monkeypatch)
     assert left == [
         ["checkpoint-1"],
         ["checkpoint-1", "checkpoint-2"],
-        ["checkpoint-1", "checkpoint-3"],
+        ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
         ["checkpoint-4"],
     ]
     assert len(hub.uploads) == 3  # of steps 1 and 4, and the final model
+
+
+def test_environments_are_named_by_their_ids_where_they_have_one():
+    class MyTaskset:
+        config = SimpleNamespace(id="")
+
+    env = SimpleNamespace(config=SimpleNamespace(taskset=SimpleNamespace(id="fix_it")))
+    assert environment_names(env) == environment_names("fix_it") == ["fix_it"]
+    assert environment_names(MyTaskset()) == ["MyTaskset"] and environment_names(None) == []
+    assert environment_names([WeightedEnv(env, "a"), WeightedEnv(env, "b")]) == ["a", "b"]
 
 
 def test_an_upload_of_checkpoints_without_checkpoints_is_an_error():

@@ -1,6 +1,9 @@
+import re
+
 import pytest
 import torch
 from peft import IA3Config, LoraConfig
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import make_tiny_llama, make_tiny_model, make_tiny_moe, write_tiny_qwen3_5
@@ -70,45 +73,33 @@ def test_a_model_without_known_layers_asks_for_their_names():
         default_target_modules(model)
 
 
-def test_a_line_says_what_share_of_the_layers_is_adapted(capsys, qwen3_5):
+def test_a_line_says_what_is_adapted(capsys):
     args = options(lora_rank=4)
     check_policy(load_policy(make_tiny_model(), args), args)
-    assert capsys.readouterr().out.startswith(
-        "LoRA of rank 4 on 14 of 14 linear layers of the decoder, 100% of their weights (down_proj"
+    assert re.match(
+        r"LoRA of rank 4 on down_proj, gate_proj, k_proj, .*: [\d,]+ of [\d,]+ parameters are tr",
+        capsys.readouterr().out,
     )
-    model, has_experts = qwen3_5
-    policy = load_policy(model, options(lora_target_modules=SEVEN[:4]))
-    line = describe_adapter(policy)
-    assert line.startswith("LoRA of rank 16 on 4 of 31 linear layers of the decoder, ")
-    assert "(k_proj, o_proj, q_proj, v_proj); without down_proj, gate_proj, in_proj_a" in line
-    assert line.endswith("the experts") == has_experts
-    policy.unload()
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    policy = load_policy(make_tiny_model(), options(), config)
+    assert describe_adapter(policy).startswith("IA3 on k_proj: ")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
 def test_a_line_says_that_experts_are_adapted():
     line = describe_adapter(load_policy(make_tiny_moe(), options(lora_target_modules=SEVEN)))
-    assert "on 8 of 8 linear layers of the decoder, 100% of their weights (k_proj, o_proj" in line
-    assert line.endswith(", and on 4 tensors of experts or routers (down_proj, gate_up_proj)")
+    assert line.startswith("LoRA of rank 16 on experts, k_proj, o_proj, q_proj, v_proj: ")
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["all-linear"]])
 def test_all_linear_is_pefts(qwen3_5, targets):
     model, has_experts = qwen3_5
     policy = load_policy(model, options(lora_target_modules=targets))
-    assert "31 of 31 linear layers" in describe_adapter(policy)
+    adapted = [m for m in policy.modules() if isinstance(m, LoraLayer)]
+    assert len(adapted) >= 31
     assert ("shared_expert_gate" in policy.peft_config["default"].target_modules) == has_experts
     assert "lm_head" not in policy.peft_config["default"].target_modules
     policy.unload()
-
-
-def test_a_given_peft_config_is_described_too():
-    config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
-    line = describe_adapter(load_policy(make_tiny_model(), options(), config))
-    assert "on 2 of 14" in line and ", and on 1 other layers" in line
-    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    policy = load_policy(make_tiny_model(), options(), config)
-    assert describe_adapter(policy) == "an adapter of IA3Config"
 
 
 def test_options_of_lora_that_change_nothing_are_said(caplog):

@@ -20,8 +20,6 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
@@ -661,26 +659,6 @@ def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_train
     assert llama.model.layers[1].self_attn.attention_dropout == 0.0
     kept = {m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)}
     assert kept == {0.5}
-
-
-@pytest.mark.parametrize(("max_seq_len", "is_exact"), [(16, True), (32, False)])
-def test_a_rotation_that_changes_with_the_batch_is_warned_of(
-    make_trainer, caplog, max_seq_len, is_exact
-):
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    config = Phi3Config(
-        vocab_size=261,
-        num_hidden_layers=2,
-        max_position_embeddings=64,
-        original_max_position_embeddings=16,
-        rope_parameters={**rope, "rope_theta": 1e4, "original_max_position_embeddings": 16},
-        pad_token_id=0,
-        **sizes,
-    )
-    make_trainer(Phi3ForCausalLM(config).float(), max_seq_len=max_seq_len)
-    warned = "rope_type='longrope': logprobs of sequences depend" in caplog.text
-    assert warned != is_exact
 
 
 @pytest.mark.parametrize("use_lora", [False, True])

@@ -27,12 +27,10 @@ from transformers import Trainer, TrainerCallback
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, mean_over_ranks
-from verifiers_rl.hub import HubTrainer, push_checkpoint
 from verifiers_rl.merging import save_merged
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
-from verifiers_rl.process.interrupts import Interrupted, say
+from verifiers_rl.process.interrupts import say
 from verifiers_rl.report.metrics import StepWindow
-from verifiers_rl.report.model_card import finish_run_folder, write_model_card
 from verifiers_rl.report.run_folder import (
     CARD,
     MERGED,
@@ -41,6 +39,7 @@ from verifiers_rl.report.run_folder import (
     STATE,
     UNFINISHED,
     checkpoints_of,
+    closing_lines,
     is_our_card,
     newest_checkpoint,
     rl_state_of,
@@ -91,7 +90,6 @@ class Checkpoints(TrainerCallback):
         self._resumed: str | None = None
         self._saved_step: int | None = None  # of the newest checkpoint of this run
         self._changed_in: int | None = None  # the step that has changed weights before its end
-        self._uploaded: set[Path] = set()  # checkpoints that a running upload may read
         self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and the state when it began
 
     # --- The run ----------------------------------------------------------------------------------
@@ -137,12 +135,11 @@ class Checkpoints(TrainerCallback):
 
     # --- Saving -----------------------------------------------------------------------------------
 
-    def save(self, write: Callable[[], None], uploads: bool = True) -> None:
-        """Save a checkpoint of this step. Every rank calls this.
+    def save(self, write: Callable[[], None]) -> Path:
+        """Save a checkpoint of this step, and return its folder. Every rank calls this.
 
         Args:
             write: Trainer's own saving, into a folder below `run_dir`.
-            uploads: with `push_to_hub`, begin to upload it.
         """
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
         self._sync_files()
@@ -157,36 +154,38 @@ class Checkpoints(TrainerCallback):
         if args.should_save:
             trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
             (folder / RL_STATE).write_text(json.dumps(states))
-            write_model_card(folder, trainer.model, args, trainer.state, trainer._env)
         target = self._folder / folder.name
         self._finish(folder, partial(put_in_place, folder, target))
         self._saved_step = step
         if args.should_save:
             self._remove_old()
-        if args.push_to_hub and uploads and push_checkpoint(trainer, target):
-            self._uploaded.add(target)
+        return target
 
     def save_unfinished(self) -> None:
         """Save a checkpoint of the steps done so far, where the run ends inside a step, unless
-        save_strategy is "no". Every rank calls this. Outside of a run it does nothing.
+        save_strategy is "no", and say where the newest one is. Every rank calls this. Outside of a
+        run it does nothing.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
-        if step == 0 or step == self._saved_step or not self._is_running:
+        if not self._is_running:
             return
-        trainer.log_ended_evaluations()
-        if trainer.args.save_strategy == "no":
-            logger.warning("none of the %d steps is saved, because save_strategy = 'no'", step)
-            return
-        if not self.can_repeat_step:
-            logger.warning("step %d is not saved: the next one has changed its weights", step)
-            return
-        if self._rng is not None and self._rng[0] == step:
-            set_rng_state(self._rng[1])  # the step that is broken off will be repeated
-        write = partial(Trainer._save_checkpoint, trainer, trainer.model, trial=None)
-        self.save(write, uploads=False)  # the process would wait for it at its end
-        trainer.control = trainer.callback_handler.on_save(
-            trainer.args, trainer.state, trainer.control
-        )
+        if step not in (0, self._saved_step):
+            trainer.log_ended_evaluations()
+            if trainer.args.save_strategy != "no" and self.can_repeat_step:
+                if self._rng is not None and self._rng[0] == step:
+                    set_rng_state(self._rng[1])  # the step that is broken off will be repeated
+                self.save(partial(Trainer._save_checkpoint, trainer, trainer.model, trial=None))
+                trainer.control = trainer.callback_handler.on_save(
+                    trainer.args, trainer.state, trainer.control
+                )
+        if trainer.is_world_process_zero():
+            newest = newest_checkpoint(self._folder)
+            say(
+                f"the run ends at step {step}; the newest checkpoint is {newest}; go on with "
+                "--resume, or with train(resume_from_checkpoint=True)"
+                if newest
+                else f"the run ends at step {step}; nothing of its steps is saved"
+            )
 
     def save_on_error(self, work: Callable[[], _T]) -> _T:
         """Run `work`. If it fails, save a checkpoint of the steps so far, then raise the error."""
@@ -194,26 +193,14 @@ class Checkpoints(TrainerCallback):
             return work()
         except Exception:
             self.save_unfinished()
-            step = self._trainer.state.global_step
-            if step and step == self._saved_step and self._trainer.is_world_process_zero():
-                logger.warning("step %d is saved in %s", step, self._folder)
             raise
 
-    def save_interrupted(self, interrupted: Interrupted) -> None:
-        """Do as `save_unfinished`, and tell people what is saved."""
-        self.save_unfinished()
-        if not self._trainer.is_world_process_zero():
-            return
-        step, newest = self._trainer.state.global_step, newest_checkpoint(self._folder)
-        what = f"nothing of its {step} steps is saved"
-        if newest is not None:
-            what = f"the newest checkpoint is {newest}; go on with --resume, or with "
-            what += "train(resume_from_checkpoint=True)"
-        say(f"{interrupted} at step {step}; {what}")
-
-    def save_final(self) -> None:
+    def save_final(self, **card: Any) -> None:
         """Save the final model into output_dir, with its card, and print the closing lines of the
         run. Every rank calls this.
+
+        Args:
+            **card: of `Trainer.create_model_card`.
         """
         trainer, args = self._trainer, self._trainer.args
         folder = self._begin("final")
@@ -226,18 +213,19 @@ class Checkpoints(TrainerCallback):
             folder.rmdir()
 
         self._finish(folder, place)
-        if args.save_final != "merged":
-            if args.should_save and is_our_card(self._folder / MERGED / CARD):  # of fewer steps
-                remove_folder(self._folder / MERGED, self._folder / UNFINISHED)
-        else:
-            merged = self._begin(MERGED)
+        merged = self._folder / MERGED
+        if args.save_final == "merged":
+            folder = self._begin(MERGED)
             model = trainer.accelerator.unwrap_model(trainer.model)
-            save_merged(model, trainer.processing_class, merged, writes=args.should_save)
-            if args.should_save:
-                write_model_card(merged, trainer.model, args, trainer.state, trainer._env, True)
-            self._finish(merged, partial(put_in_place, merged, self._folder / MERGED))
+            save_merged(model, trainer.processing_class, folder, writes=args.should_save)
+            self._finish(folder, partial(put_in_place, folder, merged))
+        elif args.should_save and is_our_card(merged / CARD):  # of fewer steps
+            remove_folder(merged, self._folder / UNFINISHED)
+        trainer.create_model_card(**card)
         if trainer.is_world_process_zero():
-            finish_run_folder(trainer.model, args, trainer.state, trainer._env)
+            if args.save_final == "merged":
+                shutil.copy(self._folder / CARD, merged / CARD)
+            print("\n".join(closing_lines(self._folder)), flush=True)
 
     # --- All ranks --------------------------------------------------------------------------------
 
@@ -293,26 +281,14 @@ class Checkpoints(TrainerCallback):
     def _remove_old(self) -> None:
         """Keep the newest save_total_limit checkpoints; the best one counts and always stays."""
         limit = self._trainer.args.save_total_limit
-        if not limit or limit < 0:
-            return
-        best = self._trainer.state.best_model_checkpoint
-        found = checkpoints_of(self._folder)
-        kept = {found[-1].name, Path(best).name if best else found[-1].name}
         push = getattr(self._trainer, "push_in_progress", None)
-        if push is None or push.is_done():
-            self._uploaded.clear()
-        removable = [p for p in found if p.name not in kept and p not in self._uploaded]
-        for path in removable[: max(len(found) - max(limit, len(kept)), 0)]:
+        if not limit or limit < 0 or (push is not None and not push.is_done()):
+            return  # a running upload may read any of them
+        found = checkpoints_of(self._folder)
+        best = self._trainer.state.best_model_checkpoint
+        removable = [path for path in found[:-1] if best is None or path.name != Path(best).name]
+        for path in removable[: max(len(found) - limit, 0)]:
             remove_folder(path, self._folder / UNFINISHED)
-
-
-class SavingTrainer(HubTrainer):
-    """A Trainer that saves through `Checkpoints`."""
-
-    checkpoints: Checkpoints
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self.checkpoints.run_dir or super()._get_output_dir(trial)
 
 
 class Position:

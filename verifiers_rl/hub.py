@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face hub: what Trainer uploads, without what a run knows of people's data.
+"""The card of the trained model, and uploads to the Hugging Face hub.
 
 Trainer uploads all of output_dir but its checkpoints. Here that folder also has every rollout, logs
 and the run's options. So only the model, its card, its tokenizer, metrics.jsonl and curves.png are
@@ -7,14 +7,26 @@ uploaded, and of checkpoints everything but the pickled options, which can hold 
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
+from transformers.utils import PushInProgress
 
-from verifiers_rl.report.model_card import write_model_card
-from verifiers_rl.report.run_folder import CARD, CURVES, MERGED, METRICS, MODEL_FILES
+from verifiers_rl.report.run_folder import (
+    CARD,
+    CARD_MARK,
+    CURVES,
+    MERGED,
+    METRICS,
+    MODEL_FILES,
+    summary,
+)
+
+if TYPE_CHECKING:
+    from verifiers_rl.checkpoints import Checkpoints
 
 _OPTIONS = "training_args.bin"
 _UPLOADED = [*(name for name in MODEL_FILES if name != _OPTIONS), CARD, METRICS, CURVES]
@@ -22,10 +34,27 @@ _UPLOADED.append(f"{MERGED}/*")
 _IGNORED = ["_*", ".*", "checkpoint-*", _OPTIONS, f"*/{_OPTIONS}"]
 
 
-class HubTrainer(Trainer):
-    """A Trainer that uploads only what is listed above."""
+class SavingTrainer(Trainer):
+    """A Trainer that saves through `Checkpoints`, and uploads only what is listed above."""
 
+    checkpoints: Checkpoints
+    args: Any
     _env: Any  # the environment, as passed to `RLTrainer`
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.checkpoints.run_dir or super()._get_output_dir(trial)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write Trainer's card into output_dir, with the environments and the rewards."""
+        super().create_model_card(*args, **kwargs)
+        if not self.is_world_process_zero():
+            return
+        path, metrics = Path(self.args.output_dir, CARD), Path(self.args.output_dir, METRICS)
+        lines = [f"Trained by {self.args.METHOD} with verifiers_rl {version('verifiers_rl')}.", ""]
+        lines += [f"- Environment: {name}" for name in environment_names(self._env)]
+        if metrics.is_file():
+            lines += [f"- {line}" for line in summary(metrics).splitlines()]
+        path.write_text("\n".join([path.read_text(), CARD_MARK, "", *lines, ""]))
 
     def push_to_hub(
         self,
@@ -35,99 +64,77 @@ class HubTrainer(Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model into output_dir and upload it. Every rank calls this.
+        """Save the final model into output_dir and upload it. Every rank calls this.
+
+        Args:
+            **kwargs: of the model card.
 
         Returns:
             On rank 0 the commit, or a future of it if not `blocking`.
         """
         if self.hub_model_id is None:
             self.init_hf_repo(token=token)
-        self.save_model(_internal_call=True)
-        self.create_model_card(**kwargs)
-        return self.push_final(commit_message, blocking, token, revision)
-
-    def push_final(
-        self,
-        commit_message: str | None,
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-    ) -> Any:
-        """Upload the model that output_dir has; returns as `push_to_hub`."""
+        self.checkpoints.save_final(**kwargs)
         if not self.is_world_process_zero():
             return None
-        args = self.args
-        self.callback_handler.on_push_begin(args, self.state, self.control)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self._finish_current_push()
-        return _upload(
-            self, Path(args.output_dir or ""), commit_message, blocking=blocking,
-            token=token or args.hub_token, revision=revision or args.hub_revision,
-        )  # fmt: skip
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model card. push_to_hub() calls this."""
-        if self.is_world_process_zero():
-            write_model_card(Path(self.args.output_dir or ""), self.model, cast(Any, self.args),
-                             self.state, self._env)  # fmt: skip
+        return self._upload(self.args.output_dir, commit_message, blocking, token, revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the folder has no name yet. `Checkpoints.save` uploads it later."""
 
+    def push_checkpoint(self, checkpoint: Path) -> None:
+        """Begin to upload a checkpoint as `hub_strategy` asks: its model, and for "checkpoint" and
+        "all_checkpoints" also all of it. On rank 0; the others do nothing. While an earlier upload
+        runs, a new one begins only with `hub_always_push`, as in Trainer.
+        """
+        strategy, running = self.args.hub_strategy, self.push_in_progress
+        jobs: list[Any] = [] if running is None or running.is_done() else running.jobs
+        skips = strategy == HubStrategy.END or (jobs and not self.args.hub_always_push)
+        if skips or not self.is_world_process_zero():
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        message = f"Training in progress, step {self.state.global_step}"
+        jobs.append(self._upload(checkpoint, message, False))
+        if strategy != HubStrategy.EVERY_SAVE:
+            is_last = strategy == HubStrategy.CHECKPOINT
+            name = "last-checkpoint" if is_last else checkpoint.name
+            jobs.append(self._upload(checkpoint, f"{message}, checkpoint", False, whole_as=name))
+        self.push_in_progress = cast(Any, PushInProgress(cast(Any, jobs)))
 
-def push_checkpoint(trainer: Any, checkpoint: Path) -> bool:
-    """Begin to upload a checkpoint as `hub_strategy` asks: its model, and for "checkpoint" and
-    "all_checkpoints" also all of it. On rank 0; the others do nothing.
+    def _upload(
+        self,
+        folder: Any,
+        message: str | None,
+        blocking: bool,
+        token: str | None = None,
+        revision: str | None = None,
+        whole_as: str | None = None,
+    ) -> Any:
+        """Upload the model of a folder, or all of it as a folder of this name."""
+        from huggingface_hub import HfApi
 
-    Returns:
-        whether an upload has begun. While an earlier one runs, a new one begins only with
-        `hub_always_push`, as in Trainer.
-    """
-    args = trainer.args
-    if not trainer.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
-        return False
-    running = trainer.push_in_progress
-    if running is not None and not running.is_done() and not args.hub_always_push:
-        return False
-    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    message = f"Training in progress, step {trainer.state.global_step}"
-    common = {"blocking": False, "token": args.hub_token, "revision": args.hub_revision}
-    jobs = [_upload(trainer, checkpoint, message, **common)]
-    names = {HubStrategy.CHECKPOINT: "last-checkpoint"}
-    names[HubStrategy.ALL_CHECKPOINTS] = checkpoint.name
-    if name := names.get(args.hub_strategy):
-        whole = _upload(trainer, checkpoint, f"{message}, checkpoint", path_in_repo=name, **common)
-        jobs.append(whole)
-    if running is None or running.is_done():
-        from transformers.utils import PushInProgress
-
-        trainer.push_in_progress = PushInProgress(cast(Any, jobs))
-    else:
-        running.jobs.extend(jobs)
-    return True
+        api: Any = HfApi()
+        return api.upload_folder(
+            repo_id=self.hub_model_id,
+            folder_path=str(folder),
+            path_in_repo=whole_as,
+            commit_message=message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            run_as_future=not blocking,
+            allow_patterns=None if whole_as else _UPLOADED,
+            ignore_patterns=[_OPTIONS] if whole_as else _IGNORED,
+        )
 
 
-def _upload(
-    trainer: Any,
-    folder: Path,
-    message: str | None,
-    *,
-    blocking: bool,
-    token: str | None,
-    revision: str | None,
-    path_in_repo: str | None = None,
-) -> Any:
-    """Upload the model of a folder, or with `path_in_repo` all of the folder."""
-    from huggingface_hub import HfApi
-
-    api: Any = HfApi()
-    return api.upload_folder(
-        repo_id=trainer.hub_model_id,
-        folder_path=str(folder),
-        path_in_repo=path_in_repo,
-        commit_message=message,
-        token=token,
-        run_as_future=not blocking,
-        allow_patterns=None if path_in_repo else _UPLOADED,
-        ignore_patterns=_IGNORED if path_in_repo is None else [_OPTIONS],
-        revision=revision,
-    )
+def environment_names(env: Any) -> list[str]:
+    """Return the name or id of each environment, or of its class if it has none."""
+    if env is None:
+        return []
+    if isinstance(env, list | tuple):
+        return [name for one in env for name in environment_names(one)]
+    taskset = getattr(getattr(env, "config", None), "taskset", None)
+    known = (getattr(env, "name", None), getattr(taskset, "id", None), getattr(env, "env_id", None))
+    return [next(filter(None, known), env if isinstance(env, str) else type(env).__name__)]

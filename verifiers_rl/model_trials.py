@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -57,10 +59,6 @@ def choose_layout(model: nn.Module, base: Any, args: RLConfig) -> tuple[Layout, 
     return layout, why_unshared is None, why_full_logits
 
 
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config()
-
-
 def _difference(given: Tensor, expected: Tensor) -> float:
     """Return the root mean square of the difference, relative to that of `expected`."""
     return ((given - expected).float().norm() / expected.float().norm().clamp(min=1e-12)).item()
@@ -69,7 +67,7 @@ def _difference(given: Tensor, expected: Tensor) -> float:
 def _probe(model: nn.Module) -> tuple[Tensor, float]:
     """Return token ids (1, 16), and the relative error that rounding explains in this dtype."""
     weight = next(model.parameters())
-    vocabulary = _text_config(model).vocab_size
+    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
     ids = (torch.arange(16, device=weight.device) * 7919 + 11) % vocabulary
     is_exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(
         weight.device.type
@@ -77,7 +75,18 @@ def _probe(model: nn.Module) -> tuple[Tensor, float]:
     return ids[None], 1e-3 if is_exact else 5e-2
 
 
-@torch.no_grad()
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing of the model is random, and no gradient is kept."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def reason_against_chunking(model: nn.Module, base: nn.Module | None = None) -> str | None:
     """Return why the model's logits cannot be taken chunk by chunk from its head; None if they can.
 
@@ -91,20 +100,15 @@ def reason_against_chunking(model: nn.Module, base: nn.Module | None = None) -> 
     if getattr(base, "get_output_embeddings", lambda: None)() is None:
         return "it has no output embeddings"
     ids, tolerance = _probe(base)
-    was_training = model.training
-    model.eval()
-    try:
+    with _evaluating(model):
         expected = model(input_ids=ids, use_cache=False).logits[0]
         with hidden_states_in_place_of_logits(base) as to_logits:
             given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
-    finally:
-        model.train(was_training)
     if given.shape != expected.shape or not _difference(given, expected) < tolerance:
         return "its logits are not those of its head on its last hidden states"
     return None
 
 
-@torch.no_grad()
 def reason_against_sharing_rows(model: nn.Module, base: nn.Module | None = None) -> str | None:
     """Return why samples in one row would see each other in this model; None if they do not.
 
@@ -116,20 +120,15 @@ def reason_against_sharing_rows(model: nn.Module, base: nn.Module | None = None)
         return "it takes no position_ids"
     ids, tolerance = _probe(base)
     positions = torch.arange(8, device=ids.device).repeat(1, 2)
-    was_training = model.training
-    model.eval()
-    try:
+    with _evaluating(model):
         together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:]
         alone = model(input_ids=ids[:, 8:], use_cache=False).logits[0]
-    finally:
-        model.train(was_training)
     if not _difference(together, alone) < tolerance:
         implementation = getattr(base.config, "_attn_implementation", None)
         return f"a sequence sees the one before it (attention {implementation!r})"
     return None
 
 
-@torch.no_grad()
 def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: int) -> str | None:
     """Return why samples with tokens in common would be computed otherwise than alone in this
     model; None if they would not.
@@ -143,7 +142,7 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
         base: the causal LM itself.
         max_seq_len: of the samples to come.
     """
-    config = _text_config(base)
+    config = base.config.get_text_config()
     for name in ("sliding_window", "attention_chunk_size"):
         if (window := getattr(config, name, None)) is not None and window < max_seq_len:
             return f"its {name} of {window} tokens is shorter than max_seq_len={max_seq_len}"
@@ -154,32 +153,28 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
     if implementation in ALL_ATTENTION_FUNCTIONS and implementation != "flex_attention":
         wrap_attention(implementation)
     ids, tolerance = _probe(base)
-    token_ids = ids[0].tolist()
-    sequences = [
-        token_ids[:12],
-        [*token_ids[:10], *token_ids[12:14]],
-        [*token_ids[:8], *token_ids[14:]],
-    ]
+    tokens = ids[0].cpu().numpy()
+    sequences = [tokens[:12], tokens[[*range(10), 12, 13]], tokens[[*range(8), 14, 15]]]
     zeros = np.zeros(16)
-    samples = [Sample(np.array(s), *[zeros[: len(s)]] * 3) for s in sequences]
+    samples = [Sample(s, *[zeros[: len(s)]] * 3) for s in sequences]
     shared = copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 10, 8]), ids.device)
     inputs_of_row = inputs_of_whole_rows(implementation, ids.device)
-    was_training = model.training
-    model.eval()
-    try:
+
+    def logits_of(input_ids: Tensor, **inputs: Any) -> Tensor:
+        return model(input_ids=input_ids, use_cache=False, **inputs).logits[0]
+
+    with _evaluating(model):
         for in_calls in (False, True) if implementation == "sdpa" else (None,):
             inputs = inputs_of_shared_rows(shared, implementation, in_calls)
             try:
-                logits = model(input_ids=shared.input_ids, use_cache=False, **inputs).logits[0]
+                logits = logits_of(shared.input_ids, **inputs)
             except (TypeError, ValueError, NotImplementedError) as error:
                 return f"it takes no such rows: {error}"
             for segment, sequence in zip(shared.segments, sequences, strict=True):
-                alone = torch.tensor([sequence], device=ids.device)
-                expected = model(input_ids=alone, use_cache=False).logits[0, -2:]
-                whole = model(input_ids=alone, use_cache=False, **inputs_of_row).logits[0, -2:]
+                alone = torch.from_numpy(sequence).to(ids.device)[None]
+                expected = logits_of(alone)[-2:]
+                whole = logits_of(alone, **inputs_of_row)[-2:]
                 given = logits[segment.stop - 2 : segment.stop]
                 if not max(_difference(given, expected), _difference(whole, expected)) < tolerance:
                     return f"a sample sees others (attention {implementation!r})"
-    finally:
-        model.train(was_training)
     return None

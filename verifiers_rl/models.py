@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.expert_balance import keep_router_logits
@@ -119,15 +119,11 @@ def _load_folder(model: str, dtype: torch.dtype) -> Any:
     """Load a model, or a model with its adapter, from a folder or a name on the hub."""
     if not os.path.isfile(os.path.join(model, "adapter_config.json")):
         return _load_base(model, dtype)
-    from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModel
 
     peft_config = PeftConfig.from_pretrained(model)
-    base = str(peft_config.base_model_name_or_path)
-    config = AutoConfig.from_pretrained(base, revision=peft_config.revision)
-    if auto_class(config.model_type) is AutoModelForCausalLM and not _dequantized(config):
-        return AutoPeftModelForCausalLM.from_pretrained(model, dtype=dtype, is_trainable=True)
-    loaded = _load_base(base, dtype, peft_config.revision)
-    return PeftModel.from_pretrained(loaded, model, is_trainable=True)
+    base = _load_base(str(peft_config.base_model_name_or_path), dtype, peft_config.revision)
+    return PeftModel.from_pretrained(base, model, is_trainable=True)
 
 
 def _load_base(model: str, dtype: torch.dtype, revision: str | None = None) -> Any:
@@ -178,18 +174,13 @@ def warn_of_experts(model: Any, args: RLConfig) -> None:
     """Warn if the model has experts, and the loss that `args` name keeps tokens whose ratio is far
     from 1 on either side.
     """
-    if args.router_replay:
-        return
-    one_sided = {"ppo", "dppo"}
-    if args.loss not in ("cispo", "truncated_is") or not one_sided.issuperset(args.masks()):
-        return
-    if number := num_experts(model.config.get_text_config()):
+    keeps = args.loss in ("cispo", "truncated_is") and {"ppo", "dppo"}.issuperset(args.masks())
+    if keeps and not args.router_replay and num_experts(model.config.get_text_config()):
         logger.warning(
-            "the model has %d experts a layer. Trainer and server each choose the experts of a "
-            "token for themselves; where they choose differently, the token's importance ratio is "
-            "far from 1, and loss=%r keeps its gradient. Set router_replay = true, or "
-            "gradient_masks to leave such tokens out, for example {ratio = {}}, or another loss",
-            number,
+            "trainer and server each choose the experts of a token for themselves. Where they "
+            "choose differently, the token's importance ratio is far from 1, and loss=%r keeps its "
+            "gradient. Set router_replay = true, or gradient_masks to leave such tokens out, for "
+            "example {ratio = {}}, or another loss",
             args.loss,
         )
 
@@ -269,11 +260,8 @@ def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
     because they end in the name of such a part in a checkpoint.
     """
     from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:
-        return set()  # an older PEFT takes names as they are
     taken = set()
     for name in names:
         config = LoraConfig(target_modules=[name])
@@ -288,43 +276,17 @@ def _taken_for_experts(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def describe_adapter(policy: Any) -> str:
-    """Describe in one line what share of the model an adapter changes."""
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer, ParamWrapper
-
+    """Describe in one line what an adapter changes."""
     config = policy.peft_config["default"]
-    if not isinstance(config, LoraConfig):
-        return f"an adapter of {type(config).__name__}"
-    base = policy.get_base_model()
-    all_layers = linear_layers(base)
-    modules = dict(base.named_modules())
-    wrapped = {name: m for name, m in modules.items() if isinstance(m, ParamWrapper)}
-    adapted = {
-        name: module.get_base_layer()
-        for name, module in modules.items()
-        if isinstance(module, LoraLayer) and name not in wrapped
-    }
-    inside = adapted.keys() & all_layers.keys()
-    kinds = sorted({name.rpartition(".")[2] for name in adapted})
-    left_out = sorted({name.rpartition(".")[2] for name in all_layers.keys() - inside})
-    num_weights = sum(_num_weights(layer) for layer in all_layers.values())
-    share = sum(_num_weights(all_layers[name]) for name in inside) / max(num_weights, 1)
-    line = (
-        f"LoRA of rank {config.r} on {len(inside)} of {len(all_layers)} linear layers of the "
-        f"decoder, {share:.0%} of their weights ({', '.join(kinds)})"
+    kind = type(config).__name__.removesuffix("Config").replace("Lora", "LoRA")
+    rank = f" of rank {config.r}" if hasattr(config, "r") else ""
+    adapted = {name.partition(".base_layer")[0].rpartition(".")[2]
+               for name, _ in policy.named_parameters() if ".base_layer" in name}  # fmt: skip
+    num_trained, num_all = policy.get_nb_trainable_parameters()
+    return (
+        f"{kind}{rank} on {', '.join(sorted(adapted))}: {num_trained:,} of {num_all:,} "
+        "parameters are trained"
     )
-    if others := len(adapted) - len(inside):
-        line += f", and on {others} other layers"
-    if wrapped:
-        names = sorted({module.parameter_name for module in wrapped.values()})
-        line += f", and on {len(wrapped)} tensors of experts or routers ({', '.join(names)})"
-    if any(name.endswith(".experts") and name not in wrapped for name in modules):
-        left_out.append("the experts")
-    return line + (f"; without {', '.join(left_out)}" if left_out else "")
-
-
-def _num_weights(layer: Any) -> int:
-    return int(getattr(layer.weight, "ds_numel", layer.weight.numel()))  # ZeRO-3 empties the weight
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
@@ -347,29 +309,8 @@ def check_policy(model: Any, args: RLConfig) -> None:
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
         print(describe_adapter(model), flush=True)
-    warn_of_changing_rope(model, args.max_seq_len)
     if args.router_replay and not routers_of(model):
         raise ConfigError(
             f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "
             "it out"
-        )
-
-
-def warn_of_changing_rope(model: Any, max_seq_len: int) -> None:
-    """Warn if the rotary embeddings of a sequence depend on its batch. If the longest sequence of a
-    batch is longer than in the model's first training, some models rotate the whole batch for it.
-    vLLM always rotates for the longest possible sequence.
-    """
-    config: Any = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("longrope", "dynamic"):
-        return
-    first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if max_seq_len > first:
-        logger.warning(
-            "rope_type=%r: logprobs of sequences depend on the longest one beside them, and differ "
-            "from the server's, where max_seq_len=%d is above %d; lower it for exact ones",
-            rope["rope_type"],
-            max_seq_len,
-            first,
         )

@@ -35,7 +35,7 @@ from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.arguments import Replaced, check_arguments
-from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
+from verifiers_rl.checkpoints import Checkpoints, check_final
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
@@ -52,6 +52,7 @@ from verifiers_rl.distributed import (
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
 from verifiers_rl.expert_balance import add_balance_loss, has_balance
 from verifiers_rl.forward import predict_targets
+from verifiers_rl.hub import SavingTrainer
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import (
@@ -228,17 +229,16 @@ class RLTrainer(SavingTrainer):
         ):
             try:
                 result = super().train(resume, *args, **kwargs)
-            except Interrupted as interrupted:
-                self.checkpoints.save_interrupted(interrupted)
+            except Interrupted:
+                self.checkpoints.save_unfinished()
                 raise
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
             if is_best and self.weight_sync is not None:
                 self.weight_sync.policy_version = None  # the server has the last weights
-            self.checkpoints.save_final()  # first, because the server may be lost below
+            # First, because the server may be lost below.
+            self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
             with suppress(Interrupted):  # the model is saved; `handled` raises it
                 self._on_server(lambda orchestrator: self._sync_weights())
-            if self.args.push_to_hub:
-                self.push_final("End of training")
         return result
 
     @contextmanager
@@ -523,7 +523,9 @@ class RLTrainer(SavingTrainer):
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
         if self.args.eval_strategy != "no":
             log_results(self, self._on_server(self.evaluations.end))
-        self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
+        checkpoint = self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
+        if self.args.push_to_hub:
+            self.push_checkpoint(checkpoint)
 
     def _submit(self, step: int) -> None:
         assert self.orchestrator is not None and self.weight_sync is not None
