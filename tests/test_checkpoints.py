@@ -601,8 +601,10 @@ def test_the_final_model_is_saved_as_a_plain_one_too(make_trainer, tmp_path, cap
     assert lines[-3:-1] == [f"adapter: {folder}", f"merged: {folder}/merged"]
     assert lines[-1].endswith(f" {folder}/merged") and "lora" not in lines[-1]
     card = (folder / "README.md").read_text()
-    assert "Trained by reinforcement learning with verifiers_rl" in card
-    assert "- reward: " in card and ModelCard(card).data.library_name == "peft"
+    assert f"An adapter of `{tmp_path}/base`, trained by reinforcement learning with" in card
+    assert "- 3 steps with a batch size of 8\n" in card and "- reward: " in card
+    data = ModelCard(card).data.to_dict()  # a local folder is no model of the hub
+    assert data["library_name"] == "peft" and "base_model" not in data
     assert (folder / "merged" / "README.md").read_text() == card
     assert not list((folder / "_unfinished").glob("*"))
     # More steps without it: an old one would be served.

@@ -195,12 +195,9 @@ class Checkpoints(TrainerCallback):
             self.save_unfinished()
             raise
 
-    def save_final(self, **card: Any) -> None:
+    def save_final(self) -> None:
         """Save the final model into output_dir, with its card, and print the closing lines of the
         run. Every rank calls this.
-
-        Args:
-            **card: of `Trainer.create_model_card`.
         """
         trainer, args = self._trainer, self._trainer.args
         folder = self._begin("final")
@@ -221,7 +218,7 @@ class Checkpoints(TrainerCallback):
             self._finish(folder, partial(put_in_place, folder, merged))
         elif args.should_save and is_our_card(merged / CARD):  # of fewer steps
             remove_folder(merged, self._folder / UNFINISHED)
-        trainer.create_model_card(**card)
+        trainer.create_model_card()
         if trainer.is_world_process_zero():
             if args.save_final == "merged":
                 shutil.copy(self._folder / CARD, merged / CARD)

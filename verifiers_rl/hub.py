@@ -22,6 +22,7 @@ from verifiers_rl.report.run_folder import (
     MERGED,
     METRICS,
     MODEL_FILES,
+    is_hub_name,
     summary,
 )
 
@@ -45,16 +46,35 @@ class SavingTrainer(Trainer):
         return self.checkpoints.run_dir or super()._get_output_dir(trial)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write Trainer's card into output_dir, with the environments and the rewards."""
-        super().create_model_card(*args, **kwargs)
+        """Write README.md into output_dir: of what, on what and how far the model was trained.
+
+        Trainer's own card says of every run that the dataset is unknown, and names a local folder
+        as a base model, which the hub refuses.
+        """
         if not self.is_world_process_zero():
             return
-        path, metrics = Path(self.args.output_dir, CARD), Path(self.args.output_dir, METRICS)
-        lines = [f"Trained by {self.args.METHOD} with verifiers_rl {version('verifiers_rl')}.", ""]
-        lines += [f"- Environment: {name}" for name in environment_names(self._env)]
-        if metrics.is_file():
-            lines += [f"- {line}" for line in summary(metrics).splitlines()]
-        path.write_text("\n".join([path.read_text(), CARD_MARK, "", *lines, ""]))
+        folder, model = Path(self.args.output_dir), cast(Any, self.model)
+        adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
+        base = str(adapter.base_model_name_or_path if adapter else model.name_or_path)
+        lines = [
+            "---",
+            *([f"base_model: {base}"] if is_hub_name(base) else []),
+            f"library_name: {'peft' if adapter else 'transformers'}",
+            "pipeline_tag: text-generation",
+            f"tags: [{self.args.METHOD.replace(' ', '-')}, verifiers_rl]",
+            "---",
+            CARD_MARK,
+            f"# {self.args.run_name or folder.resolve().name}",
+            "",
+            f"{'An adapter of' if adapter else 'All weights of'} `{base}`, trained by "
+            f"{self.args.METHOD} with verifiers_rl {version('verifiers_rl')}.",
+            "",
+            f"- {self.state.global_step} steps with a batch size of {self.args.batch_size}",
+            *(f"- Environment: {name}" for name in environment_names(self._env)),
+        ]
+        if (folder / METRICS).is_file():
+            lines += [f"- {line}" for line in summary(folder / METRICS).splitlines()]
+        (folder / CARD).write_text("\n".join([*lines, ""]))
 
     def push_to_hub(
         self,
@@ -66,15 +86,12 @@ class SavingTrainer(Trainer):
     ) -> Any:
         """Save the final model into output_dir and upload it. Every rank calls this.
 
-        Args:
-            **kwargs: of the model card.
-
         Returns:
             On rank 0 the commit, or a future of it if not `blocking`.
         """
         if self.hub_model_id is None:
             self.init_hf_repo(token=token)
-        self.checkpoints.save_final(**kwargs)
+        self.checkpoints.save_final()
         if not self.is_world_process_zero():
             return None
         self.callback_handler.on_push_begin(self.args, self.state, self.control)

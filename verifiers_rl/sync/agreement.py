@@ -100,7 +100,8 @@ def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args
     return Sample(
         np.array([*prompt_ids, *reply["token_ids"]]),
         is_sampled,
-        np.array([*[0.0] * len(prompt_ids), *logprobs], np.float32),
+        # NaN would mean that no policy sampled the token.
+        np.nan_to_num(np.array([*[0.0] * len(prompt_ids), *logprobs], np.float32), nan=-np.inf),
         np.where(is_sampled, 0, -1),
     )
 
