@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,20 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
         RuntimeError: a weight of the base model is not among the merged ones.
     """
     base = model.get_base_model()
-    dtypes = {name: p.dtype for name, p in _plain_names(base)}
-    weights: dict[str, Tensor] = {}
     merged = merged_sources(model)
-    for name, source in merged.items():
-        tensor = source.make()  # on every rank
+    # A vision tower's, too. Tied parameters come once.
+    held = {
+        plain_name(name): tensor
+        for name, tensor in chain(base.named_parameters(), base.named_buffers())
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
+    weights: dict[str, Tensor] = {}
+    for name in {**merged, **held}:
+        source = merged.get(name)
+        tensor = source.make() if source else gather_full(held[name])  # on every rank
         if writes:
-            weights[name] = tensor.to(dtypes.get(name, source.dtype)).cpu().contiguous()
-    buffers = [(plain_name(name), buffer) for name, buffer in base.named_buffers()]
-    for name, tensor in (*_plain_names(base), *buffers):  # a vision tower's, too
-        if name not in merged:
-            tensor = gather_full(tensor)
-            if writes:
-                weights[name] = tensor.cpu()
+            dtype = held[name].dtype if name in held else tensor.dtype
+            weights[name] = tensor.to(dtype).cpu().contiguous()
     if not writes:
         return
     plain = _plain_model(base)
@@ -55,15 +57,6 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> No
     plain.save_pretrained(folder, state_dict={n: t for n, t in weights.items() if n in wanted})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def _plain_names(base: Any) -> list[tuple[str, Tensor]]:
-    """Return the parameters of the base model under the names that they have without PEFT."""
-    return [
-        (plain_name(name), parameter)
-        for name, parameter in base.named_parameters()
-        if ".lora_" not in name and ".modules_to_save." not in name
-    ]
 
 
 def _plain_model(base: Any) -> Any:
