@@ -438,21 +438,19 @@ def _vf_vllm(model: str, args: dict[str, Any], num_gpus: int, host: str, port: i
     return ["-m", "verifiers_rl.inference.server", "--model", model, *server_flags(args)]
 
 
-def trainer_env(
-    config: RunConfig, gpus: str, servers: list[str], num_machines: int = 1
-) -> dict[str, str]:
-    """Return the variables of the trainer on one of its machines: its GPUs, and the servers if they
-    are several.
-    """
+def trainer_env(gpus: str, servers: list[str]) -> dict[str, str]:
+    """Return the variables of the trainer: its GPUs, and the servers if they are several."""
     env = {"CUDA_VISIBLE_DEVICES": gpus}
     # A launcher of several ranks kills them after this time, by default 30 s.
     if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(SAVE_GRACE_S))
     if len(servers) > 1:
         env[SERVERS_VARIABLE] = " ".join(servers)
-    if num_machines > 1 and not config.trainer_gpus:
-        env["ACCELERATE_USE_CPU"] = "true"
     return env
+
+
+def host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def servers_of_vf_rl() -> list[str] | None:

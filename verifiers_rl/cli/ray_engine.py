@@ -47,6 +47,7 @@ from verifiers_rl.cli.plan import (
     SERVERS_VARIABLE,
     check_parallel_sizes,
     check_trainer_options,
+    host_and_port,
     server_command,
     server_env,
     trainer_command,
@@ -337,41 +338,40 @@ class RayMachines:
                 # The trainer hears of the new address from a server that it knows.
                 known = (one for one in list(self._addresses.values()) if answers(*one))
                 if one := next(known, None):
-                    words += ["--join", f"http://{_named(one)}"]
+                    words += ["--join", f"http://{host_and_port(*one)}"]
             self._addresses[number] = address
-            gpus = {} if self._config.inference_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-            env = {**server_env(self._config, "", number), **self._own}
-            del env["CUDA_VISIBLE_DEVICES"]  # Ray has set them
-            return words, env | gpus
+            env = server_env(self._config, "", number)
+            return words, self._env(env, self._config.inference_gpus)
 
         return RayChild(name, self._ray, place, plan, self._timeout_s, before)
+
+    def _env(self, env: dict[str, str], gpus: int) -> dict[str, str]:
+        """Return the variables of a process, with the run's token."""
+        if gpus:
+            del env["CUDA_VISIBLE_DEVICES"]  # Ray has set them
+        return env | self._own
 
     def _is_up(self, number: int) -> bool:
         address = self._addresses.get(number)
         return address is not None and answers(*address)
 
     def _servers_named(self) -> list[str]:
-        return [_named(self._addresses[number]) for number in sorted(self._addresses)]
+        return [host_and_port(*self._addresses[number]) for number in sorted(self._addresses)]
 
     def _plan_trainer(self, number: int, address: ADDRESS) -> tuple[list[str], dict[str, str]]:
         master = address if number == 0 else self._master
         config, named = self._config, self._servers_named()
-        env = {**trainer_env(config, "", named, self.num_trainers), **self._own}
-        if config.trainer_gpus:
-            del env["CUDA_VISIBLE_DEVICES"]  # Ray has set them
-        if named:
+        env = self._env(trainer_env("", named), config.trainer_gpus)
+        if named:  # also if it is one
             env[SERVERS_VARIABLE] = " ".join(named)
+        if not config.trainer_gpus:
+            env["ACCELERATE_USE_CPU"] = "true"
         words = trainer_command(config, self._options, number, self.num_trainers, master)
         return words, env
 
     def close(self) -> None:
         for group in self._groups:
             self._ray.util.remove_placement_group(group)
-
-
-def _named(address: ADDRESS) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def run_on_ray(

@@ -33,6 +33,7 @@ from verifiers_rl.cli.plan import (
     assign_gpus,
     check_folder,
     check_trainer_options,
+    host_and_port,
     log_of,
     log_of_teacher,
     servers_to_start,
@@ -218,8 +219,8 @@ class ThisMachine:
         for (table, port, _), gpus in zip(self._teachers, self._gpus[2:], strict=True):
             where = LOCAL_HOST, port
             self.others.append(start_teacher(config, table, gpus, where, options.server_log))
-        named = [f"{host}:{port}" for host, port in self._addresses]
-        env = trainer_env(config, self._gpus[1], named)
+        named = [host_and_port(*address) for address in self._addresses]
+        env = trainer_env(self._gpus[1], named)
         urls = {table.name: f"http://{LOCAL_HOST}:{port}" for table, port, _ in self._teachers}
         env[TEACHERS_VARIABLE] = json.dumps(urls)
         words = trainer_command(config, options)
