@@ -166,8 +166,8 @@ class RayChild(Child):
         try:
             self.address = ray.get(find, timeout=self._timeout_s)
             print(f"vf-rl: {self.name} is on {self.address[0]}", flush=True)
+            words, env = plan(self.address)  # first: who waits for the address needs what it notes
             self._has_address.set()
-            words, env = plan(self.address)
             start = self._actor.start.remote(words, env, self.address[0])
             ray.get(start, timeout=self._timeout_s)
             while status is None:
