@@ -57,7 +57,6 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
     engine = '\nengine = "ray"\naddress = "10.77.0.1:6379"' if options.ray else ""
     text += f"\n[cluster]{engine}\ntrainer_nodes = {options.trainers}\n"
     text += f"inference_nodes = {options.servers}\n"
-    text += f"env_nodes = {options.envs}\n" * bool(options.envs)
     (folder / "rl.toml").write_text(text)
     return folder / "rl.toml"
 
@@ -103,7 +102,6 @@ def main() -> None:
     parser.add_argument("--machines", type=int, help="default: 2, or 3 with Ray")
     parser.add_argument("--trainers", type=int, help="machines with ranks")
     parser.add_argument("--servers", type=int, default=2, help="machines with a server")
-    parser.add_argument("--envs", type=int, default=0, help="machines with a rollout worker")
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--cut", action="store_true", help="cut a link after 3 steps")
     parser.add_argument("--interrupt", action="store_true", help="Ctrl-C after 3 steps")
@@ -140,11 +138,7 @@ def main() -> None:
             )  # fmt: skip
             processes.append(process)
         if options.cut or options.interrupt:
-            # And the rollout workers of other machines, which take longer than three steps.
-            joined = lambda: (folder / "log0").read_bytes().count(b"has joined") >= options.envs  # noqa: E731
-            wait_until(
-                lambda: (len(rows_of(folder)) >= 3 and joined()) or processes[0].poll() is not None
-            )
+            wait_until(lambda: len(rows_of(folder)) >= 3 or processes[0].poll() is not None)
         if options.cut:
             said = (folder / "log0").read_text(errors="replace")
             places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", said))
