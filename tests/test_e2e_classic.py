@@ -25,7 +25,7 @@ def test_a_classic_environment_trains_beside_one_of_v1(warm_start, tmp_path, mon
     def make_trainer(*envs, **options):
         defaults = {"batch_size": 64, "rollouts_per_example": 16, "micro_batch_size": 64,
                     "max_seq_len": 64, "max_tokens": 16, "temperature": 1.0, "max_steps": 1,
-                    "learning_rate": 1e-3, "save_strategy": "no", "num_rollouts_to_print": 0,
+                    "learning_rate": 1e-3, "save_strategy": "no",
                     "use_cpu": True, "overwrite_output_dir": True, "eval_examples": 64,
                     "output_dir": str(tmp_path / "run")}  # fmt: skip
         defaults["vllm_server_port"] = server.port
