@@ -203,27 +203,22 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
     from vllm.v1.outputs import LogprobsLists
 
     from examples.warm_start import make_tokenizer
-    from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
+    from verifiers_rl.inference.engine import SampledTokens
+    from verifiers_rl.inference.generation import Request, TokenRequest
 
     tokenizer = make_tokenizer()
-    request = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
-    states: dict[str, Any] = {}
-
-    def add_request(added: Any) -> None:
-        processor = LogprobsProcessor.from_new_request(tokenizer, request)
-        states[added.request_id] = SimpleNamespace(logprobs_processor=processor)
-
+    asked: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
     chat: Any = OpenAIServingChat.__new__(OpenAIServingChat)
     chat.return_tokens_as_token_ids = False
-    output_processor = SimpleNamespace(request_states=states, add_request=add_request)
-    take_over(chat, SimpleNamespace(output_processor=output_processor))
 
     def serve(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
         fields = {"tokens": [1], "packed_tokens": way == "after"}
-        current = TokenRequest(fields, VOCAB, 2 * MAX_TOKENS)
-        current_request.set(current)
-        output_processor.add_request(SimpleNamespace(request_id="1"))
-        processor = states["1"].logprobs_processor
+        tokens = TokenRequest(fields, VOCAB, 2 * MAX_TOKENS)
+        request = Request(tokens=tokens)
+        processor = LogprobsProcessor.from_new_request(tokenizer, asked)
+        if tokens.is_packed:
+            processor.logprobs, processor.tokenizer = SampledTokens(), None
+        request.state = SimpleNamespace(logprobs_processor=processor)
         ranks = np.ones(1, np.int32)
         for at in range(length):  # the engine sends one token a step
             here = slice(at, at + 1)
@@ -231,18 +226,21 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
                 LogprobsLists(token_ids[here, None], logprobs[here, None], ranks)
             )
         ids = token_ids.tolist()
-        content = chat._create_chat_logprobs(
-            token_ids=ids, top_logprobs=processor.logprobs, tokenizer=tokenizer,
-            num_output_top_logprobs=0,
-        )  # fmt: skip
+        request.end(SimpleNamespace(token_ids=ids, weight_versions=None))
+        content = None
+        if not tokens.is_packed:
+            content = chat._create_chat_logprobs(
+                token_ids=ids, top_logprobs=processor.logprobs, tokenizer=tokenizer,
+                num_output_top_logprobs=0,
+            )  # fmt: skip
         choice = ChatCompletionResponseChoice(
             index=0, message=ChatMessage(role="assistant", content=""), logprobs=content,
-            token_ids=None if current.is_packed else ids,
+            token_ids=None if tokens.is_packed else ids,
         )  # fmt: skip
         response = ChatCompletionResponse(model="m", choices=[choice], usage=UsageInfo())
         body = JSONResponse(response.model_dump()).body
-        current.splice({"type": "http.response.start", "status": 200, "headers": []})
-        return current.splice({"type": "http.response.body", "body": body})["body"]
+        request.splice({"type": "http.response.start", "status": 200, "headers": []})
+        return request.splice({"type": "http.response.body", "body": body})["body"]
 
     inputs = [sampled_by_the_server(length, seed) for seed in range(4)]
     serve(*inputs[0])

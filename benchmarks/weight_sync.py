@@ -47,6 +47,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_operators.py)
+
+# isort: split
 import httpx
 import torch
 from peft import LoraConfig, get_peft_model

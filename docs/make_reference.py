@@ -16,6 +16,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_operators.py)
+
+# isort: split
 import transformers
 from transformers import TrainingArguments
 

@@ -25,6 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_operators.py)
+
+# isort: split
 import httpx
 import openai
 import torch

@@ -23,6 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_operators.py)
+
+# isort: split
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed

@@ -618,17 +618,18 @@ def test_what_a_server_prints_when_it_is_ended_is_not_shown_but_why_it_ended_is(
 # Importing vLLM takes many seconds. This process does it once, and each case is a fork of it.
 UP_TO_VLLM = """
 import json, os, sys
+import verifiers_rl  # before vLLM, for torchvision
 import torch, uvloop
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from verifiers_rl.inference import server, vllm_versions
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from verifiers_rl.inference import server
 
-parts = vllm_versions.server_parts()
-parts.make_arg_parser(FlexibleArgumentParser())  # vLLM keeps what it finds out about its options
+make_arg_parser(FlexibleArgumentParser())  # vLLM keeps what it finds out about its options
 
-def stop(args):
+async def stop(args):
     sys.exit(f"vLLM would listen on {args.host}, behind {args.middleware}")
 
-vllm_versions.server_parts = lambda: parts._replace(run_server=stop)
+server.serve = stop
 for line in sys.stdin:
     words, environment, *outputs = json.loads(line)
     if (child := os.fork()) == 0:

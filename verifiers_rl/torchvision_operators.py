@@ -7,9 +7,9 @@ parts of torchvision that vLLM and transformers import do not. So if the library
 module declares the operators without a kernel. Calling one of them raises torchvision's own error
 about missing operators.
 
-`verifiers_rl.pth` imports this module in each process of a Python environment with this package,
-because transformers may be imported before this package. The module does nothing until torchvision
-is imported.
+The package imports this module first. So does each process that a vf-vllm starts
+(inference/startup). A script imports this package before transformers. The module does nothing
+until torchvision is imported.
 """
 
 import sys

@@ -8,6 +8,7 @@ agent with `harness = { id = "null" }` gets the harness of this module.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -21,9 +22,44 @@ from verifiers.v1.harness import HarnessSession
 
 from verifiers_rl.envs.endpoint import CHAT, GATE, Endpoint, LocalEndpoint, RemoteEndpoint
 from verifiers_rl.envs.local_tools import LiveTools, LocalUrl, open_tools
-from verifiers_rl.envs.v1_versions import CAN_GATE_TOOLS, interception_of, tools_http_client
 
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
+
+
+def interception_of(env: Any, secret: str) -> Any:
+    """Return the `aiohttp.web.AppRunner` of the interception server at which a rollout with this
+    secret is registered; None if the rollout has a server of its own.
+    """
+    serving = getattr(env, "_interception", None)
+    for server in getattr(serving, "servers", [serving]):
+        if secret in getattr(server, "sessions", ()):
+            return server.runner
+    return None
+
+
+def tools_http_client(timeout_s: float) -> Any:
+    """Make an HTTP client as `mcp` would make it for a tool server, but read the TLS certificates
+    only once. Reading them for each connection took half of a rollout's time.
+
+    Args:
+        timeout_s: how long a tool may take, seconds.
+    """
+    import httpx2
+
+    return httpx2.AsyncClient(
+        verify=_certificates(),
+        timeout=httpx2.Timeout(
+            30.0, read=timeout_s + 30.0
+        ),  # the harness's own deadline is earlier
+        follow_redirects=True,
+    )
+
+
+@functools.cache
+def _certificates() -> Any:
+    import httpx2
+
+    return httpx2.create_ssl_context()
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -38,7 +74,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
-    SUPPORTS_TOOL_INTERCEPTION = CAN_GATE_TOOLS
+    SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 

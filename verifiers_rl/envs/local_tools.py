@@ -29,8 +29,6 @@ import verifiers.v1 as vf
 from pydantic import TypeAdapter
 from verifiers.v1.errors import HarnessError, ToolsetError
 
-from verifiers_rl.envs.v1_versions import content_of, mcp_tools, needs_request
-
 _calling_trace: ContextVar[Any] = ContextVar("calling_trace")  # of the rollout that calls a tool
 
 
@@ -61,7 +59,7 @@ class LiveTools:
         """
         token = _calling_trace.set(trace)
         try:
-            return await content_of(self.tools[name], arguments)
+            return await _content_of(self.tools[name], arguments)
         except SystemExit as error:  # it would end the trainer
             raise HarnessError(f"the tool {name!r} called sys.exit({error.code})") from error
         finally:
@@ -76,6 +74,21 @@ class LiveTools:
         if after != before:
             trace = _calling_trace.get()
             trace.state = _adapter(trace.state).validate_json(after)
+
+
+async def _content_of(tool: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Call one of mcp's tools as mcp's server does. Return the content of its result, or of its
+    error.
+    """
+    from mcp.server.mcpserver import Context
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp_types import TextContent
+
+    try:
+        result = await tool.run(arguments, convert_result=True, context=Context())
+    except ToolError as error:
+        return [TextContent(type="text", text=str(error))]
+    return list(getattr(result, "content", result))
 
 
 _adapter_of_class = functools.lru_cache(64)(TypeAdapter)
@@ -113,15 +126,18 @@ def _tools_of(toolset: Any) -> dict[str, Any] | None:
     """Return mcp's tools of a toolset's class by name, without their functions; None if they need
     a server. mcp takes milliseconds to make the schema of a tool, so each class is asked once.
     """
+    from mcp.server.mcpserver.tools import Tool
+
     cls = type(toolset)
     if cls not in _templates:
         _templates[cls] = None
         if all(_is_stock(cls, name) for name in ("register", "run", "_serve")):
             tools = {
-                name: mcp_tools().from_function(function, name=name, description=description)
+                name: Tool.from_function(function, name=name, description=description)
                 for name, function, description in _registered(toolset)
             }
-            if not any(needs_request(tool) for tool in tools.values()):
+            # One may take something of the MCP request by which it is called.
+            if not any(tool.context_kwarg or tool.resolved_params for tool in tools.values()):
                 _templates[cls] = {
                     # Without the function, which would keep the class from being collected.
                     name: tool.model_copy(update={"fn": None})

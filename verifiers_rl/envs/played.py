@@ -16,7 +16,6 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.v1 import V1Environment, failure_of
-from verifiers_rl.envs.v1_versions import ran_out_of_time
 from verifiers_rl.types import Split
 
 
@@ -74,7 +73,7 @@ class PlayedEnvironment(V1Environment):
         reward = float(trace.reward)
         if not math.isfinite(reward):
             raise ValueError(f"the environment's reward is {reward}")
-        if ran_out_of_time(trace):
+        if trace.is_timeout:
             raise ValueError(f"the agent {trace.agent.name!r} ran out of its own time")
         nodes = trace.branches[-1].nodes if trace.branches else []
         sampled = [place for place, node in enumerate(nodes) if node.sampled]

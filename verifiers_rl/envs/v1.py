@@ -29,6 +29,7 @@ import numpy as np
 import verifiers.v1 as vf
 
 from verifiers_rl.data import ENDLESS, describe_sizes
+from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
@@ -62,12 +63,6 @@ from verifiers_rl.envs.v1_tasks import (
     pack_task,
     unpack_task,
     without_tasks,
-)
-from verifiers_rl.envs.v1_versions import (
-    advantages_of,
-    is_for_training,
-    is_infinite,
-    ran_out_of_time,
 )
 from verifiers_rl.inference import (
     Lease,
@@ -358,7 +353,7 @@ class V1ExampleRunner:
                 episode = await self.env.run_slot(slot, context)
             if not episode.ok:
                 raise failure_of(episode)
-            if late := [t.agent.name for t in episode.traces if ran_out_of_time(t)]:
+            if late := [t.agent.name for t in episode.traces if t.is_timeout]:
                 raise EpisodeError(
                     f"the agent {late[0]!r} ran out of its own time; raise what is set under "
                     f"[env.{late[0]}.timeout]"
@@ -442,7 +437,7 @@ class V1ExampleRunner:
             generation_s=trace.timing.agent.duration,
         )
         rollout.has_own_advantages = any(
-            advantages_of(branch) is not None for branch in filter(is_for_training, trace.branches)
+            branch.advantages is not None for branch in trace.branches if branch.trainable
         )
         if rollout.has_own_advantages and rollout.samples:
             rollout.set_advantage(np.concatenate([s.advantages for s in rollout.samples]))
@@ -516,9 +511,9 @@ class V1Environment(V1ExampleRunner):
         num_eval_tasks = self.options.num_eval_tasks
         if of_evaluation is not None:
             tasks = self._iterate(of_evaluation)
-            limit = num_eval_tasks if is_infinite(of_evaluation) else None
+            limit = None if of_evaluation.bounded else num_eval_tasks
             self._eval_tasks = list(itertools.islice(tasks, limit))
-        if is_infinite(taskset):
+        if not taskset.bounded:
             if of_evaluation is None:
                 tasks = self._iterate(taskset)
                 self._eval_tasks = list(itertools.islice(tasks, num_eval_tasks))
@@ -554,7 +549,7 @@ class V1Environment(V1ExampleRunner):
             if self._is_overlong(task):
                 self.num_overlong_prompts += 1
                 num_in_a_row += 1
-                if is_infinite(taskset) and num_in_a_row >= MAX_OVERLONG:
+                if not taskset.bounded and num_in_a_row >= MAX_OVERLONG:
                     raise InvalidEnvironmentError(
                         f"{num_in_a_row} tasks of its stream one after the other have a prompt "
                         f"longer than max_prompt_len={self.max_prompt_len}"
@@ -693,7 +688,9 @@ def samples_from_trace(
     """
     trained: set[int] = set()
     samples = []
-    for branch in filter(is_for_training, trace.branches):
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue  # a compaction attempt that the harness gave up
         parts = []
         masks_of_parts: list[tuple[int, SamplingMask | None]] = []
         has_begun = False
@@ -735,7 +732,7 @@ def samples_from_trace(
                 sampling_mask=SamplingMask.join(masks_of_parts),
                 routed_experts=join_experts(len(fields[0]), of_replies),
             )
-            if (advantages := advantages_of(branch)) is not None:
-                sample.set_advantage(advantages)
+            if branch.advantages is not None:
+                sample.set_advantage(branch.advantages)
             samples.append(sample)
     return samples

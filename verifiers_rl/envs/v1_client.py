@@ -17,7 +17,6 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 
 from verifiers_rl.envs.v1_loading import IN_PROCESS
-from verifiers_rl.envs.v1_versions import prompt_too_long, tokens_so_far
 from verifiers_rl.inference import (
     ServerClient,
     current_lease,
@@ -38,6 +37,18 @@ class TokenClientConfig(vf.TrainClientConfig):
 
     sampling: dict[str, Any]
     _environment: Any = PrivateAttr()  # a V1Environment
+
+
+def prompt_too_long(turn: PendingTurn | None, reason: str) -> ProviderError:
+    """Return the exception for a prompt that leaves no room for a reply. verifiers leaves it to the
+    harness to end the trace then; for ours, this function ends it.
+
+    Args:
+        reason: contains the words by which harnesses recognize this error.
+    """
+    if turn is not None and turn.trace.agent.config.harness.id == IN_PROCESS:
+        turn.trace.stop("context_length")
+    return ProviderError(reason, status_code=400)
 
 
 class TokenClient(vf.Client):
@@ -81,13 +92,15 @@ class TokenClient(vf.Client):
                 turn,
                 f"maximum context length: {len(prompt_ids)} tokens fill max_seq_len="
                 f"{self._env.options.max_seq_len}",
-                IN_PROCESS,
             )
         request = body | options | {"tokens": pack_ids(prompt_ids), "packed_tokens": True}
         # If a program asks for a stream, verifiers makes one from the whole reply. The only
         # limit is max_tokens below.
         for name in ("stream", "stream_options", "max_completion_tokens"):
             request.pop(name, None)
+        wants_experts = request.pop(
+            "routed_experts", False
+        )  # a server returns them to all, or none
         if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
             request["top_k"] = self._sampling["top_k"]  # an agent has taken the limit away
         agent = turn.trace.agent.name if turn is not None else ""
@@ -105,14 +118,14 @@ class TokenClient(vf.Client):
             )
         except openai.OpenAIError as error:
             if "context length" in str(error):
-                raise prompt_too_long(turn, str(error), IN_PROCESS) from error
+                raise prompt_too_long(turn, str(error)) from error
             status = getattr(error, "status_code", 503)
             raise ProviderError(str(error), status_code=status) from error
         completion = reply.json()
         (choice,) = completion["choices"]
         packed = completion.pop("packed_tokens")
         token_ids, logprobs = unpack_sampled(packed)
-        choice.pop("logprobs", None)  # empty
+        experts = choice.pop("routed_experts", None)
         response = dialect.parse_response(dialect.validate_response(completion))
         response.raw = completion
         response.tokens = vf.TurnTokens(
@@ -122,8 +135,9 @@ class TokenClient(vf.Client):
         )
         if session_id and (spans := policy_versions.get()):
             self._env.versions.setdefault(session_id, []).append((response.message, spans))
-        if session_id and (experts := unpack_experts(packed)) is not None:
-            self._env.experts.setdefault(session_id, []).append((response.message, experts))
+        if session_id and wants_experts and experts is not None:
+            unpacked = unpack_experts(experts)
+            self._env.experts.setdefault(session_id, []).append((response.message, unpacked))
         if session_id and (mask := unpack_mask(packed)) is not None:
             self._env.masks.setdefault(session_id, []).append((response.message, mask))
         return response
@@ -132,8 +146,9 @@ class TokenClient(vf.Client):
         self, messages: list[Any], turn: PendingTurn | None, template: dict[str, Any]
     ) -> list[int]:
         """Return the tokens so far and those of new messages; render all again if that fails."""
-        tokens = tokens_so_far(turn) if turn is not None else None
-        if turn is not None and tokens is not None:
+        before = turn.previous_renderer_token_ids() if turn is not None else None
+        if turn is not None and before is not None:  # prompt and reply of the turn before
+            tokens = [*before[0], *before[1]]
             last = turn.prefix_node_ids[-1]
             was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
             all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)
@@ -185,4 +200,5 @@ def _resolve_client(config: Any) -> vf.Client:
     return _stock_resolve_client(config)
 
 
+# Not needed once the configuration of a client can name its class.
 interception.resolve_client = _resolve_client

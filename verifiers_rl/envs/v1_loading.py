@@ -336,7 +336,9 @@ def with_local_chat(env: vf.Env) -> vf.Env:
         if agent.harness is None and not taskset_has_one:
             update["harness"] = ChatHarnessConfig()
         elif harness.id in ("null", IN_PROCESS):
-            update["harness"] = ChatHarnessConfig(**harness.model_dump(exclude={"id"}))
+            # Refuses what our chat has not, such as the compaction of verifiers 0.4.1's.
+            given = harness.model_dump(exclude={"id"}, exclude_defaults=True)
+            update["harness"] = ChatHarnessConfig(**given)
         fits_here = not type(env.taskset).task_type().NEEDS_CONTAINER
         if is_default and fits_here and (update or _is_harmless(harness.id)):
             update["runtime"] = vf.SubprocessConfig()

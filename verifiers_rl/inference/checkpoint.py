@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from verifiers_rl.inference.quantization import fit_quantization
-from verifiers_rl.inference.vllm_versions import online_quantizations
+from typing import Any
 
 # Names under which transformers' configs give their number of experts.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -29,13 +28,13 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
     config, _ = PretrainedConfig.get_config_dict(args.model, revision=args.revision)
     text = config.get("text_config") or config
     wants_images = "--no-language-model-only" in argv or args.limit_mm_per_prompt
-    if "vision_config" in config and hasattr(args, "language_model_only") and not wants_images:
+    if "vision_config" in config and not wants_images:
         args.language_model_only = True
-    if getattr(args, "quantization", None) or getattr(args, "quantization_config", None):
-        is_cpu = not torch.cuda.is_available()
-        if problem := fit_quantization(args, config, online_quantizations(), is_cpu):
-            return problem
-    if torch.cuda.is_available():
+    is_cpu = not torch.cuda.is_available()
+    has_quantization = args.quantization or args.quantization_config
+    if has_quantization and (problem := fit_quantization(args, config, is_cpu)):
+        return problem
+    if not is_cpu:
         return None
     if args.enable_lora and any(text.get(name) for name in NUM_EXPERTS):
         return (
@@ -50,6 +49,45 @@ def fit_to_checkpoint(args: argparse.Namespace, argv: Sequence[str]) -> str | No
                 f"--dtype {args.dtype}: on a CPU, vLLM has kernels for the linear attention of "
                 f"{text.get('model_type')!r} in bfloat16 only; set --dtype bfloat16"
             )
+    return None
+
+
+def fit_quantization(args: argparse.Namespace, config: dict[str, Any], is_cpu: bool) -> str | None:
+    """Give `--quantization` the name by which vLLM knows it, and warn of what it costs. Return why
+    the server could not take the weights of a push, or None.
+
+    Some kinds of quantisation vLLM makes of plain weights ("online"). Its reload does that again
+    with the weights of a push, layer by layer. Others need a checkpoint that is quantised already,
+    and such a server takes no full weights, only an adapter.
+    """
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    asked = args.quantization
+    if "quantization_config" in config:
+        return None  # a server of such a checkpoint refuses full weights when a trainer connects
+    shown = f"--quantization {asked}" if asked else "--quantization-config"
+    if is_cpu:
+        return (
+            f"{shown}: vLLM's CPU build cannot quantise the weights of a push; leave it out, or "
+            "use a GPU"
+        )
+    if asked is None:
+        return f"{shown}: has no effect on plain weights alone; add --quantization online"
+    if asked == "fp8":  # which means a checkpoint in FP8
+        args.quantization = "fp8_per_tensor"
+    elif asked not in ONLINE_QUANT_SHORTHAND_NAMES and not args.enable_lora:
+        return (
+            f"{shown}: needs a checkpoint that is quantised, and such a server takes no full "
+            f"weights; choose one of {', '.join(sorted(ONLINE_QUANT_SHORTHAND_NAMES))}, or train "
+            "an adapter (--enable-lora)"
+        )
+    print(
+        f"vf-vllm: WARNING: {shown}: the server rounds weights that the trainer does not round. "
+        "mismatch_kl says how far both policies are apart, and the importance ratio corrects for "
+        "it; see docs/mismatch.md",
+        file=sys.stderr,
+        flush=True,
+    )
     return None
 
 

@@ -14,12 +14,13 @@ min-p allowed at each position, 5.3 bytes for each of them and 5.3 a position:
 
     reply    "packed_tokens": {..., "num_allowed": <how many, a position>, "allowed": <their ids>}
 
-With `"routed_experts": true`, it has the experts of each token of prompt and reply but the last,
-whose experts no step has chosen: layers x top_k x 1.33 bytes a token, twice that above 256 experts.
+vLLM itself returns the experts of each token of prompt and reply but the last, whose experts no
+step has chosen: layers x top_k x 1.33 bytes a token, twice that above 256 experts.
 """
 
 from __future__ import annotations
 
+import io
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +30,6 @@ import numpy as np
 from verifiers_rl.types import SamplingMask
 
 FIELD = "packed_tokens"
-EXPERTS_FIELD = "routed_experts"
 MASK_FIELD = "sampling_mask"
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 
@@ -71,31 +71,14 @@ def unpack_sampled(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return token_ids, logprobs
 
 
-def pack_experts(experts: np.ndarray) -> dict[str, Any]:
-    """Return what a reply's `packed_tokens` has besides, for the experts of its tokens.
-
-    Args:
-        experts: (tokens of prompt and reply without the last, layers, top_k) uint8 or uint16.
-    """
-    little = experts.astype(experts.dtype.newbyteorder("<"), copy=False)
-    return {
-        EXPERTS_FIELD: b64encode(little.tobytes()).decode(),
-        "experts_shape": [*experts.shape],
-        "experts_bytes": experts.itemsize,
-    }
-
-
-def unpack_experts(packed: Mapping[str, Any]) -> np.ndarray | None:
-    """Invert `pack_experts`: int16; None if the reply has no experts.
+def unpack_experts(text: str) -> np.ndarray:
+    """Return a choice's `routed_experts`, an array of numpy's file format in base64: (tokens of
+    prompt and reply without the last, layers, top_k) int16.
 
     Raises:
-        ValueError: there are more or fewer than the shape says.
+        ValueError: this is no such array.
     """
-    if EXPERTS_FIELD not in packed:
-        return None
-    content = b64decode(packed[EXPERTS_FIELD], validate=True)
-    flat = np.frombuffer(content, np.dtype(f"<u{packed['experts_bytes']}"))
-    return flat.reshape(packed["experts_shape"]).astype(np.int16)
+    return np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False).astype(np.int16)
 
 
 def unpack_mask(packed: Mapping[str, Any]) -> SamplingMask | None:

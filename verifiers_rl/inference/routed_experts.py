@@ -1,9 +1,9 @@
-"""Routed experts from vLLM's first model runner, the one that CPUs use.
+"""Routed experts on a CPU (`--enable-return-routed-experts`), for router replay without a GPU.
 
-vLLM returns the experts of each token (`--enable-return-routed-experts`) from its second model
-runner only, which needs Triton. Its parts fit the first one too: the routers' hooks, the buffer of
-a step, the fields in which rows travel from worker to scheduler to output processor. This module
-joins them. It is called in each process of a server, by the plugin of `vllm_versions.py`.
+vLLM returns the experts of each token from its second model runner only, which needs Triton. Its
+parts fit the first one too: the routers' hooks, the buffer of a step, the fields in which rows
+travel from worker to scheduler to reply. These classes join them; vf-vllm names them to vLLM
+(`--worker-cls`, `--scheduler-cls`).
 
     worker        a step's rows ──► split by request ──► ModelRunnerOutput
     engine core   Scheduler.aux_output_connector.take_output: the rows that the reply has not yet
@@ -13,14 +13,23 @@ Prefix caching is off then: a cached token passes no router, so its experts woul
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
 
-VARIABLE = "VERIFIERS_RL_ROUTED_EXPERTS"
+
+class RoutingScheduler(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aux_output_connector = RowsOfRequests()
 
 
 class RowsOfRequests:
@@ -57,45 +66,22 @@ class RowsOfRequests:
         pass
 
 
-def reason_against() -> str | None:
-    """Return why this vLLM cannot return experts on a CPU, or None if it can."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        return None  # said elsewhere
-    if not (Path(vllm.origin).parent / "distributed" / "aux_output_connector").is_dir():
-        return "--enable-return-routed-experts: on a CPU this needs vLLM 0.31; install it"
-    return None
+class RoutingWorker(CPUWorker):
+    def init_device(self) -> None:
+        super().init_device()
+        self.model_runner = RoutingModelRunner(self.vllm_config, self.device)
 
 
-def return_routed_experts() -> None:
-    """Change vLLM's scheduler and its model runner for CPUs, if this server was asked to."""
-    if VARIABLE not in os.environ:
-        return
-    from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-        RoutedExpertsCapturer,
-        bind_routed_experts_capturer,
-    )
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    make_scheduler = Scheduler.__init__
-    load_model, execute_model = CPUModelRunner.load_model, CPUModelRunner.execute_model
-    sample_tokens = CPUModelRunner.sample_tokens
-
-    def init_scheduler(self: Any, *args: Any, **kwargs: Any) -> None:
-        make_scheduler(self, *args, **kwargs)
-        self.aux_output_connector = RowsOfRequests()
-
-    def load(self: Any, *args: Any, **kwargs: Any) -> None:
-        load_model(self, *args, **kwargs)
+class RoutingModelRunner(CPUModelRunner):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
         max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.routed_experts = RoutedExpertsCapturer(max_tokens, self.vllm_config)
-        self.rows_of_requests = {}  # of prompts that are computed in parts, too
+        self.rows_of_requests: dict[str, Any] = {}  # of prompts that are computed in parts, too
         bind_routed_experts_capturer(self.model, self.routed_experts)
 
-    def execute(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        output = execute_model(self, scheduled, *args, **kwargs)
+    def execute_model(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(scheduled, *args, **kwargs)
         for request_id in {*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())}:
             self.rows_of_requests.pop(request_id, None)
         total = scheduled.total_num_scheduled_tokens
@@ -113,8 +99,8 @@ def return_routed_experts() -> None:
                 at += num
         return output
 
-    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = sample_tokens(self, *args, **kwargs)
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
         of_step = getattr(output, "_model_runner_output", output)
         sent = {}
         for request_id in getattr(of_step, "req_ids", ()):
@@ -128,8 +114,3 @@ def return_routed_experts() -> None:
         if sent:
             of_step.aux_output_connector_output = sent
         return output
-
-    Scheduler.__init__ = init_scheduler
-    CPUModelRunner.load_model = load
-    CPUModelRunner.execute_model = execute
-    CPUModelRunner.sample_tokens = sample

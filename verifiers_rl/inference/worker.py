@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from verifiers_rl.inference.vllm_versions import (
+from verifiers_rl.inference.reloading import (
     GptOssReload,
     adapter_name_mapper,
     layers_without_adapter,

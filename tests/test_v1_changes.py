@@ -7,7 +7,7 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import Runtime, make_runtime
 
-from verifiers_rl.envs import v1_versions
+from verifiers_rl.envs import v1_changes
 
 USES = {
     "a program": lambda runtime: runtime.run(["sh", "-c", "echo hi > file"], {}),
@@ -19,7 +19,7 @@ if hasattr(Runtime, "with_env"):  # from verifiers 0.4 on
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_runtime_makes_its_folder_when_it_is_used(use, tmp_path, monkeypatch):
-    monkeypatch.setattr(v1_versions.local_runtime, "CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr(v1_changes.local_runtime, "CACHE_DIR", tmp_path / "cache")
 
     async def run():
         runtime = make_runtime(vf.SubprocessConfig(), name="one")
@@ -35,7 +35,7 @@ def test_a_runtime_makes_its_folder_when_it_is_used(use, tmp_path, monkeypatch):
 
 
 def test_a_runtime_that_is_not_used_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(v1_versions.local_runtime, "CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr(v1_changes.local_runtime, "CACHE_DIR", tmp_path / "cache")
 
     async def run():
         runtime = make_runtime(vf.SubprocessConfig())
