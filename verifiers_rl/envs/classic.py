@@ -386,9 +386,11 @@ class _TokenRoute(ServerClient):
         short = [{"role": "user", "content": "."}]
         packed = {"tokens": pack_ids(prompt), "packed_tokens": True, "messages": short}
         kwargs["body"] = {**body, **packed}
+        wants_experts = kwargs["body"].pop("routed_experts", False)
         reply = await super().post(_TOKENS, cast_to=httpx.Response, **kwargs)
         completion = json.loads(reply.content)
-        _sampled.set((prompt, completion["packed_tokens"]))
+        experts = completion["choices"][0].get("routed_experts") if wants_experts else None
+        _sampled.set((prompt, completion["packed_tokens"] | {"routed_experts": experts}))
         if not is_generate:
             return reply
         token_ids, logprobs = unpack_sampled(completion["packed_tokens"])
@@ -447,7 +449,9 @@ class _KeepsAll:
                 completion_mask=[1] * len(token_ids),
                 completion_logprobs=logprobs.tolist(),
             )
-            parsed.sampling_mask, parsed.experts = unpack_mask(packed), unpack_experts(packed)
+            experts = packed["routed_experts"]
+            parsed.experts = None if experts is None else unpack_experts(experts)
+            parsed.sampling_mask = unpack_mask(packed)
         return parsed
 
 

@@ -98,9 +98,7 @@ class TokenClient(vf.Client):
         # limit is max_tokens below.
         for name in ("stream", "stream_options", "max_completion_tokens"):
             request.pop(name, None)
-        wants_experts = request.pop(
-            "routed_experts", False
-        )  # a server returns them to all, or none
+        wants_experts = request.pop("routed_experts", False)  # the server's flag returns them
         if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
             request["top_k"] = self._sampling["top_k"]  # an agent has taken the limit away
         agent = turn.trace.agent.name if turn is not None else ""
