@@ -30,6 +30,8 @@ from verifiers_rl.orchestrator import Orchestrator
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+collect_ignore = ["classic"]  # test_foreign.py runs these in the Python that they are for
+
 # All tests of a file run in one process, which has the file's servers. The longest files come
 # first, or one process would have nothing to do at the end.
 LONGEST_FIRST = (

@@ -30,7 +30,7 @@ def args(tmp_path):
             r"eval_dataset has no effect .* env_from\(prompts, reward, eval",
         ),
         ({"compute_metrics": print}, "compute_metrics has no effect"),
-        ({"tokenizer": None}, "no argument 'tokenizer': here it is processing_class"),
+        ({"tokenizer": None}, "no argument 'tokenizer': .*from_trl.md"),
         ({"reward_funcs": print}, "no argument 'reward_funcs': options belong into RLConfig"),
         ({"num_generations": 8}, "no argument 'num_generations': .* see docs/from_trl.md"),
         ({"processing_class": "./model"}, "processing_class='./model': expected a tokenizer"),

@@ -501,7 +501,7 @@ def test_the_server_is_told_what_follows_from_the_trainer():
     for options, has_flag in (
         ({"lora_sync": "auto"}, False),
         ({"lora_sync": "adapter"}, True),
-        ({"weight_sync_backend": "http"}, True),
+        ({"weight_sync_backend": "http"}, False),
     ):
         config = make_config(inference_args={"dtype": "float32"}, trainer_args=options)
         assert ("--enable-lora" in plan.server_command(config, "h", 7)) == has_flag

@@ -492,5 +492,5 @@ def test_a_policy_with_several_servers_is_not_its_own_teacher(tmp_path):
     with pytest.raises(InvalidEnvironmentError, match="cannot be its own teacher"):
         make_runner(env, "http://host", None, args)
     args.vllm_servers, runner.example = None, None
-    with pytest.raises(InvalidEnvironmentError, match="needs a method `async example"):
+    with pytest.raises(InvalidEnvironmentError, match="a method `async example"):
         make_runner(env, "http://host", None, args)

@@ -150,11 +150,6 @@ def test_the_table_shows_text_as_it_is_from_lowest_to_highest_reward(capsys):
     assert "-0.500" in shown and "+0.500" in shown and "1.000" in shown
 
 
-def test_no_rows_print_nothing(capsys):
-    print_rollouts([Rollout(0, "p", "c", reward=1.0)], step=1, num_rows=0)
-    assert capsys.readouterr().out == ""
-
-
 def test_curves_are_drawn_from_the_file(tmp_path):
     source = tmp_path / "metrics.jsonl"
     rows = [

@@ -186,5 +186,5 @@ def test_the_option_asks_for_the_mask_and_bounds_top_k(tmp_path):
     assert masked.sampling_changes_probabilities() == ["repetition_penalty"]
     with pytest.raises(ValueError, match="top_k=1025: must be at most 1024 with sampling_mask"):
         make(sampling_mask=True, top_k=1025)
-    with pytest.raises(ValueError, match="client_type='renderer' gets no mask"):
+    with pytest.raises(ValueError, match="sampling_mask=True: client_type='renderer' gets none"):
         make(sampling_mask=True, client_type="renderer")

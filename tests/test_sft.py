@@ -275,8 +275,8 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
     of_rollouts = {"importance_ratio", "mismatch_kl", "advantage_abs", "staleness", "reward"}
     assert not of_rollouts & rows[0].keys()
     card = (folder / "README.md").read_text()
-    assert "trained by supervised finetuning with" in card and "each on 4 rows of the data" in card
-    assert "- supervised-finetuning" in card and "- loss: " in card and "Environment" not in card
+    assert "trained by supervised finetuning with" in card and "a batch size of 4" in card
+    assert "[supervised-finetuning, " in card and "- loss: " in card and "Environment" not in card
     out = capsys.readouterr().out
     assert "data for training: 12 rows with" in out and f"model: {folder}" in out
     assert "\nloss: " in out and "eval_loss: " in out and (folder / "curves.png").is_file()

@@ -44,7 +44,7 @@ from verifiers_rl.packing import collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, TokenMeans, model_flops
-from verifiers_rl.report.run_folder import RunFolderError, is_our_card, metrics_file, read_metrics
+from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
 from verifiers_rl.types import Batch, Rollout
 
 
@@ -237,7 +237,7 @@ def test_experts_under_a_loss_that_lets_no_token_go_draw_a_warning(
     make_trainer, caplog, options, num_warnings
 ):
     make_trainer(make_tiny_moe(), **options)
-    warnings = [message for message in caplog.messages if "experts a layer" in message]
+    warnings = [message for message in caplog.messages if "choose the experts" in message]
     assert len(warnings) == num_warnings
     assert all("gradient_masks" in message for message in warnings)
 
@@ -973,14 +973,12 @@ def test_a_resumed_run_has_one_row_for_each_step(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("use_lora", [True, False])
-def test_a_run_and_its_checkpoints_have_a_card_of_ours(use_lora, make_trainer):
-    trainer = make_trainer(use_lora=use_lora, save_strategy="steps", save_steps=2, max_steps=3)
+def test_a_run_has_a_card_of_ours(use_lora, make_trainer):
+    trainer = make_trainer(use_lora=use_lora, max_steps=3)
     trainer.train()
-    folder = Path(trainer.args.output_dir)
-    for steps, path in ((2, folder / "checkpoint-2"), (3, folder)):
-        card = (path / "README.md").read_text()
-        assert f"Optimizer steps: {steps}, each on 8 rollouts in groups of 4" in card
-        assert ("LoRA adapter" in card) == use_lora and "More Information Needed" not in card
+    card = Path(trainer.args.output_dir, "README.md").read_text()
+    assert "- 3 steps with a batch size of 8" in card and "- reward: " in card
+    assert ("An adapter of" in card) == use_lora and "More Information Needed" not in card
 
 
 def test_logged_numbers_are_means_over_the_steps_between_two_lines(make_trainer):
@@ -1109,7 +1107,6 @@ def test_ctrl_c_saves_the_last_whole_step(make_trainer, when):
     saved = load_file(checkpoint / "model.safetensors")
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(saved[name], parameter), name
-    assert is_our_card(checkpoint / "README.md")
     assert [row["step"] for row in read_metrics(metrics_file(trainer.args.output_dir))] == [1, 2]
     assert signal.getsignal(signal.SIGINT) is before
     assert not trainer.orchestrator.running

@@ -413,7 +413,7 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
 
     async def ask():
         for index in order(range(40)):
-            await runner.run_group("train", index)
+            await runner.run_group("train", index, 1, "policy")
 
     asyncio.run(ask())
     by_env = {word: [p for p in asked if p.startswith(word)] for word in ("task", "other", "quest")}
