@@ -58,7 +58,7 @@ from raw_broadcast import RawReceiver
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verifiers_rl.cli.children import Child, answers, ended_within
+from verifiers_rl.cli.children import LocalChild, answers
 from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
@@ -118,19 +118,18 @@ def running_server(
     """Run a `vf-vllm` on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", str(model)]
+    command = ["-m", "verifiers_rl.inference.server", "--model", str(model)]
     command += ["--port", str(port), "--dtype", "bfloat16", "--enforce-eager"]
     command += ["--max-model-len", "128", "--block-size", "32"]
     command += flags
     client = InferenceClient("127.0.0.1", port)
     env = {} if options.server_gpu is None else {"CUDA_VISIBLE_DEVICES": options.server_gpu}
-    server = Child("inference", command, env, log, inherit=False)
+    server = LocalChild("inference", command, env, log)
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while not answers(client):
-            if ended_within(server, 0.5):
-                status = server.process.returncode
-                raise InferenceServerError(f"the server ended with status {status}")
+        while not answers("127.0.0.1", port):
+            if server.wait(0.5):
+                raise InferenceServerError(f"the server ended with status {server.poll()}")
             if time.monotonic() > deadline:
                 raise InferenceServerError(f"the server was not ready after {TIMEOUT_S:g} s")
         yield client

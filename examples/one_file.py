@@ -26,8 +26,6 @@ from functools import partial
 from typing import Any
 
 import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_operators.py)
-
-# isort: split
 import httpx
 import openai
 import torch
@@ -43,8 +41,7 @@ from verifiers_rl.types import Rollout, Sample
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NUM_GROUPS, GROUP = 8, 16  # a batch is 8 prompts with 16 rollouts each
-MAX_TOKENS = 16
-TEMPERATURE = 1.0
+MAX_TOKENS, TEMPERATURE = 16, 1.0
 MICRO_BATCH_SIZE = 64  # samples of one forward pass
 
 

@@ -60,6 +60,7 @@ def imported(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, while it is imported
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_finds_what_it_imports(imported, name):
     status, errors = imported[name]

@@ -1076,8 +1076,8 @@ def test_an_empty_dataset_ends_vf_rl_before_its_server_is_up(
     write_run, run_here, tmp_path, monkeypatch
 ):
     # A server that is never up. The trainer is the real one, as is the process that loads.
-    server = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(rl, "server_command", lambda *_: server)
+    server = ["-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(plan, "server_command", lambda *_: server)
     monkeypatch.setenv("VF_RL_TEST", str(tmp_path))
     toml = write_run([], f"vllm_server_port = {free_port()}\nmax_seq_len = 32\n")
     done = run_here("rl", "@", toml, "--no-tmux")

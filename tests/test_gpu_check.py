@@ -96,7 +96,7 @@ def test_without_a_gpu_it_says_what_it_would_run_and_fails():
     assert done.stderr == (
         "gpu-check: no GPU here (nvidia-smi names none); the above was not run\n"
     )
-    assert "[nccl-worker]" in done.stdout  # a test that is marked gpu
+    assert "[nccl]" in done.stdout  # a test that is marked gpu
     # All of them together end within an hour.
     deadlines = [int(line.split()[0]) for line in done.stdout.splitlines()]
     assert len(deadlines) > 12 and sum(deadlines) <= 58 * 60

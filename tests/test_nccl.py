@@ -272,7 +272,7 @@ def test_a_worker_joins_by_the_id_alone_and_its_death_does_not_end_the_trainer(m
     ours, theirs = ("cpu", "cpu") if over == "gloo" else ("cuda:0", "cuda:1")
     if over == "gloo":
         monkeypatch.setattr(nccl, "make_nccl_group", make_gloo_group)
-    transport = nccl.NcclTransport(0, 2, torch.device(ours), 5.0)
+    transport = nccl.NcclTransport(0, 2, torch.device(ours), 60.0)
     unique_id = transport.unique_id()
     assert len(unique_id) == nccl.ID_BYTES
     worker = subprocess.Popen(

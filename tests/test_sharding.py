@@ -26,7 +26,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
-from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
+from tests.helpers import StubSink, StubSource, load_example, make_tiny_model, packed_weights
 from tests.tree_samples import make_tree
 from verifiers_rl import RLConfig, RLTrainer, forward, logprobs
 from verifiers_rl.inference.client import ServerLostError
