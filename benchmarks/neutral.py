@@ -78,7 +78,6 @@ def make_env() -> Any:
 def run_case(case: str, model: str, port: int, folder: str) -> dict[str, Any] | None:
     """Train in this process, one of the case's ranks; rank 0 returns what came out."""
     import torch
-    from transformers import AutoTokenizer
 
     from tests.helpers import StubSink
     from verifiers_rl import RLConfig, RLTrainer
@@ -109,9 +108,8 @@ def run_case(case: str, model: str, port: int, folder: str) -> dict[str, Any] | 
         rollouts_per_example=GROUP, micro_batch_size=1, max_seq_len=64, max_off_policy_steps=0,
         disable_tqdm=True, **options,
     )  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(model)
     env = None if source == "stand-in" else make_env()
-    trainer = Recording(model, env, args, tokenizer, **replaced)
+    trainer = Recording(model, env, args, **replaced)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
     if args.process_index:
@@ -187,7 +185,7 @@ def main() -> None:
             Path(options.folder, "result.json").write_text(json.dumps(result))
         return
 
-    from transformers import set_seed
+    import torch
 
     from tests.helpers import load_example
     from verifiers_rl.inference.client import TOKEN_VARIABLE
@@ -200,7 +198,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
-        set_seed(0)
+        torch.manual_seed(0)
         warm_start = load_example("warm_start")
         tokenizer = warm_start.make_tokenizer()
         tokenizer.save_pretrained(model)
