@@ -795,7 +795,6 @@ def test_a_server_of_a_quantised_checkpoint_says_what_to_do_about_full_weights()
 
 SPLIT = """
 import gc, os, sys, weakref, torch, torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from tests.helpers import make_tiny_model, make_tiny_moe, packed_weights
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl.sync import sources as sources_of
