@@ -770,7 +770,7 @@ def check_a_killed_worker(model, sync, server):
     at_bucket(sync, 3, partial(os.kill, worker_of(server), signal.SIGKILL))
     with pytest.raises(ServerLostError):
         sync.push(model, 9)
-    assert time.monotonic() - start < 90  # on a loaded machine an engine's end took a minute
+    assert time.monotonic() - start < 30
     server.process.wait(60)  # vf-rl then starts another
     for thread in asking:
         thread.join(60)
