@@ -13,7 +13,7 @@ QWEN3_5 = {"model_type": "qwen3_5", "text_config": DELTA_NET, "vision_config": {
 def fitted(folder, config, *argv, **given):
     (folder / "config.json").write_text(json.dumps(config))
     flags = {"language_model_only": False, "limit_mm_per_prompt": {}, "dtype": "auto"}
-    flags["enable_lora"] = False
+    flags |= {"enable_lora": False, "quantization": None, "quantization_config": None}
     args = Namespace(model=str(folder), revision=None, **{**flags, **given})
     return args, fit_to_checkpoint(args, argv)
 
@@ -25,13 +25,6 @@ def test_a_vision_tower_is_left_out_unless_it_is_asked_for(tmp_path):
     given = {"limit_mm_per_prompt": {"image": 1}}
     assert not fitted(tmp_path, QWEN3_5, **given)[0].language_model_only
     assert not fitted(tmp_path, {"model_type": "qwen3"})[0].language_model_only
-
-
-def test_a_vllm_that_has_no_such_flag_gets_none(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
-    flags = {"limit_mm_per_prompt": {}, "dtype": "auto", "enable_lora": False}
-    args = Namespace(model=str(tmp_path), revision=None, **flags)
-    assert fit_to_checkpoint(args, []) is None and not hasattr(args, "language_model_only")
 
 
 @pytest.mark.parametrize("config", [DELTA_NET, QWEN3_5])

@@ -228,7 +228,7 @@ def test_a_reply_that_the_environment_writes_is_not_to_be_learned():
     nodes = [SimpleNamespace(message=m, sampled=n in (1, 3)) for n, m in enumerate(said)]
     trace = SimpleNamespace(
         reward=1.0, branches=[SimpleNamespace(nodes=nodes)], calls=[], stop_condition=None,
-        agent=SimpleNamespace(name="solver"),
+        is_timeout=False, agent=SimpleNamespace(name="solver"),
     )  # fmt: skip
     env = object.__new__(PlayedEnvironment)
     env._template, env._context = None, SimpleNamespace(model="m")
