@@ -5,8 +5,8 @@ has the rollout's tokens so far in its prefix cache.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
 MAX_MOVES = 3  # of one rollout, to other servers
@@ -57,14 +57,21 @@ class Lease:
         self.has_failed = True
         self.lose(self.url)
 
-    @contextmanager
-    def watching(self, request: asyncio.Timeout) -> Iterator[None]:
-        """Inside, the request ends when the server is lost."""
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """For one request. It ends with LeaseLostError when the server is lost."""
+        lost = LeaseLostError(f"the server at {self.url} is lost")
         if self.is_lost:
-            raise LeaseLostError(f"the server at {self.url} is lost")
+            raise lost
+        request = asyncio.timeout(None)
         self._requests.add(request)
         try:
-            yield
+            async with request:
+                yield
+        except TimeoutError:
+            if request.expired():
+                raise lost from None
+            raise
         finally:
             self._requests.discard(request)
 

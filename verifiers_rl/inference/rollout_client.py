@@ -6,14 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 import aiohttp
 import httpx
-from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    AsyncOpenAI,
+    DefaultAsyncHttpxClient,
+)
 
 from verifiers_rl.inference.client import generation_key
 from verifiers_rl.inference.lease import LeaseLostError, current_lease
@@ -121,8 +129,7 @@ class ServerClient(AsyncOpenAI):
     """AsyncOpenAI with a short path for `post(..., cast_to=httpx.Response)`, by which all clients
     here send their requests. The path uses aiohttp and skips the layers of openai and httpx. With
     hundreds of small requests at once, these layers take longer than all the rest of a rollout
-    (benchmarks/rollouts.py). The path raises openai's errors. After a lost connection or a status
-    of 500 or more it tries once again. While the server says that it is busy, it waits.
+    (benchmarks/rollouts.py). The path raises openai's errors.
 
     A request of a rollout that has seeds gets the next one, unless it has its own.
 
@@ -135,8 +142,8 @@ class ServerClient(AsyncOpenAI):
     """
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
-        key = generation_key(base_url)
-        self._keys: dict[str, str] = {}  # of other servers
+        self._key_of = cache(generation_key)
+        key = self._key_of(base_url)
         # No proxy: it is our own server.
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
         super().__init__(base_url=base_url, api_key=key, http_client=http, max_retries=1)
@@ -148,89 +155,82 @@ class ServerClient(AsyncOpenAI):
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
         )
 
-    def _key_of(self, url: str) -> str:
-        if url not in self._keys:
-            self._keys[url] = generation_key(url)
-        return self._keys[url]
-
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
         if cast_to is not httpx.Response:
             return await super().post(path, cast_to=cast_to, **kwargs)
-        lease = current_lease.get()
+        lease, seeds, body = current_lease.get(), current_seeds.get(), kwargs["body"]
         url = path if "://" in path else str(self.base_url).rstrip("/") + path
         headers = {**((kwargs.get("options") or {}).get("headers") or {})}
         if lease is not None:
-            at = httpx.URL(url)
-            url = lease.url + at.raw_path.decode()
+            url = lease.url + httpx.URL(url).raw_path.decode()
             headers["Authorization"] = f"Bearer {self._key_of(lease.url)}"
-        body = kwargs["body"]
-        if (seeds := current_seeds.get()) is not None:
+        if seeds is not None:
             body = with_seed(body, seeds.take())
-        data = json.dumps(body).encode()
-
-        def request() -> httpx.Request:  # for errors only, because it is slow
-            return httpx.Request("POST", url)
-
-        async with _time_of_request() as times:
-            if "limit_s" in times:
-                headers["X-Reply-Timeout-S"] = f"{times['limit_s']:.3f}"
-            num_failures, pause_s = 0, 0.5
-            # The rollout and its batch have deadlines, so a request inside has none of its own.
-            has_deadline, loop = "limit_s" in times, asyncio.get_running_loop()
-            end = loop.time() + self._timeout_s
-            total_s = None if has_deadline else self._timeout_s
-            timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_S)
-            while True:
-                try:
-                    async with asyncio.timeout(None) as is_lost:
-                        with lease.watching(is_lost) if lease is not None else nullcontext():
-                            async with self._session.post(
-                                url, data=data, headers=headers, timeout=timeout
-                            ) as reply:
-                                content = await reply.read()
-                except LeaseLostError as error:
-                    assert lease is not None
-                    lease.fail()
-                    raise APIConnectionError(message=str(error), request=request()) from error
-                except TimeoutError as error:  # aiohttp's are also ClientErrors
-                    if lease is not None and is_lost.expired():
-                        lease.fail()
-                        raise APIConnectionError(request=request()) from error
-                    raise APITimeoutError(request()) from error
-                except aiohttp.ClientError as error:
-                    num_failures += 1
-                    if num_failures > 1:
-                        if lease is not None:
-                            lease.fail()
-                        raise APIConnectionError(request=request()) from error
-                    continue
-                if reply.status in BUSY and (has_deadline or loop.time() < end):
-                    times["queued_s"] += pause_s
-                    await asyncio.sleep(pause_s)  # there is nothing to await
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                    continue
-                num_failures += reply.status >= 500
-                if reply.status < 500 or reply.status == 504 or num_failures > 1:
-                    break
-            # 404: a server that started anew does not know the adapter.
-            is_dying = reply.status == 404 or (reply.status >= 500 and reply.status != 504)
-            if lease is not None and is_dying:
-                lease.fail()
-            times["queued_s"] += float(reply.headers.get("X-Queued-S", 0.0))
-            if reply.status == 504 and (deadline := _deadline.get()) is not None:
-                deadline.num_lost_tokens = int(reply.headers.get("X-Num-Tokens", 0))
-        spans = _remember_policy_versions(reply.headers.get("X-Policy-Versions"))
-        response = httpx.Response(reply.status, content=content)
-        if response.is_error:
-            response.request = request()
-            raise self._make_status_error_from_response(response)
-        if lease is not None:
-            try:
+        try:
+            async with _time_of_request() as times:
+                response, said = await self._reply_to(url, json.dumps(body), headers, times)
+            spans = _remember_policy_versions(said.get("X-Policy-Versions"))
+            if response.is_error:
+                response.request = httpx.Request("POST", url)
+                raise self._make_status_error_from_response(response)
+            if lease is not None:
                 lease.check_versions(spans)
-            except LeaseLostError as error:
+        except TimeoutError as error:  # aiohttp's are also ClientErrors
+            raise APITimeoutError(httpx.Request("POST", url)) from error
+        except (aiohttp.ClientError, LeaseLostError) as error:
+            if lease is not None:
                 lease.fail()
-                raise APIConnectionError(message=str(error), request=request()) from error
+            reason = f"Connection error: {error or type(error).__name__}"
+            raise APIConnectionError(message=reason, request=httpx.Request("POST", url)) from error
+        except APIStatusError as error:
+            # 404: a server that started anew does not know the adapter. 504: see RolloutDeadline.
+            is_lost = error.status_code == 404 or error.status_code >= 500
+            if lease is not None and is_lost and error.status_code != 504:
+                lease.fail()
+            raise
         return response
+
+    async def _reply_to(
+        self, url: str, data: str, headers: dict[str, str], times: dict[str, float]
+    ) -> tuple[httpx.Response, Mapping[str, str]]:
+        """Send a request; return the reply's body and headers. After a lost connection or a status
+        of 500 or more, try once again.
+        """
+        total_s: float | None = self._timeout_s
+        if "limit_s" in times:
+            headers["X-Reply-Timeout-S"] = f"{times['limit_s']:.3f}"
+            # The rollout and its batch have deadlines, so a request inside has none of its own.
+            total_s = None
+        end = asyncio.get_running_loop().time() + (total_s or math.inf)
+        timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_S)
+        send = partial(self._session.post, url, data=data, headers=headers, timeout=timeout)
+        try:
+            response, said = await self._when_not_busy(send, end, times)
+            is_final = response.status_code < 500 or response.status_code == 504
+        except TimeoutError:
+            raise
+        except aiohttp.ClientError:
+            is_final = False
+        if not is_final:
+            response, said = await self._when_not_busy(send, end, times)
+        times["queued_s"] += float(said.get("X-Queued-S", 0.0))
+        if response.status_code == 504 and (deadline := _deadline.get()) is not None:
+            deadline.num_lost_tokens = int(said.get("X-Num-Tokens", 0))
+        return response, said
+
+    async def _when_not_busy(
+        self, send: Callable[[], Any], end: float, times: dict[str, float]
+    ) -> tuple[httpx.Response, Mapping[str, str]]:
+        """Send a request again and again while the server says that it is busy, until `end`."""
+        lease, pause_s = current_lease.get(), 0.5
+        while True:
+            async with lease.watching() if lease is not None else nullcontext(), send() as reply:
+                content = await reply.read()
+            if reply.status not in BUSY or asyncio.get_running_loop().time() >= end:
+                return httpx.Response(reply.status, content=content), reply.headers
+            times["queued_s"] += pause_s
+            await asyncio.sleep(pause_s)  # there is nothing to await
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def close(self) -> None:
         await self._session.close()
