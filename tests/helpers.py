@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from transformers import (
@@ -37,7 +38,14 @@ from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
 from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_views
 from verifiers_rl.sync.sources import Source
-from verifiers_rl.types import Batch, Rollout, Sample
+from verifiers_rl.types import (
+    Batch,
+    Rollout,
+    Sample,
+    columns_of,
+    join_samples,
+    split_samples,
+)
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "reverse_text"
@@ -227,6 +235,16 @@ def make_samples(
 def values_of(sample: Sample) -> list[list[Any]]:
     """The fields of a sample as lists, to compare samples by."""
     return [getattr(sample, name).tolist() for name in Sample.DTYPES]
+
+
+def sent(samples: list[Sample]) -> list[Sample]:
+    """Copies of the samples, as another process gets them."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    columns = {n: np.empty(sum(lengths), dtype) for n, dtype in columns_of(samples).items()}
+    join_samples(samples, columns)
+    for column in columns.values():
+        column.flags.writeable = False
+    return split_samples(columns, lengths)
 
 
 class GlooGroup:

@@ -17,7 +17,7 @@ from verifiers_rl.sync.agreement import (
     logprobs_of_samples,
     prompt_of,
 )
-from verifiers_rl.types import Sample, SamplingMask
+from verifiers_rl.types import Sample
 
 
 class StubServer:
@@ -140,11 +140,14 @@ def test_logprobs_of_samples_are_taken_at_the_temperature_over_the_mask(tmp_path
     args = args_with(tmp_path, temperature=0.7)
     (found,) = logprobs_of_samples(model, [sample_of()], args)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    mask = SamplingMask([0, 0, 2, 0, 0, 3], [IDS[2], 8, 1, IDS[5], 2])
+    mask = np.full((6, 3), -1, np.int32)
+    mask[2, :2], mask[5] = [IDS[2], 8], [1, IDS[5], 2]
     expected[0] = log_softmax64(logits[1, [IDS[2], 8]])[0]
     expected[2] = log_softmax64(logits[4, [1, IDS[5], 2]])[1]
     silent = Sample([1, 2], [0, 0], [0, 0], [-1, -1])
-    found, of_silent = logprobs_of_samples(model, [sample_of(sampling_mask=mask), silent], args)
+    found, of_silent = logprobs_of_samples(
+        model, [sample_of(extras={"allowed_tokens": mask}), silent], args
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert len(of_silent) == 0 and model.training
 
@@ -154,7 +157,7 @@ def test_logprobs_of_samples_use_the_experts_of_the_server_and_no_others(tmp_pat
     args = args_with(tmp_path, router_replay=True)
     (own,) = logprobs_of_samples(model, [sample_of()], args)
     chosen = np.tile(np.array([0, 1], np.int16), (len(IDS), 2, 1))
-    (replayed,) = logprobs_of_samples(model, [sample_of(routed_experts=chosen)], args)
+    (replayed,) = logprobs_of_samples(model, [sample_of(extras={"routed_experts": chosen})], args)
     assert np.abs(own - replayed).max() > 1e-3
     replay_experts(model, torch.tensor([0, 1]).expand(1, 40, 2, 2))  # of the last microbatch
     (again,) = logprobs_of_samples(model, [sample_of()], args)

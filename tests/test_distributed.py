@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch import distributed
 from tests.helpers import make_samples, values_of
-from verifiers_rl.distributed import broadcast_batch, let_gloo_threads_finish, scatter_samples
+from verifiers_rl.distributed import (
+    broadcast_batch, broadcast_outcome, let_gloo_threads_finish, scatter_samples
+)
 from verifiers_rl.packing import plan_microbatches
 from verifiers_rl.report.token_values import TokenValues
-from verifiers_rl.sample_bytes import BYTES_PER_TOKEN
-from verifiers_rl.types import Batch, Rollout, SampleSizes
+from verifiers_rl.types import Batch, Rollout
 
 distributed.init_process_group("gloo")
 rank, cpu = distributed.get_rank(), torch.device("cpu")
 samples = make_samples(9, seed=3)  # the same on both ranks, to compare with
 samples[4].loss_mask[:] = False
+for sample in samples[::2]:
+    sample.extras["of_a_fork"] = np.arange(2 * len(sample.token_ids), dtype=np.int16).reshape(-1, 2)
 sent = []
 scatter = distributed.scatter
 
@@ -43,8 +46,9 @@ for number in (9, 1):  # with one sample, the second rank gets none
     assert (batch.step, batch.policy_version) == (7, 6)
     assert len(batch.samples) == (number if rank == 0 else 0)
     assert batch.num_loss_tokens == num_loss_tokens
-    for name in SampleSizes.__slots__:
-        assert np.array_equal(getattr(batch.sizes, name), getattr(sizes, name)), name
+    assert batch.sizes.columns == sizes.columns
+    for here, there in zip(batch.sizes.arrays(), sizes.arrays(), strict=True):
+        assert np.array_equal(here, there)
     lengths = batch.sizes.lengths.tolist()
     plans = plan_microbatches(lengths, 24, 2)
     own = sorted(i for rows in plans[rank] for row in rows for i in row)
@@ -52,8 +56,10 @@ for number in (9, 1):  # with one sample, the second rank gets none
     assert sorted(received) == own
     for i, sample in received.items():
         assert values_of(sample) == values_of(samples[i])
+        if "of_a_fork" in samples[i].extras:
+            assert np.array_equal(sample.extras["of_a_fork"], samples[i].extras["of_a_fork"])
     largest = max(sum(lengths[i] for rows in plan for row in rows for i in row) for plan in plans)
-    assert sent.pop() == BYTES_PER_TOKEN * largest
+    assert sent.pop() == (17 + 4) * largest
     assert number == 1 or largest < sum(lengths)
 # Each rank has values of its own samples; rank 0 gets those of all that are chosen.
 sizes = Batch(7, 6, samples).sizes
@@ -77,12 +83,13 @@ empty = broadcast_batch(Batch(8, 7, []) if rank == 0 else None, cpu)
 assert empty.num_loss_tokens == 0
 assert scatter_samples(empty, plan_microbatches([], 24, 2), cpu) == {}
 try:
-    broadcast_batch(None, cpu)
+    broadcast_outcome(None, cpu)
     raised = ""
 except RuntimeError as error:
     raised = str(error)
 assert raised == ("" if rank == 0 else
-                  "rank 0 could not get a batch; its error is in its own output")
+                  "rank 0 has failed; its error is in its own output")
+assert broadcast_outcome({"a": [1.5, "ß"]} if rank == 0 else None, cpu) == {"a": [1.5, "ß"]}
 distributed.destroy_process_group()
 let_gloo_threads_finish()
 """

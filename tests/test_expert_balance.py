@@ -14,9 +14,9 @@ from verifiers_rl.types import Sample
 
 def with_experts(*of_layers):
     """A sample of these experts: for each layer, for each token, the ids."""
-    experts = np.array(of_layers).swapaxes(0, 1)
+    experts = np.array(of_layers, np.int16).swapaxes(0, 1)
     zeros = np.zeros(len(experts))
-    return Sample(zeros, zeros, zeros, zeros - 1, routed_experts=experts)
+    return Sample(zeros, zeros, zeros, zeros - 1, extras={"routed_experts": experts})
 
 
 def test_the_load_of_experts_is_counted_layer_by_layer():

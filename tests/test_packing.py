@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import values_of
+from tests.helpers import sent, values_of
 from verifiers_rl.packing import (
     collate,
     plan_microbatches,
 )
-from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
 from verifiers_rl.types import Sample
 
 
@@ -153,32 +152,35 @@ def test_samples_survive_the_way_to_another_rank():
     samples[0].token_ids[2] = 2**31 - 1
     samples[0].inference_logprobs[1] = -1.2345678901234567
     samples[1].inference_logprobs[2] = math.nan
-    flat = flatten_samples(samples)
-    assert flat.dtype == np.uint8 and len(flat) == BYTES_PER_TOKEN * (3 + 5) == 17 * 8
-    padded = np.append(flat, np.zeros(5, np.uint8))  # ranks with fewer tokens get some more
-    copies = unflatten_samples(padded, [3, 5])
+    copies = sent(samples)
     assert [values_of(copy) for copy in copies[:1]] == [values_of(samples[0])]
     np.testing.assert_equal(values_of(copies[1]), values_of(samples[1]))  # NaN equals NaN here
-    assert len(flatten_samples(samples, num_bytes=150)) == 150
     assert all(
         getattr(copy, name).dtype == dtype
         for copy in copies
         for name, dtype in Sample.DTYPES.items()
     )
-
-
-def test_no_samples_are_no_bytes():
-    assert len(flatten_samples([])) == 0
-    assert unflatten_samples(np.zeros(17, np.uint8), []) == []
+    assert sent([]) == []
 
 
 def test_collate_reads_arrays_that_nobody_may_write():
     sample = make_sample(3)
-    flat = np.frombuffer(flatten_samples([sample]).tobytes(), np.uint8)
-    microbatch = collate(unflatten_samples(flat, [3]), [[0]], [1.0], pad_token_id=9)
+    microbatch = collate(sent([sample]), [[0]], [1.0], pad_token_id=9)
     assert microbatch.input_ids.tolist() == [[0, 1, 2]]
     microbatch.input_ids[0, 0] = 5  # the microbatch is a copy
     assert sample.token_ids.tolist() == [0, 1, 2]
+
+
+def test_columns_of_samples_are_as_wide_as_the_widest_and_keep_what_is_there():
+    samples = [make_sample(2), make_sample(3), make_sample(2)]
+    samples[0].extras = {"a": np.array([[1], [2]], np.int16), "b": np.array([0.5, 0.25])}
+    samples[1].extras = {"a": np.array([[3, 4], [5, 6], [7, 8]], np.int16)}
+    first, second, third = sent(samples)
+    assert first.extras["a"].tolist() == [[1, -1], [2, -1]]
+    assert second.extras["a"].tolist() == [[3, 4], [5, 6], [7, 8]]
+    assert third.extras["a"].tolist() == [[-1, -1], [-1, -1]]
+    assert first.extras["b"].tolist() == [0.5, 0.25] and np.isnan(third.extras["b"]).all()
+    assert first.extras["a"].dtype == np.int16 and first.extras["b"].dtype == np.float64
 
 
 def test_the_dtypes_of_a_microbatch_are_those_of_the_model_and_the_loss():

@@ -21,7 +21,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from tests.helpers import StubSource, make_tiny_model, make_tiny_moe
+from tests.helpers import StubSource, make_tiny_model, make_tiny_moe, sent
 from verifiers_rl import server_side
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
@@ -30,8 +30,7 @@ from verifiers_rl.inference.packed_tokens import unpack_experts
 from verifiers_rl.models import check_policy
 from verifiers_rl.packing import collate
 from verifiers_rl.router_replay import RouterReplay, replay_experts, routers_of
-from verifiers_rl.sample_bytes import flatten_samples, unflatten_samples
-from verifiers_rl.types import Sample, SampleSizes, SamplingMask, join_experts
+from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample, join_experts
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -153,33 +152,35 @@ def test_experts_travel_with_their_samples_into_rows_with_shared_prefixes():
     def make_sample(tokens, first):
         experts = np.arange(first, first + 4 * len(tokens)).reshape(-1, 2, 2)
         mask = [False] + [True] * (len(tokens) - 1)
-        return Sample(tokens, mask, [0.0] * len(tokens), [0] * len(tokens), routed_experts=experts)
+        return Sample(
+            tokens,
+            mask,
+            [0.0] * len(tokens),
+            [0] * len(tokens),
+            extras={ROUTED_EXPERTS: experts.astype(np.int16)},
+        )
 
     masked = make_sample([1, 2, 5], 100)
-    masked.sampling_mask = SamplingMask([0, 2, 0], [2, 3])
+    masked.extras[ALLOWED_TOKENS] = np.array([[-1, -1], [2, 3], [-1, -1]], np.int32)
     plain = Sample([8, 9], [0, 1], [0, -1], [-1, 0])
     samples = [make_sample([1, 2, 3, 4], 0), masked, plain]
-    sizes = SampleSizes.of(samples)
-    assert sizes.num_optional_bytes.tolist() == [16 + 2 * 16, 16 + 4 * 5 + 2 * 12, 0]
-    copies = unflatten_samples(
-        flatten_samples(samples), [4, 3, 2], sizes.num_optional_bytes.tolist()
-    )
+    copies = sent(samples)
     for sample, copy_ in zip(samples[:2], copies, strict=False):
-        assert copy_.routed_experts.tolist() == sample.routed_experts.tolist()
-    assert copies[1].sampling_mask.token_ids.tolist() == [2, 3]
+        assert copy_.extras[ROUTED_EXPERTS].tolist() == sample.extras[ROUTED_EXPERTS].tolist()
+    assert copies[1].extras[ALLOWED_TOKENS].tolist() == [[-1, -1], [2, 3], [-1, -1]]
     microbatch = collate(copies, [[0, 1], [2]], [1.0] * 3, 0, num_shared=[0, 2, 0])
-    of_row = microbatch.routed_experts[0].flatten(1).tolist()
-    assert of_row == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15],
-                      [108, 109, 110, 111]]  # fmt: skip
-    assert (microbatch.routed_experts[1] == -1).all()
+    experts = microbatch.extras[ROUTED_EXPERTS]
+    assert experts[0].flatten(1).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11],
+                                              [12, 13, 14, 15], [108, 109, 110, 111]]  # fmt: skip
+    assert (experts[1] == -1).all()
     # The last token of a reply has none, but a longer sample goes on behind it.
     short, long = make_sample([1, 2], 0), make_sample([1, 2, 3], 100)
-    short.routed_experts[-1] = -1
+    short.extras[ROUTED_EXPERTS][-1] = -1
     microbatch = collate([short, long], [[0, 1]], [1.0] * 2, 0, num_shared=[0, 2])
-    assert microbatch.routed_experts[0, :, 0, 0].tolist() == [0, 104, 108]
-    assert collate([plain], [[0]], [1.0], 0).routed_experts is None
-    with pytest.raises(ValueError, match=r"routed_experts of shape \(1, 2, 2\) for 2 tokens"):
-        Sample([8, 9], [0, 1], [0, -1], [-1, 0], routed_experts=np.zeros((1, 2, 2)))
+    assert microbatch.extras[ROUTED_EXPERTS][0, :, 0, 0].tolist() == [0, 104, 108]
+    assert not collate([plain], [[0]], [1.0], 0).extras
+    with pytest.raises(ValueError, match=r"extras\['routed_experts'\] of shape \(1, 2, 2\) for 2"):
+        Sample([8, 9], [0, 1], [0, -1], [-1, 0], extras={ROUTED_EXPERTS: np.zeros((1, 2, 2))})
 
 
 def test_a_later_reply_adds_the_experts_of_its_own_tokens_only():

@@ -218,7 +218,7 @@ def test_all_ranks_resume_from_what_rank_0_has_found(monkeypatch, tmp_path):
         monkeypatch.setattr(RLConfig, "process_index", rank)
         return enter_run_folder(args, resume)
 
-    monkeypatch.setattr("verifiers_rl.distributed.broadcast_metrics", broadcast)
+    monkeypatch.setattr("verifiers_rl.distributed.broadcast_outcome", broadcast)
     newest = str(tmp_path / "checkpoint-10")
     assert enter(0, True) == newest and enter(1, True) == newest
     assert sent == [{"checkpoint": newest}, None]

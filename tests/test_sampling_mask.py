@@ -4,26 +4,32 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers import sent
 from verifiers_rl import RLConfig
 from verifiers_rl.inference.generation import TokenRequest, possible_tokens
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_mask
 from verifiers_rl.logprobs import chunked_logprobs_and_entropy, token_logprobs_and_entropy
-from verifiers_rl.packing import allowed_tokens, collate
-from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
-from verifiers_rl.types import Rollout, Sample, SampleSizes, SamplingMask
+from verifiers_rl.packing import collate
+from verifiers_rl.types import ALLOWED_TOKENS, Rollout, Sample
 
 INF = float("inf")
 
 
-def rows_of(mask):
+def rows_of(allowed):
     """The ids of each position."""
-    return [ids.tolist() for ids in np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])]
+    return [[i for i in row if i >= 0] for row in allowed.tolist()]
+
+
+def column(mask):
+    """(tokens, K), as a sample has it."""
+    widest = max(map(len, mask))
+    return np.array([[*ids, *[-1] * (widest - len(ids))] for ids in mask], np.int32)
 
 
 def masked_sample(mask=((), (1, 2), (), (3, 1, 4))):
-    mask = SamplingMask([len(ids) for ids in mask], [i for ids in mask for i in ids])
+    extras = {ALLOWED_TOKENS: column(mask)}
     zeros = [0.0, -0.5, 0.0, -0.25]
-    return Sample([9, 2, 7, 3], [0, 1, 0, 1], zeros, [-1, 3, -1, 3], sampling_mask=mask)
+    return Sample([9, 2, 7, 3], [0, 1, 0, 1], zeros, [-1, 3, -1, 3], extras=extras)
 
 
 def float64_loop(logits, targets, allowed, temperature, weights, of_entropy):
@@ -58,11 +64,11 @@ def test_gradients_over_the_allowed_tokens_equal_a_float64_loop(chunk_size, head
         [] if n == 2 else [int(t), *(int(v) for v in random.permutation(vocab)[:n] if v != t)]
         for n, t in enumerate(targets)
     ]
-    mask = SamplingMask([len(ids) for ids in allowed], [i for ids in allowed for i in ids])
+    mask = torch.from_numpy(column(allowed))
     weights, of_entropy = random.normal(size=(2, num))
     logprobs, entropy = chunked_logprobs_and_entropy(
         hidden, lambda h: h @ head.T, torch.from_numpy(targets), 0.7, chunk_size, "gradient",
-        head_is_trained, allowed=allowed_tokens(mask),
+        head_is_trained, allowed=mask,
     )  # fmt: skip
     loss = (torch.from_numpy(weights) * logprobs + torch.from_numpy(of_entropy) * entropy).sum()
     loss.backward()
@@ -79,7 +85,7 @@ def test_gradients_over_the_allowed_tokens_equal_a_float64_loop(chunk_size, head
 
 def test_tokens_that_the_server_left_out_have_no_gradient_and_others_all_of_it():
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], requires_grad=True)
-    allowed = allowed_tokens(SamplingMask([2, 0], [0, 1]))
+    allowed = torch.tensor([[1, 0], [-1, -1]])
     logprobs, _ = token_logprobs_and_entropy(logits, torch.tensor([1, 1]), 1.0, allowed=allowed)
     logprobs.sum().backward()
     assert logits.grad[0, 2] == 0 and logits.grad[1, 2] != 0
@@ -91,42 +97,33 @@ def test_a_microbatch_has_the_masks_of_its_loss_tokens_in_their_order():
     plain = Sample([5, 6], [0, 1], [0, -1], [-1, 0])
     samples = [masked_sample(), plain, masked_sample(((), (2,), (), (3, 8)))]
     microbatch = collate(samples, [[2, 1], [0]], [1.0] * 3, 0)
-    targets, allowed = microbatch.targets, microbatch.targets.allowed
+    targets = microbatch.targets
     assert targets.token_ids.tolist() == [2, 3, 6, 2, 3]
-    assert allowed.is_limited.tolist() == [True, True, False, True, True]
-    assert allowed.rows.tolist() == [0, 1, 1, 3, 3, 4, 4, 4]
-    assert allowed.token_ids.tolist() == [2, 3, 8, 1, 2, 3, 1, 4]
-    part = allowed.part(1, 4)
-    assert (part.rows.tolist(), part.token_ids.tolist()) == ([0, 0, 2, 2], [3, 8, 1, 2])
-    assert collate([plain], [[0]], [1.0], 0).targets.allowed is None
+    assert rows_of(targets.extras[ALLOWED_TOKENS]) == [[2], [3, 8], [], [1, 2], [3, 1, 4]]
+    assert not microbatch.extras  # the model itself needs no mask
+    assert not collate([plain], [[0]], [1.0], 0).targets.extras
     Rollout(0, "", samples=samples[:1]).leave_out_of_loss()
-    assert collate(samples, [[0]], [1.0] * 3, 0).targets.allowed is None
+    assert not collate(samples, [[0]], [1.0] * 3, 0).targets.extras
 
 
-def test_masks_are_sent_with_their_samples_and_cost_nothing_without():
+def test_masks_are_sent_with_their_samples():
     plain = Sample([5, 6, 7], [0, 1, 1], [0, -1, -1], [-1, 0, 0])
     samples = [masked_sample(), plain, masked_sample(((), (), (), (3,)))]
-    sizes = SampleSizes.of(samples)
-    assert sizes.num_optional_bytes.tolist() == [16 + 4 * (4 + 5), 0, 16 + 4 * (4 + 1)]
-    flat = flatten_samples(samples)
-    assert len(flat) == BYTES_PER_TOKEN * 11 + 52 + 36
-    copies = unflatten_samples(flat, [4, 3, 4], sizes.num_optional_bytes.tolist())
-    assert rows_of(copies[0].sampling_mask) == [[], [1, 2], [], [3, 1, 4]]
-    assert copies[1].sampling_mask is None
-    assert rows_of(copies[2].sampling_mask) == [[], [], [], [3]]
-    with pytest.raises(ValueError, match="a sampling_mask of 2 tokens for 1"):
-        Sample([1], [0], [0], [-1], sampling_mask=SamplingMask([0, 0], []))
-    with pytest.raises(ValueError, match="counts sum to 3, but there are 1 ids"):
-        SamplingMask([1, 2], [4])
+    copies = sent(samples)
+    found = [rows_of(copy.extras[ALLOWED_TOKENS]) for copy in copies]
+    assert found == [[[], [1, 2], [], [3, 1, 4]], [[], [], []], [[], [], [], [3]]]
+    assert not sent([plain])[0].extras
 
 
 def test_a_reply_has_the_mask_in_its_packed_tokens():
-    mask = SamplingMask([2, 1], [4, 5, 6])
+    mask = np.array([2, 1]), np.array([4, 5, 6])
     packed = pack_sampled([4, 6], np.array([-0.5, 0.0]), mask)
-    assert rows_of(unpack_mask(packed)) == [[4, 5], [6]]
+    assert unpack_mask(packed).tolist() == [[4, 5], [6, -1]]
     assert unpack_mask(pack_sampled([4], np.array([-0.5]))) is None
     with pytest.raises(ValueError, match="1 tokens but a sampling mask of 2"):
         unpack_mask(pack_sampled([4], np.array([-0.5]), mask))
+    with pytest.raises(ValueError, match="with 2 ids for 3"):
+        unpack_mask(pack_sampled([4, 6], np.zeros(2), (mask[0], mask[1][:2])))
 
 
 def test_a_request_with_a_mask_asks_vllm_for_the_likeliest_tokens():

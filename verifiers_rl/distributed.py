@@ -20,44 +20,30 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.packing import Rows
 from verifiers_rl.process.interrupts import Interrupted
-from verifiers_rl.sample_bytes import BYTES_PER_TOKEN, flatten_samples, unflatten_samples
-from verifiers_rl.types import Batch, Sample, SampleSizes
+from verifiers_rl.types import Batch, Columns, Sample, SampleSizes, join_samples, split_samples
 
 
-def broadcast_batch(outcome: Batch | Interrupted | None, device: torch.device) -> Batch:
+def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
     """Return rank 0's batch on every rank, without its samples on the others; `scatter_samples`
-    brings those. Rank 0 passes what interrupted it in place of a batch, or None if it failed; what
-    it gets then is an empty batch.
-
-    Raises:
-        Interrupted: on the other ranks, when rank 0 was interrupted.
-        RuntimeError: on the other ranks, when rank 0 failed.
+    brings those.
     """
-    batch = outcome if isinstance(outcome, Batch) else None
     if not distributed.is_initialized():  # one process
-        return batch or Batch(0, 0, [])
-    # ok, step, policy version, number of samples; or not ok, number of a signal
-    values = [0, outcome.number if isinstance(outcome, Interrupted) else 0, 0, 0]
+        assert batch is not None
+        return batch
+    header: Any = None
     if batch is not None:
-        values = [1, batch.step, batch.policy_version, len(batch.samples)]
-    header = torch.tensor(values, device=device)
-    distributed.broadcast(header, 0)
-    ok, step, policy_version, num_samples = header.tolist()
-    if not ok:
-        if distributed.get_rank() == 0:
-            return Batch(0, 0, [])  # rank 0 is raising its own error
-        if step:
-            raise Interrupted(step)
-        raise RuntimeError("rank 0 could not get a batch; its error is in its own output")
-    numbers = torch.empty(
-        (len(SampleSizes.__slots__), num_samples), dtype=torch.int64, device=device
-    )
+        columns = [(n, d.base.str, d.shape) for n, d in batch.sizes.columns.items()]
+        header = (batch.step, batch.policy_version, len(batch.samples), columns)
+    step, policy_version, num_samples, columns = _broadcast_json(header, device)
+    numbers = torch.empty((SampleSizes.NUM_ARRAYS, num_samples), dtype=torch.int64, device=device)
     if batch is not None:
-        numbers = torch.from_numpy(np.stack(batch.sizes.columns())).to(device)
+        numbers = torch.from_numpy(np.stack(batch.sizes.arrays())).to(device)
     distributed.broadcast(numbers, 0)
     if batch is not None:
         return batch
-    return Batch(step, policy_version, [], known_sizes=SampleSizes(*numbers.cpu().numpy()))
+    of_token = {name: np.dtype((base, tuple(shape))) for name, base, shape in columns}
+    sizes = SampleSizes(of_token, *numbers.cpu().numpy())
+    return Batch(step, policy_version, [], known_sizes=sizes)
 
 
 def scatter_samples(
@@ -73,51 +59,66 @@ def scatter_samples(
     """
     if len(plans) == 1:
         return dict(enumerate(batch.samples))
-    lengths = batch.sizes.lengths.tolist()
+    lengths, columns = batch.sizes.lengths, batch.sizes.columns
     indices = [[i for rows in plan for row in rows for i in row] for plan in plans]
-    # All parts must have one size: that of the rank with the most bytes.
-    optional_bytes = batch.sizes.num_optional_bytes.tolist()
-    num_bytes = max(
-        sum(BYTES_PER_TOKEN * lengths[i] + optional_bytes[i] for i in part) for part in indices
-    )
+    # All parts must have one size: that of the rank with the most tokens.
+    num_tokens = [int(lengths[part].sum()) for part in indices]
+    num_bytes = max(num_tokens) * sum(dtype.itemsize for dtype in columns.values())
     received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     parts = None
     if distributed.get_rank() == 0:
-        flat = [flatten_samples([batch.samples[i] for i in part], num_bytes) for part in indices]
-        parts = [torch.from_numpy(part).to(device) for part in flat]
+        parts = []
+        for part, num in zip(indices, num_tokens, strict=True):
+            flat = np.empty(num_bytes, np.uint8)
+            join_samples([batch.samples[i] for i in part], _views(flat, columns, num))
+            parts.append(torch.from_numpy(flat).to(device))
     distributed.scatter(received, parts, 0)
-    own = indices[distributed.get_rank()]
-    arrived = unflatten_samples(
-        received.cpu().numpy(), [lengths[i] for i in own], [optional_bytes[i] for i in own]
-    )
-    return dict(zip(own, arrived, strict=True))
+    rank = distributed.get_rank()
+    own = _views(received.cpu().numpy(), columns, num_tokens[rank])
+    arrived = split_samples(own, lengths[indices[rank]].tolist())
+    return dict(zip(indices[rank], arrived, strict=True))
 
 
-def broadcast_metrics(
+def _views(flat: np.ndarray, columns: Columns, num_tokens: int) -> dict[str, np.ndarray]:
+    """Return columns of so many tokens, one behind the other in an array of bytes."""
+    views = {}
+    start = 0
+    for name, dtype in columns.items():
+        stop = start + num_tokens * dtype.itemsize
+        views[name] = flat[start:stop].view(dtype.base).reshape(num_tokens, *dtype.shape)
+        start = stop
+    return views
+
+
+def broadcast_outcome(
     outcome: dict[str, Any] | Interrupted | None, device: torch.device
 ) -> dict[str, Any]:
     """Return rank 0's numbers and texts on every rank. Rank 0 passes what interrupted it in their
-    place, or None if it failed.
+    place, or None if it failed, and then raises that itself; the others raise it here.
 
     Raises:
         Interrupted: on the other ranks, when rank 0 was interrupted.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
     message = outcome.number if isinstance(outcome, Interrupted) else outcome
-    if not distributed.is_initialized():  # one process
-        return message if isinstance(message, dict) else {}
-    payload = torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8, device=device)
+    if distributed.is_initialized():
+        message = _broadcast_json(message, device)
+        if distributed.get_rank() > 0 and message is None:
+            raise RuntimeError("rank 0 has failed; its error is in its own output")
+        if distributed.get_rank() > 0 and isinstance(message, int):
+            raise Interrupted(message)
+    return message if isinstance(message, dict) else {}
+
+
+def _broadcast_json(value: Any, device: torch.device) -> Any:
+    """Return rank 0's value on every rank, as JSON has it."""
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor(len(payload), device=device)
     distributed.broadcast(size, 0)
-    if distributed.get_rank() != 0:
+    if distributed.get_rank() > 0:
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     distributed.broadcast(payload, 0)
-    received = json.loads(bytes(payload.tolist()))
-    if isinstance(received, dict) or distributed.get_rank() == 0:
-        return received if isinstance(received, dict) else {}  # rank 0 is raising its own error
-    if received is not None:
-        raise Interrupted(received)
-    raise RuntimeError("rank 0 has failed; its error is in its own output")
+    return json.loads(payload.cpu().numpy().tobytes())
 
 
 class HostGroup:

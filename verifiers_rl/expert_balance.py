@@ -26,7 +26,7 @@ from torch import Tensor
 from verifiers_rl.losses import LossOutputs
 from verifiers_rl.packing import Microbatch
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.types import Sample
+from verifiers_rl.types import ROUTED_EXPERTS, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def expert_load(model: Any, samples: Sequence[Sample]) -> dict[str, float]:
         model: its routers say which layers have experts, and how many.
         samples: with the experts that the server chose.
     """
-    known = [s.routed_experts for s in samples if s.routed_experts is not None]
+    known = [s.extras[ROUTED_EXPERTS] for s in samples if ROUTED_EXPERTS in s.extras]
     if not known:
         return {}
     num_tokens = sum(len(experts) for experts in known)

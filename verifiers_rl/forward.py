@@ -19,6 +19,7 @@ from verifiers_rl.logprobs import (
 )
 from verifiers_rl.packing import Layout, Microbatch
 from verifiers_rl.router_replay import replay_experts
+from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS
 
 
 def predict_targets(
@@ -43,7 +44,7 @@ def predict_targets(
         entropy: see `Entropy`.
     """
     temperature, targets = args.temperature, microbatch.targets
-    replay_experts(base, microbatch.routed_experts)
+    replay_experts(base, microbatch.extras.get(ROUTED_EXPERTS))
     attention = attention_inputs(microbatch, base.config, layout, shares_prefixes)
     model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
     vocab_size = base.config.get_text_config().vocab_size
@@ -56,7 +57,7 @@ def predict_targets(
             temperature,
             entropy,
             overwrite=True,
-            allowed=targets.allowed,
+            allowed=targets.extras.get(ALLOWED_TOKENS),
         )
     head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
     with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
@@ -75,5 +76,5 @@ def predict_targets(
         entropy,
         head_is_trained=any(p.requires_grad for p in head),
         min_chunks=min_chunks,
-        allowed=targets.allowed,
+        allowed=targets.extras.get(ALLOWED_TOKENS),
     )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -22,33 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 # How to return the entropy: not at all (zeros), its value, or its value with gradient.
 Entropy = Literal["none", "value", "gradient"]
-
-
-@dataclass(frozen=True, slots=True)
-class AllowedTokens:
-    """`SamplingMask` of N tokens, as the logprobs need it.
-
-    Attributes:
-        is_limited: (N,) bool, whether the token has one.
-        rows: (M,) int64, from 0 to N - 1; to which token each of the M ids belongs.
-        token_ids: (M,) int64.
-        offsets: (N + 1,) int64, on the host: the ids of token n are those from offsets[n] on.
-    """
-
-    is_limited: Tensor
-    rows: Tensor
-    token_ids: Tensor
-    offsets: np.ndarray
-
-    def part(self, start: int, stop: int) -> AllowedTokens:
-        """Return those of the tokens from `start` to `stop`."""
-        first, last = int(self.offsets[start]), int(self.offsets[stop])
-        return AllowedTokens(
-            self.is_limited[start:stop],
-            self.rows[first:last] - start,
-            self.token_ids[first:last],
-            self.offsets[start : stop + 1] - first,
-        )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -65,14 +36,17 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         entropy_mode: Entropy,
         overwrite: bool,
-        allowed: AllowedTokens | None,
+        allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         with_entropy = entropy_mode != "none"
         x = logits.to(torch.float32, copy=not overwrite)
         if allowed is not None:  # the others get logit -inf, so probability and gradient 0
-            kept = x[allowed.rows, allowed.token_ids]
-            x.masked_fill_(allowed.is_limited[:, None], -torch.inf)
-            x[allowed.rows, allowed.token_ids] = kept
+            first = allowed[:, :1]
+            # A place behind the last id has the first one once more; without ids nothing changes.
+            ids = torch.where(allowed < 0, first, allowed).clamp(min=0).long()
+            kept = x.gather(-1, ids)
+            x.masked_fill_(first >= 0, -torch.inf)
+            x.scatter_(-1, ids, kept)
         if temperature != 1:
             x.div_(temperature)
         x.sub_(x.amax(-1, keepdim=True))
@@ -116,7 +90,7 @@ def token_logprobs_and_entropy(
     temperature: float,
     entropy: Entropy = "value",
     overwrite: bool = False,
-    allowed: AllowedTokens | None = None,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target, and the entropy of its distribution,
     softmax(logits / temperature), over the tokens that are allowed.
@@ -129,7 +103,8 @@ def token_logprobs_and_entropy(
         overwrite: compute in the memory of `logits` and lose their values. This happens only if
             they are float32, and if the operation that made them does not need them in backward
             (tanh needs them).
-        allowed: the tokens from which the target was sampled; None: the whole vocabulary.
+        allowed: (N, K) integers, the ids from which the target was sampled, with -1 behind them;
+            only -1 for the whole vocabulary. None: the whole vocabulary for all.
 
     Returns:
         logprobs (N,) float32 in nats, with gradient; entropy (N,) float32 in nats.
@@ -154,7 +129,7 @@ class _FrozenHead(torch.autograd.Function):
         temperature: float,
         num_chunks: int,
         entropy_mode: Entropy,
-        allowed: AllowedTokens | None,
+        allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         results = []
         # A pass for each output that has a gradient: only one backward follows each call of the
@@ -200,7 +175,7 @@ def chunked_logprobs_and_entropy(
     entropy: Entropy = "value",
     head_is_trained: bool = True,
     min_chunks: int = 1,
-    allowed: AllowedTokens | None = None,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `token_logprobs_and_entropy`, from hidden states, `chunk_size` tokens at a time.
     Backward recomputes the logits of every chunk except the last; with a frozen head it recomputes
@@ -225,7 +200,7 @@ def chunked_logprobs_and_entropy(
         return _FrozenHead.apply(hidden, head, targets, temperature, num_chunks, entropy, allowed)
 
     def run_chunk(
-        chunk: Tensor, chunk_targets: Tensor, chunk_allowed: AllowedTokens | None, is_last: bool
+        chunk: Tensor, chunk_targets: Tensor, chunk_allowed: Tensor | None, is_last: bool
     ) -> tuple[Tensor, Tensor]:
         is_recomputed = False
 
@@ -256,16 +231,13 @@ def chunked_logprobs_and_entropy(
 
 
 def _chunks(
-    hidden: Tensor, targets: Tensor, allowed: AllowedTokens | None, num_chunks: int
-) -> Iterator[tuple[Tensor, Tensor, AllowedTokens | None]]:
+    hidden: Tensor, targets: Tensor, allowed: Tensor | None, num_chunks: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Split hidden states (N, hidden_size), targets (N,) and what is allowed into chunks."""
-    start = 0
-    for chunk, chunk_targets in zip(
-        hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
-    ):
-        stop = start + len(chunk)
-        yield chunk, chunk_targets, None if allowed is None else allowed.part(start, stop)
-        start = stop
+    parts = [] if allowed is None else allowed.tensor_split(num_chunks)
+    chunks = zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
+    for number, (chunk, chunk_targets) in enumerate(chunks):
+        yield chunk, chunk_targets, parts[number] if parts else None
 
 
 # Number of logits in a chunk: 256 MB in float32.

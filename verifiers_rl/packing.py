@@ -26,19 +26,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers_rl.logprobs import AllowedTokens
-from verifiers_rl.types import (
-    Sample,
-    SampleSizes,
-    SamplingMask,
-)
+from verifiers_rl.types import ROUTED_EXPERTS, Columns, Sample, SampleSizes, columns_of, join_column
 
 Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
@@ -49,6 +44,9 @@ MAX_SHARED_WIDTH = 4096
 # a wider row, attention is computed for each sample, see `attention.py`.
 MAX_MASKED_WIDTH = 1024
 MIN_COMMON = 32  # tokens in common that are worth a call of attention in each layer
+# The extras that the model needs where it computes a token. All others go with the prediction of
+# the token, if it carries loss.
+OF_INPUTS = (ROUTED_EXPERTS,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class Targets:
         sequence_ids: (N,) int64, number of its sample, from 0 over the samples that carry loss.
         inference_logprobs, advantages: (N,) float32, see `Sample`.
         weights: (N,) float32, weight of the token in the batch's loss.
-        allowed: what the server could sample in place of the tokens; None: the whole vocabulary.
+        extras: the samples' other columns, (N, ...) each.
     """
 
     rows: Tensor
@@ -71,7 +69,7 @@ class Targets:
     inference_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    allowed: AllowedTokens | None = field(default=None, kw_only=True)
+    extras: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,7 @@ class Microbatch:
         has_loss: whether `targets` carry loss.
         sample_ids: the samples whose tokens `targets` has, one after the other, by their index in
             the batch; empty without loss.
-        routed_experts: (B, T, layers, top_k) int16, the experts that the server chose; -1 where it
-            returned none. None if no sample has any.
+        extras: those `OF_INPUTS` that a sample has, (B, T, ...) each; -1 where there is none.
         segments: of each sample that has tokens of its own, and of the padding, from left to right
             in each row.
         shares_prefixes: whether samples have tokens in common.
@@ -126,7 +123,7 @@ class Microbatch:
     shares_prefixes: bool
     num_tokens: int
     sample_ids: list[int] = field(default_factory=list)
-    routed_experts: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
 
 def plan_microbatches(
@@ -329,10 +326,14 @@ def collate(
     position_ids = np.tile(positions, (shape[0], 1))
     visible_until = np.full(shape, width)
     segments: list[Segment] = []
-    experts = _room_for_experts([samples[i] for row in rows for i in row], shape)
-    fields: list[tuple[np.ndarray, ...]] = []  # of the targets
+    columns = columns_of([samples[i] for row in rows for i in row])
+    extras = {
+        n: np.full((*shape, *columns[n].shape), -1, columns[n].base)
+        for n in OF_INPUTS
+        if n in columns
+    }
+    parts: list[tuple[np.ndarray, ...]] = []  # of the targets
     sample_ids: list[int] = []
-    masks: list[tuple[int, SamplingMask | None]] = []  # of the targets of each sample
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -343,18 +344,18 @@ def collate(
             path = np.concatenate([path[:common], positions[start:stop]])
             input_ids[r, start:stop] = sample.token_ids[common:]
             position_ids[r, start:stop] = np.arange(common, len(path))
-            if experts is not None and sample.routed_experts is not None:
-                # The end of an earlier sample has none, where a later one goes on.
-                known = experts[r, path]
-                experts[r, path] = np.where(known < 0, sample.routed_experts, known)
+            for name, grid in extras.items():
+                if name in sample.extras:
+                    # The end of an earlier sample has none, where a later one goes on.
+                    known = grid[r, path]
+                    grid[r, path] = np.where(known < 0, sample.extras[name], known)
             visible_until[r, path] = stop
             if stop > start:
                 segments.append(Segment(r, start, stop, path))
                 start_of_last = start
-            targets = _targets_of(sample, r, path, len(fields), weights[i])
+            targets = _targets_of(sample, r, path, len(parts), weights[i])
             if len(targets[0]):
-                fields.append(targets)
-                masks.append((len(targets[0]), _mask_of_targets(sample)))
+                parts.append(targets)
                 sample_ids.append(i)
         num_tokens += stop
         if stop < width:
@@ -363,37 +364,27 @@ def collate(
         # looks like one sequence.
         first = position_ids[r, start_of_last]
         position_ids[r, start_of_last:] = first + positions[: width - start_of_last]
-    has_loss = bool(fields)
+    has_loss = bool(parts)
     if not has_loss:
         # The head must take part in every backward, or DDP waits for its gradient. So one token is
         # predicted, and its loss is not used.
         number, value = np.zeros(1, np.int64), np.zeros(1, np.float32)
-        fields = [(number, number, input_ids[0, 1:2], number, value, value, value)]
+        parts = [(number, number, input_ids[0, 1:2], number, value, value, value)]
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
         targets=Targets(
-            *(torch.from_numpy(np.concatenate(parts)) for parts in zip(*fields, strict=True)),
-            allowed=allowed_tokens(SamplingMask.join(masks)),
+            *(torch.from_numpy(np.concatenate(field)) for field in zip(*parts, strict=True)),
+            extras=_extras_of_targets([samples[i] for i in sample_ids], columns),
         ),
         has_loss=has_loss,
         segments=segments,
         shares_prefixes=any(shares.values()),
         num_tokens=num_tokens,
         sample_ids=sample_ids,
-        routed_experts=None if experts is None else torch.from_numpy(experts),
+        extras={name: torch.from_numpy(grid) for name, grid in extras.items()},
     )
-
-
-def _room_for_experts(samples: Sequence[Sample], shape: tuple[int, int]) -> np.ndarray | None:
-    """Return -1 for each column of a microbatch and each choice of an expert; None if no sample has
-    experts.
-    """
-    sizes = {s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
-    if len(sizes) > 1:
-        raise ValueError(f"samples have experts of several sizes (layers, top_k): {sorted(sizes)}")
-    return np.full((*shape, *sizes.pop()), -1, np.int16) if sizes else None
 
 
 def _targets_of(
@@ -412,61 +403,30 @@ def _targets_of(
     )
 
 
-def _mask_of_targets(sample: Sample) -> SamplingMask | None:
-    """Return the mask of the tokens of a sample that are in the loss."""
-    mask = sample.sampling_mask
-    if mask is None:
-        return None
-    is_kept = np.repeat(sample.loss_mask, mask.counts)
-    return SamplingMask(mask.counts[sample.loss_mask], mask.token_ids[is_kept])
+def _extras_of_targets(samples: Sequence[Sample], columns: Columns) -> dict[str, Tensor]:
+    """Return the extras of the loss tokens of these samples, one sample after the other."""
+    extras = {}
+    for name in columns:
+        if name in Sample.DTYPES or name in OF_INPUTS:
+            continue
+        parts = []
+        for sample in samples:
+            column = sample.extras.get(name)
+            own = None if column is None else column[sample.loss_mask]
+            parts.append((sample.num_loss_tokens, own))
+        if (joined := join_column(parts)) is not None:
+            extras[name] = torch.from_numpy(joined)
+    return extras
 
 
-def allowed_tokens(mask: SamplingMask | None) -> AllowedTokens | None:
-    """Return a mask in the form that logprobs need; None if it limits no token."""
-    if mask is None or not len(mask.token_ids):
-        return None
-    offsets = np.zeros(len(mask.counts) + 1, np.int64)
-    np.cumsum(mask.counts, out=offsets[1:])
-    return AllowedTokens(
-        torch.from_numpy(mask.counts > 0),
-        torch.from_numpy(np.repeat(np.arange(len(mask.counts)), mask.counts)),
-        torch.from_numpy(mask.token_ids.astype(np.int64)),
-        offsets,
-    )
-
-
-def copy_to(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Copy all tensors in one transfer, from pinned memory. The host does not wait for it."""
-    if device.type == "cpu":
-        return microbatch
-    names = ("input_ids", "position_ids", "visible_until")
-    of_targets = [name for name in Targets.__slots__ if name != "allowed"]
-    allowed = microbatch.targets.allowed
-    of_allowed = [] if allowed is None else [allowed.rows, allowed.token_ids]
-    # Those of 8 bytes an element come first, so each begins at a multiple of its size.
-    tensors = [
-        *of_allowed,
-        *(getattr(microbatch, name) for name in names),
-        *(getattr(microbatch.targets, name) for name in of_targets),
-        *([] if microbatch.routed_experts is None else [microbatch.routed_experts]),
-        *([] if allowed is None else [allowed.is_limited]),
-    ]
-    flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    flat = flat.to(device, non_blocking=True)
-    parts = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
-    copies = [
-        part.view(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
-    if allowed is not None:
-        rows, token_ids, *copies, is_limited = copies
-        allowed = AllowedTokens(is_limited, rows, token_ids, allowed.offsets)
-    experts = None if microbatch.routed_experts is None else copies.pop()
-    return replace(
-        microbatch,
-        **dict(zip(names, copies[:3], strict=True)),
-        targets=Targets(*copies[3:], allowed=allowed),
-        routed_experts=experts,
-    )
+def copy_to(part: Any, device: torch.device) -> Any:
+    """Copy all tensors of a microbatch. From pinned memory, so the host does not wait for it."""
+    if isinstance(part, Tensor):
+        pinned = part.pin_memory() if device.type == "cuda" else part
+        return pinned.to(device, non_blocking=True)
+    if isinstance(part, dict):
+        return {name: copy_to(value, device) for name, value in part.items()}
+    if isinstance(part, Microbatch | Targets):
+        own = {field.name: getattr(part, field.name) for field in fields(part)}
+        return replace(part, **copy_to(own, device))
+    return part

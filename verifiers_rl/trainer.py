@@ -40,7 +40,7 @@ from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
     broadcast_batch,
-    broadcast_metrics,
+    broadcast_outcome,
     host_group,
     let_gloo_threads_finish,
     prepare_sharding,
@@ -164,7 +164,7 @@ class RLTrainer(SavingTrainer):
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
-        self._lora_sync = broadcast_metrics({"lora_sync": lora_sync}, args.device)["lora_sync"]
+        self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
         if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
             atexit.register(let_gloo_threads_finish)
         self.loss_is_scaled_for_ga = True  # training_step does it once, for the whole batch
@@ -446,26 +446,24 @@ class RLTrainer(SavingTrainer):
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
 
-        def take(orchestrator: BatchSource) -> Batch:
+        batch: Batch | None = None
+
+        def take(orchestrator: BatchSource) -> dict[str, Any]:
+            nonlocal batch
             batch = self._retry_when_server_lost(partial(self._take_batch, orchestrator))
             if self.args.max_off_policy_steps > 0:
                 self._retry_when_server_lost(partial(self._submit_ahead, orchestrator))
-            return batch
+            return self.evaluations.take_ended()
 
-        batch = self._on_rank_0(take, broadcast_batch)
-        self.log_ended_evaluations()
-        return batch
+        log_results(self, self._on_rank_0(take))
+        return broadcast_batch(batch, self.args.device)
 
-    def _on_rank_0(
-        self,
-        work: Callable[[BatchSource], _T],
-        tell: Callable[[_T | Interrupted | None, torch.device], _T],
-    ) -> _T:
-        """Run `work` on rank 0, while the others help to gather weights. Return its result on every
-        rank, or raise Interrupted there if a signal has come.
+    def _on_rank_0(self, work: Callable[[BatchSource], dict[str, Any]]) -> dict[str, Any]:
+        """Run `work` on rank 0, while the others help to gather weights. Return its result, numbers
+        and texts, on every rank, or raise Interrupted there if a signal has come.
         """
         self._interrupts.check_all(waits=True)
-        outcome: _T | Interrupted | None = None
+        outcome: dict[str, Any] | Interrupted | None = None
         try:
             with self._serving(), self._gathering():
                 if self.orchestrator is not None:
@@ -474,7 +472,7 @@ class RLTrainer(SavingTrainer):
             outcome = interrupted
             raise
         finally:  # also after an error: the others wait
-            told = tell(outcome, self.args.device)
+            told = broadcast_outcome(outcome, self.args.device)
         return told
 
     def _take_batch(self, orchestrator: BatchSource) -> Batch:
@@ -601,7 +599,7 @@ class RLTrainer(SavingTrainer):
         """Log the evaluations that have ended on rank 0 by now. Every rank calls this."""
         if self.args.eval_strategy != "no":
             ended = self.evaluations.take_ended()
-            log_results(self, broadcast_metrics(ended, self.args.device))
+            log_results(self, broadcast_outcome(ended, self.args.device))
 
     def _end_evaluations(self) -> None:
         """Wait for the evaluations that run or are due, and log them."""
@@ -621,7 +619,7 @@ class RLTrainer(SavingTrainer):
             self._retry_when_server_lost(partial(work, orchestrator))
             return self.evaluations.take_ended()
 
-        return self.checkpoints.save_on_error(partial(self._on_rank_0, run, broadcast_metrics))
+        return self.checkpoints.save_on_error(partial(self._on_rank_0, run))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add means over the steps since the last line to Trainer's numbers."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -23,50 +23,39 @@ if TYPE_CHECKING:
 LOAD_S = 300.0
 Split = Literal["train", "eval"]
 MAX_MASK = 1024  # tokens that a sampling mask has at one position
-HEAD_BYTES = 16  # before the fields of a sample that may be None, when it is sent
+# The extras of a token that this library itself fills and reads.
+ROUTED_EXPERTS = "routed_experts"
+ALLOWED_TOKENS = "allowed_tokens"
+Columns = dict[str, np.dtype]  # what a token has of each column: a number, or an array of numbers
 
 
-@dataclass(slots=True, eq=False)
-class SamplingMask:
-    """The tokens that the server could choose from, for each token of a sequence, as top-p, top-k
-    and min-p left them.
+def lay_out(parts: Iterable[tuple[int, np.ndarray | None]], column: np.ndarray) -> None:
+    """Write parts of a column into it, one after the other. What they leave free is -1, or NaN.
 
-    Attributes:
-        counts: (T,) int32, how many; 0 where any token of the vocabulary could be chosen, or none
-            was sampled.
-        token_ids: (sum of counts,) int32, those of one position after the other.
+    Args:
+        parts: the number of tokens of each, and its numbers: (tokens, ...), perhaps narrower than
+            the column; None if its tokens have none.
+        column: (tokens of all parts, ...).
     """
+    start = 0
+    for num_tokens, part in parts:
+        room = column[start : start + num_tokens]
+        start += num_tokens
+        if part is None or part.shape != room.shape:
+            room[...] = math.nan if column.dtype.kind == "f" else -1
+        if part is not None:
+            room[(slice(None), *map(slice, part.shape[1:]))] = part
 
-    counts: np.ndarray
-    token_ids: np.ndarray
 
-    def __post_init__(self) -> None:
-        self.counts = np.asarray(self.counts, np.int32)
-        self.token_ids = np.asarray(self.token_ids, np.int32)
-        if int(self.counts.sum()) != len(self.token_ids):
-            raise ValueError(
-                f"SamplingMask: the counts sum to {int(self.counts.sum())}, but there are "
-                f"{len(self.token_ids)} ids"
-            )
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[int, SamplingMask | None]]) -> SamplingMask | None:
-        """Return the mask of several parts of a sequence, one after the other; None if none has
-        one.
-
-        Args:
-            parts: the number of tokens of each, and its mask.
-        """
-        if all(mask is None for _, mask in parts):
-            return None
-        masks = [
-            cls(np.zeros(length, np.int32), np.zeros(0, np.int32)) if mask is None else mask
-            for length, mask in parts
-        ]
-        return cls(
-            np.concatenate([mask.counts for mask in masks]),
-            np.concatenate([mask.token_ids for mask in masks]),
-        )
+def join_column(parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | None:
+    """Return a column of these parts, see `lay_out`, as wide as the widest; None if none has it."""
+    known = [part for _, part in parts if part is not None]
+    if not known:
+        return None
+    shape = np.max([part.shape[1:] for part in known], axis=0, initial=0).astype(int)
+    column = np.empty((sum(num_tokens for num_tokens, _ in parts), *shape), known[0].dtype)
+    lay_out(parts, column)
+    return column
 
 
 @dataclass(slots=True, eq=False)
@@ -88,9 +77,12 @@ class Sample:
             default.
         rollout_id: position of its rollout in the batch; -1: the sample is a rollout of its own.
         group_id: position of its group in the batch; -1: the sample is a group of its own.
-        sampling_mask: of T tokens; None if any token could be chosen everywhere.
-        routed_experts: (T, layers, top_k) int16, the experts that the server chose when it computed
-            the token; -1 where it returned none, as for the last token of a reply.
+        extras: whatever else belongs to the tokens, by name: (T, ...) numbers; -1 (or NaN) where a
+            token has none. They travel with the sample. Those of this library:
+            "routed_experts", (T, layers, top_k) int16: the experts that the server chose when it
+            computed the token; -1 where it returned none, as for the last token of a reply.
+            "allowed_tokens", (T, K) int32: the tokens from which top-p, top-k and min-p let the
+            server choose this one, with -1 behind them; only -1 where it could choose any.
     """
 
     DTYPES: ClassVar[dict[str, type]] = {
@@ -108,8 +100,7 @@ class Sample:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     rollout_id: int = field(default=-1, kw_only=True)
     group_id: int = field(default=-1, kw_only=True)
-    sampling_mask: SamplingMask | None = field(default=None, kw_only=True)
-    routed_experts: np.ndarray | None = field(default=None, kw_only=True)
+    extras: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.advantages):
@@ -119,17 +110,11 @@ class Sample:
         shapes = {name: getattr(self, name).shape for name in self.DTYPES}
         if set(shapes.values()) != {(len(self.token_ids),)} or not len(self.token_ids):
             raise ValueError(f"Sample: all arrays must have one length >= 1, got {shapes}")
-        if self.sampling_mask is not None and len(self.sampling_mask.counts) != len(self.token_ids):
-            raise ValueError(
-                f"Sample: a sampling_mask of {len(self.sampling_mask.counts)} tokens for "
-                f"{len(self.token_ids)} tokens"
-            )
-        if self.routed_experts is not None:
-            self.routed_experts = np.asarray(self.routed_experts, np.int16)
-            if self.routed_experts.ndim != 3 or len(self.routed_experts) != len(self.token_ids):
+        for name, column in self.extras.items():
+            if len(column) != len(self.token_ids):
                 raise ValueError(
-                    f"Sample: routed_experts of shape {self.routed_experts.shape} for "
-                    f"{len(self.token_ids)} tokens; must be (tokens, layers, top_k)"
+                    f"Sample: extras[{name!r}] of shape {column.shape} for "
+                    f"{len(self.token_ids)} tokens"
                 )
         if self.loss_mask[0]:
             raise ValueError(
@@ -140,15 +125,9 @@ class Sample:
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
 
-    @property
-    def num_optional_bytes(self) -> int:
-        """What `sample_bytes.py` needs for the fields that may be None: 0 if all are."""
-        size = 0
-        if self.sampling_mask is not None:
-            size += 4 * (len(self.token_ids) + len(self.sampling_mask.token_ids))
-        if self.routed_experts is not None:
-            size += self.routed_experts.nbytes
-        return HEAD_BYTES + -(-size // 4) * 4 if size else 0
+    def column(self, name: str) -> np.ndarray | None:
+        """Return one of the five arrays, or of the extras; None if the sample does not have it."""
+        return getattr(self, name) if name in self.DTYPES else self.extras.get(name)
 
     def set_advantage(self, advantage: float | Sequence[float] | np.ndarray) -> None:
         """Set one advantage for every loss token, or one for each token, (T,)."""
@@ -161,24 +140,58 @@ class Sample:
 
 
 def join_experts(num_tokens: int, replies: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return `Sample.routed_experts` of a sample from those of its replies; None if none has any.
+    """Return the routed experts of a sample from those of its replies; None if none has any.
 
     Args:
         num_tokens: of the sample.
         replies: from the first reply to the last, (tokens, layers, top_k) from the first token on.
             A later reply computes earlier tokens once more; the first time is what sampled them.
     """
-    joined = None
+    parts: list[tuple[int, np.ndarray | None]] = []
     start = 0
     for experts in replies:
-        if experts is None:
-            continue
-        if joined is None:
-            joined = np.full((num_tokens, *experts.shape[1:]), -1, np.int16)
-        stop = min(len(experts), num_tokens)
-        joined[start:stop] = experts[start:stop]
-        start = max(start, stop)
-    return joined
+        if experts is not None:
+            own = experts[start:num_tokens]
+            parts.append((len(own), own))
+            start += len(own)
+    return join_column([*parts, (num_tokens - start, None)])
+
+
+def columns_of(samples: Sequence[Sample]) -> Columns:
+    """Return the columns that at least one sample has, as wide as the widest. In this order, one
+    column behind another in memory begins at a multiple of the size of its numbers.
+    """
+    columns: Columns = {name: np.dtype(dtype) for name, dtype in Sample.DTYPES.items()}
+    for sample in samples:
+        for name, column in sample.extras.items():
+            shape = column.shape[1:]
+            if name in columns:
+                shape = tuple(map(max, shape, columns[name].shape))
+            columns[name] = np.dtype((column.dtype, shape))
+    return dict(sorted(columns.items(), key=lambda item: -item[1].base.itemsize))
+
+
+def join_samples(samples: Sequence[Sample], columns: dict[str, np.ndarray]) -> None:
+    """Write the columns of the samples, one sample after the other, into these."""
+    for name, column in columns.items():
+        lay_out([(len(sample.token_ids), sample.column(name)) for sample in samples], column)
+
+
+def split_samples(columns: dict[str, np.ndarray], lengths: Sequence[int]) -> list[Sample]:
+    """Invert `join_samples`, but for rollout ids. The arrays of the samples are views.
+
+    Args:
+        columns: by name.
+        lengths: number of tokens of each sample.
+    """
+    samples = []
+    start = 0
+    for length in lengths:
+        own = {name: column[start : start + length] for name, column in columns.items()}
+        start += length
+        arrays = [own.pop(name) for name in Sample.DTYPES]
+        samples.append(Sample(*arrays, extras=own))
+    return samples
 
 
 @dataclass(slots=True)
@@ -350,10 +363,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """What each rank must know of all samples of a batch, of which it trains on a part. (S,) int64
-    each, S the number of samples.
+    """What each rank must know of all samples of a batch, of which it trains on a part. The arrays
+    are (S,) int64, S the number of samples.
 
     Attributes:
+        columns: what a token has of each column when its sample is sent.
         lengths: number of tokens.
         num_loss_tokens: number of tokens in the loss.
         rollout_ids: a number that exactly the samples of one rollout share.
@@ -362,9 +376,9 @@ class SampleSizes:
         order: the samples in an order in which those with a common beginning are neighbours.
         num_shared: how many tokens at its beginning the sample at this place of `order` has in
             common with the sample before it.
-        num_optional_bytes: what its fields that may be None take when it is sent.
     """
 
+    columns: Columns
     lengths: np.ndarray
     num_loss_tokens: np.ndarray
     rollout_ids: np.ndarray
@@ -372,7 +386,12 @@ class SampleSizes:
     has_advantage: np.ndarray
     order: np.ndarray
     num_shared: np.ndarray
-    num_optional_bytes: np.ndarray
+
+    NUM_ARRAYS: ClassVar[int] = 7
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return the arrays, in the order in which the constructor takes them."""
+        return [getattr(self, field.name) for field in fields(self)[1:]]
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleSizes:
@@ -383,21 +402,12 @@ class SampleSizes:
                 s.rollout_id if s.rollout_id >= 0 else -1 - i,
                 s.group_id if s.group_id >= 0 else -1 - i,
                 np.any(s.advantages[s.loss_mask]),
-                s.num_optional_bytes,
             )
             for i, s in enumerate(samples)
         ]
-        lengths, loss_tokens, rollouts, groups, has_advantage, optional_bytes = (
-            np.array(numbers, np.int64).reshape(-1, 6).T
-        )
-        order, num_shared = order_by_beginning([sample.token_ids for sample in samples])
-        return cls(
-            lengths, loss_tokens, rollouts, groups, has_advantage, order, num_shared, optional_bytes
-        )
-
-    def columns(self) -> list[np.ndarray]:
-        """Return all fields, in the order in which the constructor takes them."""
-        return [getattr(self, name) for name in self.__slots__]
+        order = order_by_beginning([sample.token_ids for sample in samples])
+        arrays = [*np.array(numbers, np.int64).reshape(-1, 5).T, *order]
+        return cls(columns_of(samples), *arrays)
 
 
 def order_by_beginning(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,6 @@ from verifiers_rl.envs.classic import (
     samples_from_trajectory,
 )
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
-from verifiers_rl.types import SamplingMask
 
 
 def turn(prompt, completion, logprobs=None):
@@ -334,7 +333,7 @@ class Server:
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
         reply["choices"] = [choice]
         if request.path.endswith("/tokens"):
-            mask = SamplingMask([1] * n, self.ids)
+            mask = np.ones(n, int), np.array(self.ids)
             reply["packed_tokens"] = pack_sampled(self.ids, np.full(n, -0.5), mask)
         else:
             logprob = {"token": "x", "logprob": -0.5, "top_logprobs": []}
@@ -391,7 +390,7 @@ def test_each_client_keeps_exact_tokens_versions_and_sampling_options(tokenizer,
         for sample in rollout.samples:
             sampled += sample.token_ids[sample.loss_mask].tolist()
             assert set(sample.inference_logprobs[sample.loss_mask].tolist()) == {-0.5}
-            assert (sample.sampling_mask is not None) == sends_tokens
+            assert ("allowed_tokens" in sample.extras) == sends_tokens
         assert sampled == server.ids * 2
         versions = np.concatenate([s.policy_versions for s in rollout.samples])
         assert versions[versions >= 0].tolist() == [5, *[6] * (len(server.ids) - 1)] * 2

@@ -58,7 +58,15 @@ from verifiers_rl.inference import (
     unpack_mask,
     unpack_sampled,
 )
-from verifiers_rl.types import Rollout, Sample, SamplingMask, Split, join_experts
+from verifiers_rl.types import (
+    ALLOWED_TOKENS,
+    ROUTED_EXPERTS,
+    Rollout,
+    Sample,
+    Split,
+    join_column,
+    join_experts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +134,7 @@ def _sample_of(chain: list[dict[str, Any]], policy_version: int, masks_env: bool
     logprobs = np.zeros(n, np.float32)
     if not masks_env:  # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         in_loss[begin:], logprobs[begin:] = True, math.nan
-    masks: list[tuple[int, SamplingMask | None]] = []
+    masks: list[tuple[int, np.ndarray | None]] = []
     experts, stop = [], 0
     for step in chain:
         tokens, response, before = step["tokens"], step.get("response"), stop
@@ -137,9 +145,9 @@ def _sample_of(chain: list[dict[str, Any]], policy_version: int, masks_env: bool
         versions[start:stop] = versions_of_tokens(spans, num)
         masks += [(start - before, None), (num, getattr(response, "sampling_mask", None))]
         experts.append(getattr(response, "experts", None))
-    sample = Sample(token_ids, in_loss, logprobs, versions)
-    sample.sampling_mask, sample.routed_experts = SamplingMask.join(masks), join_experts(n, experts)
-    return sample
+    extras = {ALLOWED_TOKENS: join_column(masks), ROUTED_EXPERTS: join_experts(n, experts)}
+    known = {name: column for name, column in extras.items() if column is not None}
+    return Sample(token_ids, in_loss, logprobs, versions, extras=known)
 
 
 # --- Rollouts -------------------------------------------------------------------------------------

@@ -10,38 +10,43 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from verifiers_rl.data import describe_error
-from verifiers_rl.sample_bytes import flatten_samples, unflatten_samples
-from verifiers_rl.types import Rollout
+from verifiers_rl.types import Rollout, columns_of, join_samples, split_samples
 
 _NOT_JSON = ("samples", "error", "record")
+_RECORDS = "records"
 
 
 class EnvWorkerError(RuntimeError):
     """A rollout failed in a worker; the traceback from there is a note of this error."""
 
 
-def frame(message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> list[bytes | memoryview]:
+def frame(
+    message: dict[str, Any], arrays: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> list[bytes | memoryview]:
     """Return the parts of a frame, to be written one after the other.
 
     Raises:
         TypeError: the message has a value that JSON has no form for.
     """
-    layout = [[array.dtype.str, len(array)] for array in arrays]
+    layout = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
     text = json.dumps({**message, "arrays": layout}).encode()
-    size = 4 + len(text) + sum(array.nbytes for array in arrays)
+    size = 4 + len(text) + sum(array.nbytes for array in arrays.values())
     head = size.to_bytes(8, "little") + len(text).to_bytes(4, "little")
-    return [head, text, *(np.ascontiguousarray(array).data.cast("B") for array in arrays)]
+    contents = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
+    return [head, text, *(content.data for content in contents)]
 
 
-async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[np.ndarray]]:
+async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read one frame.
 
     Raises:
@@ -51,20 +56,21 @@ async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[np
     return parse(await reader.readexactly(size))
 
 
-def parse(content: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+def parse(content: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return what is in a frame, given without its length. The arrays share its memory and cannot
     be written to.
     """
     start = 4 + int.from_bytes(content[:4], "little")
     message = json.loads(content[4:start])
-    arrays = []
-    for dtype, length in message.pop("arrays"):
-        arrays.append(np.frombuffer(content, dtype, length, start))
-        start += arrays[-1].nbytes
+    arrays = {}
+    for name, (dtype, shape) in message.pop("arrays").items():
+        flat = np.frombuffer(content, dtype, math.prod(shape), start)
+        arrays[name] = flat.reshape(shape)
+        start += flat.nbytes
     return message, arrays
 
 
-def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Return rollouts in a form for `frame`. An error becomes its description and its traceback,
     because its class may be known to this process only.
     """
@@ -74,7 +80,6 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.
     for rollout in group:
         packed = {name: getattr(rollout, name) for name in names}
         packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
-        packed["optional_bytes"] = [sample.num_optional_bytes for sample in rollout.samples]
         packed["record_bytes"] = len(rollout.record)
         if rollout.error is not None:
             packed["error"] = describe_error(rollout.error)
@@ -82,15 +87,17 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], list[np.
         rollouts.append(packed)
     # A record is JSON already. As an array, it is not parsed before somebody reads it.
     records = np.frombuffer(b"".join(rollout.record for rollout in group), np.uint8)
-    return rollouts, [flatten_samples(samples), records]
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    columns = {name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()}
+    join_samples(samples, columns)
+    return rollouts, columns | {_RECORDS: records}
 
 
-def unpack_group(rollouts: list[dict[str, Any]], arrays: Sequence[np.ndarray]) -> list[Rollout]:
+def unpack_group(rollouts: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
     lengths = [packed.pop("lengths") for packed in rollouts]
-    optional = [n for packed in rollouts for n in packed.pop("optional_bytes")]
-    samples = iter(unflatten_samples(arrays[0], [n for own in lengths for n in own], optional))
-    records = arrays[1].data
+    records = arrays.pop(_RECORDS).data
+    samples = iter(split_samples(arrays, [n for own in lengths for n in own]))
     group = []
     for packed, own in zip(rollouts, lengths, strict=True):
         error = packed.pop("error", None)

@@ -72,13 +72,15 @@ from verifiers_rl.inference import (
     begin_rollout,
 )
 from verifiers_rl.types import (
+    ALLOWED_TOKENS,
     LOAD_S,
+    ROUTED_EXPERTS,
     Progress,
     Rollout,
     Sample,
-    SamplingMask,
     Slots,
     Split,
+    join_column,
     join_experts,
 )
 
@@ -174,7 +176,7 @@ class V1ExampleRunner:
         # For each running trace, its replies with the policy versions of their tokens.
         self.versions: dict[str, list[tuple[Any, list[tuple[int, int]]]]] = {}
         # And its replies with the tokens that could be sampled, where the run asks for them.
-        self.masks: dict[str, list[tuple[Any, SamplingMask]]] = {}
+        self.masks: dict[str, list[tuple[Any, np.ndarray]]] = {}
         # And with the experts of their tokens and of those before.
         self.experts: dict[str, list[tuple[Any, np.ndarray]]] = {}
         # Of the episodes that run, with several servers.
@@ -668,7 +670,7 @@ def samples_from_trace(
     versions: Mapping[int, list[tuple[int, int]]],
     policy_version: int,
     mask_env_responses: bool = True,
-    masks: Mapping[int, SamplingMask] = MappingProxyType({}),
+    masks: Mapping[int, np.ndarray] = MappingProxyType({}),
     experts: Mapping[int, np.ndarray] = MappingProxyType({}),
 ) -> list[Sample]:
     """Return one sample for each branch. Tokens that branches share are in the loss of the first
@@ -692,7 +694,7 @@ def samples_from_trace(
         if not branch.trainable:
             continue  # a compaction attempt that the harness gave up
         parts = []
-        masks_of_parts: list[tuple[int, SamplingMask | None]] = []
+        masks_of_parts: list[tuple[int, np.ndarray | None]] = []
         has_begun = False
         for node in branch.nodes:
             is_sampled = np.asarray(node.mask, bool)
@@ -719,19 +721,20 @@ def samples_from_trace(
             parts.append((np.asarray(node.token_ids, np.int32), in_loss, logprobs, versions_of))
             mask = masks.get(id(node.message)) if num_sampled else None
             if mask is not None:
-                counts = np.zeros(len(is_sampled), np.int32)
-                counts[is_sampled] = mask.counts
-                mask = SamplingMask(counts, mask.token_ids)
+                rows = np.full((len(is_sampled), mask.shape[1]), -1, np.int32)
+                rows[is_sampled] = mask
+                mask = rows
             masks_of_parts.append((len(is_sampled), mask))
             has_begun = has_begun or num_sampled > 0
         fields = [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
         if fields and fields[1].any():  # a token is in the loss
             of_replies = [experts.get(id(node.message)) for node in branch.nodes]
-            sample = Sample(
-                *fields,
-                sampling_mask=SamplingMask.join(masks_of_parts),
-                routed_experts=join_experts(len(fields[0]), of_replies),
-            )
+            extras = {
+                ALLOWED_TOKENS: join_column(masks_of_parts),
+                ROUTED_EXPERTS: join_experts(len(fields[0]), of_replies),
+            }
+            known = {name: column for name, column in extras.items() if column is not None}
+            sample = Sample(*fields, extras=known)
             if branch.advantages is not None:
                 sample.set_advantage(branch.advantages)
             samples.append(sample)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from verifiers_rl.inference.packed_tokens import FIELD, MASK_FIELD, pack_sampled, unpack_ids
-from verifiers_rl.types import MAX_MASK, SamplingMask
+from verifiers_rl.types import MAX_MASK
 
 # vLLM's lower bound in OpenAI's form, which cannot say -inf.
 LOWEST_LOGPROB = -9999.0
@@ -105,8 +105,10 @@ def take_prompt(fields: dict[str, Any], vocab_size: int, max_model_len: int) -> 
     return tokens
 
 
-def possible_tokens(kept: Any) -> SamplingMask:
-    """Return which tokens could be sampled in place of each sampled one, from `SampledTokens`."""
+def possible_tokens(kept: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens could be sampled in place of each sampled one, from `SampledTokens`: how
+    many, (tokens,), and their ids, those of one token after the other.
+    """
     starts, ends = np.asarray(kept.start_indices, int), np.asarray(kept.end_indices, int)
     ids = np.asarray(kept.token_ids, np.int32)
     is_first = np.zeros(len(ids), bool)
@@ -116,7 +118,7 @@ def possible_tokens(kept: Any) -> SamplingMask:
     again = np.zeros(len(starts), bool)
     again[position[(ids == ids[starts][position]) & ~is_first]] = True
     is_first[starts] = again
-    return SamplingMask(ends - starts - again, ids[~is_first])
+    return ends - starts - again, ids[~is_first]
 
 
 class Request:

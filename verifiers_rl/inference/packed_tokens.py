@@ -27,8 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from verifiers_rl.types import SamplingMask
-
 FIELD = "packed_tokens"
 MASK_FIELD = "sampling_mask"
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
@@ -48,13 +46,15 @@ def unpack_ids(text: str) -> np.ndarray:
 
 
 def pack_sampled(
-    token_ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, mask: SamplingMask | None = None
+    token_ids: Sequence[int] | np.ndarray,
+    logprobs: np.ndarray,
+    mask: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> dict[str, str]:
-    """Return the value of the reply's `packed_tokens`."""
+    """Return the value of the reply's `packed_tokens`. `mask`: see `possible_tokens`."""
     as_bytes = np.asarray(logprobs, _LOGPROB).tobytes()
     packed = {"token_ids": pack_ids(token_ids), "logprobs": b64encode(as_bytes).decode()}
     if mask is not None:
-        packed |= {"num_allowed": pack_ids(mask.counts), "allowed": pack_ids(mask.token_ids)}
+        packed |= {"num_allowed": pack_ids(mask[0]), "allowed": pack_ids(mask[1])}
     return packed
 
 
@@ -81,15 +81,22 @@ def unpack_experts(text: str) -> np.ndarray:
     return np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False).astype(np.int16)
 
 
-def unpack_mask(packed: Mapping[str, Any]) -> SamplingMask | None:
-    """Return the mask of the sampled tokens, if the reply has one.
+def unpack_mask(packed: Mapping[str, Any]) -> np.ndarray | None:
+    """Return the tokens that the server could choose from, for each sampled token: (tokens, K)
+    int32, with -1 behind them; None if the reply does not say so.
 
     Raises:
         ValueError: it has more or fewer positions than tokens, or ids than it says.
     """
     if "num_allowed" not in packed:
         return None
-    mask = SamplingMask(unpack_ids(packed["num_allowed"]), unpack_ids(packed["allowed"]))
-    if len(mask.counts) != (num := len(unpack_ids(packed["token_ids"]))):
-        raise ValueError(f"{num} tokens but a sampling mask of {len(mask.counts)}")
-    return mask
+    counts, ids = unpack_ids(packed["num_allowed"]), unpack_ids(packed["allowed"])
+    num = len(unpack_ids(packed["token_ids"]))
+    if len(counts) != num or counts.sum() != len(ids):
+        raise ValueError(
+            f"{num} tokens but a sampling mask of {len(counts)}, with {len(ids)} ids for "
+            f"{counts.sum()}"
+        )
+    allowed = np.full((num, max(counts.max(initial=1), 1)), -1, np.int32)
+    allowed[np.arange(allowed.shape[1]) < counts[:, None]] = ids
+    return allowed

@@ -141,14 +141,14 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
         RunFolderError: on rank 0; see `prepare_run_folder`.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
-    from verifiers_rl.distributed import broadcast_metrics
+    from verifiers_rl.distributed import broadcast_outcome
 
     found: dict[str, Any] | None = None
     try:
         if args.process_index == 0:
             found = {"checkpoint": _enter(args, resume or args.resume_from_checkpoint)}
     finally:  # rank 0 may give a checkpoint its name back, and rename others, so it alone looks
-        found = broadcast_metrics(found, args.device)
+        found = broadcast_outcome(found, args.device)
     return found["checkpoint"]
 
 

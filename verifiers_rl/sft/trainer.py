@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
-from verifiers_rl.distributed import broadcast_batch, broadcast_metrics, scatter_samples
+from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, scatter_samples
 from verifiers_rl.losses import LossFn
 from verifiers_rl.models import absolute_path
 from verifiers_rl.packing import collate, copy_to, plan_batch
@@ -254,7 +254,7 @@ class SFTTrainer(RLTrainer):
             if eval_dataset is not None:
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print).rows
                 _warn_of_common_rows(train, held_out)
-        found = broadcast_metrics({"num_rows": len(train), "last_token": last_token}, args.device)
+        found = broadcast_outcome({"num_rows": len(train), "last_token": last_token}, args.device)
         num_positions = args.num_positions(found["num_rows"])
         args = args.counted(found["num_rows"])
         source = DatasetSource(train, args.batch_size, args.shuffle, args.seed, num_positions)
