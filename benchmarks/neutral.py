@@ -47,9 +47,9 @@ def make_standin() -> Any:
     from verifiers_rl import Orchestrator
 
     class Runner(StubRunner):
-        async def run_group(self, *args: Any, **kwargs: Any) -> Any:
+        async def run_group(self, request: Any) -> Any:
             number = len(self.seen)
-            group = await super().run_group(*args, **kwargs)
+            group = await super().run_group(request)
             for i, rollout in enumerate(group):
                 rng = random.Random(1000 * number + i)
                 rollout.samples = make_samples(rng.randint(1, 2), seed=rng.randrange(10**6))

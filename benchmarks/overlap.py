@@ -49,23 +49,21 @@ class Server:
 
     async def close(self) -> None: ...
 
-    async def run_group(self, split: str, index: int, num_rollouts: int, *args: Any) -> list[Any]:
+    async def run_group(self, request: Any) -> list[Any]:
         from tests.helpers import make_samples
         from verifiers_rl.types import Rollout
 
-        slots = args[-1]
-
-        async def one(number: int) -> Rollout:
-            async with slots:
-                await asyncio.sleep(self.seconds(number if split == "train" else 0))
-            rollout = Rollout(index, "", num_turns=1, samples=make_samples(1, seed=number))
+        async def one(place: int, number: int) -> Rollout:
+            async with request.begin(place):
+                await asyncio.sleep(self.seconds(number if request.split == "train" else 0))
+            rollout = Rollout(request.index, "", num_turns=1, samples=make_samples(1, seed=number))
             rollout.reward = float(number % 3)
             return rollout
 
         first = self.count
-        if split == "train":
-            self.count += num_rollouts
-        return await asyncio.gather(*(one(first + i) for i in range(num_rollouts)))
+        if request.split == "train":
+            self.count += request.num_rollouts
+        return await asyncio.gather(*(one(i, first + i) for i in range(request.num_rollouts)))
 
 
 def step_times(

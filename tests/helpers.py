@@ -34,6 +34,7 @@ from transformers import (
 
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.inference.client import ServerLostError
+from verifiers_rl.requests import GroupRequest, Places
 from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
 from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_views
@@ -382,6 +383,18 @@ class StubServer:
         return StubRequest(receive)
 
 
+def make_request(index=0, num_rollouts=1, split="train", policy_version=9, **fields):
+    """A `GroupRequest`, with four places unless others are given."""
+    fields = {"model": "m", "sampling_args": {}, "places": Places(4), **fields}
+    return GroupRequest(
+        split=split,
+        index=index,
+        num_rollouts=num_rollouts,
+        policy_version=policy_version,
+        **fields,
+    )
+
+
 class StubRunner:
     """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told."""
 
@@ -405,14 +418,15 @@ class StubRunner:
     async def close(self):
         self.closed = True
 
-    async def run_group(
-        self, split, index, num_rollouts, model, sampling_args, policy_version, slots
-    ):
-        self.seen.append((split, index, num_rollouts, model, policy_version))
+    async def run_group(self, request):
+        index, num_rollouts = request.index, request.num_rollouts
+        self.seen.append(
+            (request.split, index, num_rollouts, request.model, request.policy_version)
+        )
         self.threads.add(threading.current_thread().name)
 
         async def one(i):
-            async with slots:
+            async with request.begin(i):
                 self.in_flight += 1
                 self.most_in_flight = max(self.most_in_flight, self.in_flight)
                 try:

@@ -195,9 +195,12 @@ def test_rollouts_that_fail_are_counted_with_the_first_error(
 
         async def close(self): ...
 
-        async def run_group(self, split, index, num_rollouts, *args):
+        async def run_group(self, request):
             errors = [*(OSError(f"no space {n}") for n in range(num_failed)), *[None] * 4]
-            return [Rollout(0, "", env="words", reward=1.0, error=e) for e in errors[:num_rollouts]]
+            return [
+                Rollout(0, "", env="words", reward=1.0, error=e)
+                for e in errors[: request.num_rollouts]
+            ]
 
     preflight.sync, preflight.runner = SimpleNamespace(model_name="m"), Runner()
     (line,) = lines(preflight, "rollouts")

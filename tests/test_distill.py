@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from tests.helpers import StubRunner, load_example, make_samples
+from tests.helpers import StubRunner, load_example, make_request, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.distill import Distillation, Teacher, TeacherError
@@ -20,7 +20,7 @@ from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import longest_wait_s, make_runner
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.inference import TOKEN_VARIABLE, ServerLostError
-from verifiers_rl.types import Sample, Slots
+from verifiers_rl.types import Sample
 
 
 class NamedRunner(StubRunner):
@@ -33,8 +33,8 @@ class NamedRunner(StubRunner):
         super().__init__(**options)
         self.name = name
 
-    async def run_group(self, *args):
-        group = await super().run_group(*args)
+    async def run_group(self, request):
+        group = await super().run_group(request)
         for rollout in group:
             rollout.env = self.name
         return group
@@ -350,7 +350,7 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
             env = MixedEnvironment([taught(runner, Distillation(Teacher("big", url)))])
             await env.open()
             try:
-                return await env.run_group(split, 0, 4, "m", {}, 0, Slots(4)), requests
+                return await env.run_group(make_request(0, 4, split)), requests
             finally:
                 await env.close()
 
@@ -381,7 +381,7 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
             env = MixedEnvironment([taught(NamedRunner("env"), teacher, url, tokenizer, example)])
             await env.open()
             try:
-                group = await env.run_group("train", 6, 2, "adapter", {}, 0, Slots(4))
+                group = await env.run_group(make_request(6, 2, model="adapter"))
             finally:
                 await env.close()
             return group, [body for _, body in requests]

@@ -23,7 +23,7 @@ from aiohttp import web
 from transformers import set_seed
 
 from tests.conftest import running_server
-from tests.helpers import ROOT, load_example, serving
+from tests.helpers import ROOT, load_example, make_request, serving
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
 from verifiers_rl.envs.make import make_runner
@@ -31,7 +31,6 @@ from verifiers_rl.envs.v1 import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
-from verifiers_rl.types import Slots
 
 pytestmark = pytest.mark.e2e
 
@@ -143,9 +142,8 @@ def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
             with patch.object(ServerClient, "post", recorded):
                 for _ in range(num_rollouts):
                     replies.clear()
-                    group = await runner.run_group(
-                        "train", 0, 1, str(args.model_name), {}, 3, asyncio.Semaphore(1)
-                    )
+                    request = make_request(model=str(args.model_name), policy_version=3)
+                    group = await runner.run_group(request)
                     found.append((group[0], list(replies)))
         finally:
             await runner.close()
@@ -439,13 +437,13 @@ def test_workers_roll_out_as_the_trainer_does_and_train(
     def groups(env_workers):
         args = make_args(server, tmp_path, env_workers=env_workers, **options)
         runner = make_runner(env, server.url, tokenizer, args)
-        sampling, slots = args.sampling_args(), Slots(4)
+        given = {"model": model_name(server), "sampling_args": args.sampling_args()}
 
         async def run():
             try:
                 await runner.open()
                 return [
-                    await runner.run_group("train", i, 1, model_name(server), sampling, 3, slots)
+                    await runner.run_group(make_request(i, policy_version=3, **given))
                     for i in range(min(6, runner.sizes("train")[0]))
                 ]
             finally:

@@ -175,9 +175,9 @@ def test_batches_in_advance_and_greedy_evaluations_beside_them(make_trainer):
     runner, evaluated, trained = trainer.orchestrator.env, [], []
     run_group, get = runner.run_group, trainer.orchestrator.get
 
-    async def recording(split, *args):
-        group = await run_group(split, *args)
-        if split == "eval":
+    async def recording(request):
+        group = await run_group(request)
+        if request.split == "eval":
             evaluated.append(group)
         return group
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import StubRunner, make_samples
+from tests.helpers import StubRunner, make_request, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
@@ -117,7 +117,7 @@ def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
     with pytest.raises(InvalidEnvironmentError, match="sampling does nothing for an EnvRunner"):
         make_runner(sampled, "http://unused", None, args)
     del own.first_prompt, own.weights
-    message = "environment 'env': SimpleNamespace has no weights, first_prompt; types.EnvRunner"
+    message = "environment 'env': SimpleNamespace has no weights, first_prompt; requests.EnvRunner"
     with pytest.raises(InvalidEnvironmentError, match=message):
         make_runner(own, "http://unused", None, args)
 
@@ -132,8 +132,9 @@ def test_an_environment_may_be_for_training_or_for_evaluations_only():
             super().__init__(num_examples=10)
             self.name, self.first_prompt = name, [name]
 
-        async def run_group(self, split, index, *args):
-            asked.append((self.name, split, index))
+        async def run_group(self, request):
+            asked.append((self.name, request.split, request.index))
+            return []
 
     def part(name, **options):
         return Part(Named(name), **options)
@@ -150,7 +151,7 @@ def test_an_environment_may_be_for_training_or_for_evaluations_only():
     assert mixed.sizes("train") == [10, 10] and mixed.sizes("eval") == [3, 4, 4]
     assert mixed.weights == [2.0, 1.0] and mixed.first_prompt == ["a"]
     for split, index in (("train", 0), ("train", 12), ("eval", 2), ("eval", 3), ("eval", 10)):
-        asyncio.run(mixed.run_group(split, index, 1, "m"))
+        asyncio.run(mixed.run_group(make_request(index, split=split)))
     assert asked == [
         ("a", "train", 0), ("b", "train", 2),
         ("held out", "eval", 2), ("a", "eval", 0), ("b", "eval", 3),

@@ -15,7 +15,7 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import load_example, make_env, serving, values_of
+from tests.helpers import load_example, make_env, make_request, serving, values_of
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, text_of
@@ -25,7 +25,8 @@ from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.process.limits import rollouts_at_once
-from verifiers_rl.types import Rollout, Sample, Slots
+from verifiers_rl.requests import Places
+from verifiers_rl.types import Rollout, Sample
 
 HERE = Path(__file__).parent / "v1"
 NULL = {"id": "null"}
@@ -112,11 +113,16 @@ def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, split="train", 
     async def use(runner):
         try:
             await runner.open()
-            slots = Slots(
+            places = Places(
                 rollouts_at_once(options.get("max_concurrent", 4), runner.files_per_rollout)
             )
             sampling = args.sampling_args() if split == "train" else args.eval_sampling_args()
-            return await runner.run_group(split, index, num_rollouts, "m", sampling, 9, slots)
+            return await runner.run_group(
+                make_request(
+                    index, num_rollouts, split, sampling_args=sampling, places=places,
+                    timeout_s=args.generation_timeout,
+                )
+            )  # fmt: skip
         finally:
             await runner.close()
 
@@ -144,7 +150,7 @@ def play_with_tools(tokenizer, tmp_path_factory):
         def play(say, max_tokens=40):
             server.say, server.requests = say, []
             sampling = args.sampling_args() | {"max_tokens": max_tokens}
-            group = runner.run_group("train", 0, 1, "m", sampling, 9, Slots(4))
+            group = runner.run_group(make_request(sampling_args=sampling))
             return loop.run(group), server.requests
 
         yield play
@@ -681,8 +687,8 @@ def test_an_environments_own_timeout_is_not_taken_for_generation_timeout(tokeniz
     runner.env.run_slot = late
     for outcome, said in ((late, "the database did not answer"), (asyncio.sleep, "0.05 s")):
         runner.env.run_slot = outcome if outcome is late else lambda *_: asyncio.sleep(9)
-        runner.options = replace(runner.options, timeout_s=0.05)
-        (rollout,) = asyncio.run(runner.run_group("train", 0, 1, "m", {}, 0, Slots(1)))
+        request = make_request(sampling_args={"temperature": 1.0}, timeout_s=0.05)
+        (rollout,) = asyncio.run(runner.run_group(request))
         assert isinstance(rollout.error, TimeoutError) and said in str(rollout.error)
         assert ("generation_timeout" in str(rollout.error)) == (said == "0.05 s")
 

@@ -10,13 +10,13 @@ import sys
 import pytest
 from aiohttp import web
 
-from tests.helpers import ROOT, load_example
+from tests.helpers import ROOT, load_example, make_request
 from tests.test_environments_v1 import Server, check_tokens
 from tests.test_environments_v1 import tokenizer as tokenizer
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1 import load_v1_environment
-from verifiers_rl.types import Slots
+from verifiers_rl.requests import Places
 
 NAMES = (
     *("number_guess", "price_lookup", "judged_answer", "code_words"),
@@ -90,10 +90,10 @@ def play(tokenizer, tmp_path_factory):
         def play(name, say, verdict="yes", num_rollouts=1):
             server.say, server.requests = say, []
             judge.verdict, judge.questions = verdict, []
-            group = runner.run_group(
-                "train", firsts[name], num_rollouts, "m", args.sampling_args(), 9, Slots(1)
+            request = make_request(
+                firsts[name], num_rollouts, sampling_args=args.sampling_args(), places=Places(1)
             )
-            return loop.run(group), server.requests, judge.questions
+            return loop.run(runner.run_group(request)), server.requests, judge.questions
 
         yield play
         loop.run(runner.close())

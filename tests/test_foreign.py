@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, load_example, serving
+from tests.helpers import ROOT, load_example, make_request, serving
 from tests.test_environments_v1 import Server, on_the_path  # noqa: F401
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import TomlError, load_run_config
@@ -17,7 +17,6 @@ from verifiers_rl.cli.resolved import resolved_text
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.foreign import ForeignEnvironment, check_python
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.types import Slots
 
 # `make classic` makes it; `make test` does so by itself.
 CLASSIC = ROOT / ".venv-classic" / "bin" / "python"
@@ -42,10 +41,9 @@ def roll_out(env, tokenizer, tmp_path, **options):
             runner = make_runner(env, url, tokenizer, args)
             try:
                 await runner.open()
-                sampling, slots = args.sampling_args(), Slots(4)
+                given = {"sampling_args": args.sampling_args()}
                 return [
-                    await runner.run_group("train", index, 2, "m", sampling, 9, slots)
-                    for index in (0, 2)
+                    await runner.run_group(make_request(index, 2, **given)) for index in (0, 2)
                 ], runner
             finally:
                 await runner.close()

@@ -23,10 +23,10 @@ class SlowTraining(StubRunner):
         self.seconds = seconds
         self.sampling = []
 
-    async def run_group(self, split, index, num_rollouts, model, sampling, *others):
-        self.sampling.append((split, sampling))
-        group = await super().run_group(split, index, num_rollouts, model, sampling, *others)
-        await asyncio.sleep(self.seconds(index) if split == "train" else 0.0)
+    async def run_group(self, request):
+        self.sampling.append((request.split, request.sampling_args))
+        group = await super().run_group(request)
+        await asyncio.sleep(self.seconds(request.index) if request.split == "train" else 0.0)
         return group
 
 

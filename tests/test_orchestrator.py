@@ -89,8 +89,8 @@ def test_advantages_of_a_rollout_in_several_samples_follow_their_tokens():
 
 def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
     class Graded(StubRunner):
-        async def run_group(self, *args):
-            group = await super().run_group(*args)
+        async def run_group(self, request):
+            group = await super().run_group(request)
             group[0].set_advantage(0.25)
             group[0].has_own_advantages = True
             return group
@@ -100,8 +100,8 @@ def test_advantages_that_an_environment_has_set_are_kept(make_orchestrator):
     assert [rollout.advantage for rollout in orchestrator.get().rollouts] == [0.25, -0.5, 0.5, 1.5]
 
     class AllGraded(StubRunner):
-        async def run_group(self, *args):
-            group = await super().run_group(*args)
+        async def run_group(self, request):
+            group = await super().run_group(request)
             for rollout in group:
                 rollout.set_advantage(math.nan)
                 rollout.has_own_advantages = True
@@ -378,9 +378,9 @@ def test_stop_leaves_a_task_that_does_not_end_and_closes_the_environment(
     monkeypatch.setattr("verifiers_rl.process.loop_thread.STOP_DEADLINE_S", 0.2)
 
     class Stubborn(StubRunner):
-        async def run_group(self, *args):
+        async def run_group(self, request):
             try:
-                return await super().run_group(*args)
+                return await super().run_group(request)
             except asyncio.CancelledError:
                 await asyncio.sleep(60)
 
@@ -399,10 +399,10 @@ def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, mo
     is_blocked, is_free = threading.Event(), threading.Event()
 
     class Blocking(StubRunner):
-        async def run_group(self, *args):
+        async def run_group(self, request):
             is_blocked.set()
             is_free.wait(30)
-            return await super().run_group(*args)
+            return await super().run_group(request)
 
     orchestrator = make_orchestrator(Blocking())
     loop, thread = orchestrator._thread.loop, orchestrator._thread.thread

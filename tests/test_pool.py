@@ -13,7 +13,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from tests.helpers import ROOT, StubServer, make_tiny_model, serving
+from tests.helpers import ROOT, StubServer, make_request, make_tiny_model, serving
 from tests.test_environments_v1 import (  # noqa: F401
     HERE,
     Server,
@@ -21,27 +21,21 @@ from tests.test_environments_v1 import (  # noqa: F401
     on_the_path,
     think,
 )
-from tests.troubled_env import TroubledEnv
+from tests.troubled_env import QUESTIONS, TroubledEnv
 from verifiers_rl import RLConfig
 from verifiers_rl.config import ConfigError
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.routed import RoutedEnvironment
-from verifiers_rl.envs.workers import (
-    WorkerEnvironment,
-    WorkerLostError,
-    WorkerPool,
-    _Worker,
-)
+from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool
 from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.joining import join_error
 from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
+from verifiers_rl.requests import Places
 from verifiers_rl.sync import fan_out
 from verifiers_rl.sync.fan_out import push_to_all
 from verifiers_rl.sync.sources import Source, what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync
-from verifiers_rl.types import Slots
 
 # --- Pushes ---------------------------------------------------------------------------------------
 
@@ -598,13 +592,13 @@ def roll_out(tokenizer, tmp_path, servers, num_rollouts=4, env_workers=0, env=No
             path = "/v1/chat/completions/tokens"
             urls = [await stack.enter_async_context(serving(s.answer, path)) for s in servers]
             router = Routing(urls)
-            runner = RoutedEnvironment(make_runner(env, urls[0], tokenizer, args), router)
+            runner, places = make_runner(env, urls[0], tokenizer, args), Places(8, router)
+            router.call_when_lost(places.lose)
             try:
                 await runner.open()
                 sampling = args.sampling_args()
-                group = asyncio.ensure_future(
-                    runner.run_group("train", 0, num_rollouts, "m", sampling, 9, Slots(8))
-                )
+                request = make_request(0, num_rollouts, sampling_args=sampling, places=places)
+                group = asyncio.ensure_future(runner.run_group(request))
                 if during is not None:
                     await during(router)
                 return await group, router
@@ -677,30 +671,20 @@ def test_a_request_to_a_server_that_hangs_ends_when_the_pool_finds_it_lost(
 
 
 def test_a_group_that_begins_again_in_another_worker_gets_servers_anew(tmp_path):
-    router, sent = Routing(["a", "b"]), []
+    router = Routing(["a", "b"])
 
     async def main():
-        workers = WorkerPool(1, 8, 60.0)
-        env = RoutedEnvironment(WorkerEnvironment(TroubledEnv(tmp_path), workers), router)
-        workers.workers = [worker := _Worker("env", "", {}, 1.0, 1.0)]
-        worker._starting = asyncio.ensure_future(asyncio.sleep(0))
+        env = WorkerEnvironment(TroubledEnv(tmp_path), WorkerPool(1, 8, 60.0))
+        await env.open()
+        try:
+            index = QUESTIONS.index("die once")
+            return await env.run_group(make_request(index, 2, places=Places(4, router)))
+        finally:
+            await env.close()
 
-        def send(message):
-            sent.append(message)
-            reply, on_rollout_end = worker._replies[message["group"]]
-            if len(sent) == 2:
-                assert router.running == {"a": 0, "b": 2}
-                reply.set_result([])
-                return
-            on_rollout_end("a")  # one rollout has ended, and then its server is lost
-            router.report_lost("a")
-            reply.set_exception(WorkerLostError("the worker process ended"))
-
-        worker._send = send
-        await env.run_group("train", 0, 2, "m", {}, 9, Slots(4))
-
-    asyncio.run(main())
-    assert [sorted(message["servers"]) for message in sent] == [["a", "b"], ["b", "b"]]
+    group = asyncio.run(main())
+    assert [(rollout.error, rollout.num_restarts) for rollout in group] == [(None, 1)] * 2
+    assert sorted(router.taken) == ["a", "a", "b", "b"]
     assert router.running == {"a": 0, "b": 0}
 
 
@@ -726,12 +710,13 @@ def test_no_server_at_the_beginning_of_a_group_is_a_lost_server(tokenizer, tmp_p
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, env_workers=0)
 
     async def main():
-        runner = RoutedEnvironment(make_runner(load(), "http://unused", tokenizer, args), router)
-        slots = Slots(1)
+        runner = make_runner(load(), "http://unused", tokenizer, args)
+        places, given = Places(1, router), {"sampling_args": args.sampling_args()}
         with pytest.raises(ServerLostError):
-            await runner.run_group("train", 0, 1, "m", args.sampling_args(), 9, slots)
-        async with asyncio.timeout(1):
-            await slots.acquire()  # it was given back
+            await runner.run_group(make_request(places=places, **given))
+        router.running["a"] = 0
+        async with asyncio.timeout(1), places.take(make_request(), 0) as session:
+            assert session.url == "a"  # the place was given back
 
     asyncio.run(main())
 

@@ -9,71 +9,55 @@ import pytest
 import torch
 from aiohttp import web
 
-from tests.helpers import serving
+from tests.helpers import StubRunner, serving
 from verifiers_rl import server_side
-from verifiers_rl.envs.seeded import SeededEnvironment
-from verifiers_rl.inference import (
-    ServerClient,
-    begin_rollout,
-    current_group_seed,
-    current_seeds,
-    derive_seed,
-)
+from verifiers_rl.inference import RolloutSession, ServerClient, derive_seed
 from verifiers_rl.inference.client import InferenceServerError
+from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.server_side import check_determinism
 
 
-class Recorder:
-    """An EnvRunner whose rollouts take two seeds each, and end in an order of their own."""
+class Recorder(StubRunner):
+    """Keeps the seeds of its groups, by their place."""
 
-    name = "recorder"
+    def __init__(self):
+        super().__init__()
+        self.seeds = {}
 
-    async def run_group(self, split, index, num_rollouts, model, sampling, version, slots):
-        async def one(number):
-            await asyncio.sleep(0.001 * (number % 2))
-            seeds = begin_rollout(number)
-            return None if seeds is None else [current_seeds.get().take(), seeds.take()]
-
-        return await asyncio.gather(*(one(number) for number in range(num_rollouts)))
-
-
-def run(env, *places):
-    async def groups():
-        return await asyncio.gather(*(
-            env.run_group(split, index, 4, "m", {}, version, None)
-            for split, index, version in places
-        ))  # fmt: skip
-
-    return asyncio.run(groups())
+    async def run_group(self, request):
+        place = request.split, request.index, request.policy_version
+        self.seeds.setdefault(place, []).append(request.seed)
+        return await super().run_group(request)
 
 
-PLACES = [("train", 0, 0), ("train", 1, 0), ("train", 0, 1), ("eval", 0, 0), ("train", 0, 0)]
+def seeds_of(seed, *steps):
+    """The seeds of the groups of these steps, which are policy versions too."""
+    runner = Recorder()
+    orchestrator = Orchestrator(
+        runner, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}, seed=seed,
+        example_order=lambda positions, sizes: [position % 3 for position in positions],
+    )  # fmt: skip
+    orchestrator.start()
+    try:
+        for step in steps:
+            orchestrator.submit(step, "m", step)
+            orchestrator.get()
+        orchestrator.begin_evaluation(2, 1, "m", steps[-1])
+        orchestrator.end_evaluation()
+    finally:
+        orchestrator.stop()
+    return runner.seeds
 
 
-def test_each_request_of_a_run_has_a_seed_of_its_own():
-    seeds = [s for group in run(SeededEnvironment(Recorder(), 42), *PLACES) for two in group
-             for s in two]  # fmt: skip
-    assert len({*seeds}) == len(seeds) == 5 * 4 * 2  # also where a batch has an example twice
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_the_same_run_has_the_same_seeds_in_any_order_of_other_groups():
-    first = run(SeededEnvironment(Recorder(), 42), *PLACES)
-    assert run(SeededEnvironment(Recorder(), 42), *PLACES[3::-1]) == first[3::-1]
-    assert run(SeededEnvironment(Recorder(), 42), PLACES[2]) == [first[2]]  # in a run of its own
-    assert run(SeededEnvironment(Recorder(), 43), *PLACES)[0] != first[0]
-
-
-def test_a_group_without_seed_gives_its_requests_none():
-    assert run(Recorder(), PLACES[0]) == [[None] * 4]
-    env = SeededEnvironment(Recorder(), 1)
-    assert env.name == "recorder"
-
-    async def before_and_behind():
-        await env.run_group("train", 0, 1, "m", {}, 0, None)
-        return current_group_seed.get()
-
-    assert asyncio.run(before_and_behind()) is None
+def test_each_group_of_a_run_has_a_seed_of_its_own_whatever_ran_before():
+    seeds = seeds_of(42, 0, 1, 1, 2)  # one step twice, as after a lost server
+    every = [seed for of_place in seeds.values() for seed in of_place]
+    assert len({*every}) == len(every) == 4 * 2 + 2
+    assert all(0 <= seed < 2**63 for seed in every)
+    resumed = seeds_of(42, 2)
+    assert resumed == {place: seeds[place] for place in resumed}
+    assert not {*every} & {seed for of_place in seeds_of(43, 0).values() for seed in of_place}
+    assert {seed for of_place in seeds_of(None, 0).values() for seed in of_place} == {None}
 
 
 def test_a_seed_depends_on_each_part_and_on_their_order():
@@ -98,8 +82,7 @@ def test_a_client_sends_the_seeds_unless_the_request_has_its_own():
 
             try:
                 await post(x=1)
-                current_group_seed.set(5)
-                begin_rollout(3)
+                client = client.of_rollout(RolloutSession(0, group_seed=5, number=3))
                 await post(x=2)
                 await post(x=3)
                 await post(x=4, seed=9)

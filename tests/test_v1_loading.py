@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import verifiers.v1 as vf
 
-from tests.helpers import load_example
+from tests.helpers import load_example, make_request
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import ENDLESS, describe_sizes, order_examples
 from verifiers_rl.envs.base import InvalidEnvironmentError
@@ -405,15 +405,16 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
     order = partial(order_examples, sizes=runner.sizes("train"), weights=runner.weights)
     asked = []
 
-    async def note(self, split, index, *args):
-        asked.append((await self._task(split, index)).data.prompt)
+    async def note(self, request):
+        asked.append((await self._task(request.split, request.index)).data.prompt)
+        return []
 
     for part in runner.parts:
         part.run_group = note.__get__(part)
 
     async def ask():
         for index in order(range(40)):
-            await runner.run_group("train", index, 1, "policy")
+            await runner.run_group(make_request(index))
 
     asyncio.run(ask())
     by_env = {word: [p for p in asked if p.startswith(word)] for word in ("task", "other", "quest")}

@@ -55,9 +55,6 @@ class TroubledEnv:
     async def example(self, split, index):
         return {"question": QUESTIONS[index]}
 
-    def prompt_of(self, example):
-        return example["question"]
-
 
 class Runner:
     files_per_rollout = 1
@@ -70,20 +67,22 @@ class Runner:
 
     async def close(self): ...
 
-    async def run_example(self, example, num_rollouts, model, sampling_args, policy_version, slots):
-        async def one():
+    async def run_example(self, example, request):
+        async def one(number):
             rollout = Rollout(0, example["question"], env="env", metrics={"pid": os.getpid()})
-            async with slots:
+            async with request.begin(number):
                 try:
                     await self.answer(example["question"])
                     rollout.reward = 3.0
-                    sample = Sample([1, 2], [False, True], [0.0, -0.5], [-1, policy_version])
+                    sample = Sample(
+                        [1, 2], [False, True], [0.0, -0.5], [-1, request.policy_version]
+                    )
                     rollout.samples = [sample]
                 except LookupError as error:
                     rollout.error = error
             return rollout
 
-        return await asyncio.gather(*(one() for _ in range(num_rollouts)))
+        return await asyncio.gather(*(one(number) for number in range(request.num_rollouts)))
 
     async def answer(self, question):
         match question:

@@ -14,7 +14,8 @@ from typing import Any
 from verifiers_rl.data import describe_error
 from verifiers_rl.process.waiting import result_of
 from verifiers_rl.report.means import evaluation_metrics
-from verifiers_rl.types import Progress, Rollout
+from verifiers_rl.requests import Progress
+from verifiers_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
@@ -42,12 +42,14 @@ from verifiers_rl.groups import (
     tell_of_failures,
     while_served,
 )
+from verifiers_rl.inference import derive_seed
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.waiting import result_of
 from verifiers_rl.report.means import batch_metrics
-from verifiers_rl.types import LOAD_S, Batch, EnvRunner, Progress, Rollout, Slots, Split
+from verifiers_rl.requests import EnvRunner, GroupRequest, Places, Progress, Router
+from verifiers_rl.types import LOAD_S, Batch, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Orchestrator:
         eval_sampling_args: the sampling options of evaluations; default: `sampling_args`.
         rollout_timeout_s: deadline of one rollout. A batch runs in waves of `max_concurrent`
             rollouts, and each wave may take this long.
+        scoring_timeout_s: deadline of what scores a group beside its rewards, such as a teacher.
         example_order: chooses the training examples; default: shuffled, environments in equal
             shares.
         group_filter: a finished group that does not pass is replaced by a new one. Replacements
@@ -76,6 +79,8 @@ class Orchestrator:
         advantage_fn: computes advantages from a group's surviving rollouts; default: rewards minus
             their mean. Advantages that an environment has set itself are kept.
         mask_truncated_completions, zero_truncated_completions: see `RLConfig`.
+        router: chooses the server of each rollout; default: there is one server.
+        seed: requests get seeds that follow from it, see `_group_seed`; None: they get none.
     """
 
     def __init__(
@@ -89,12 +94,15 @@ class Orchestrator:
         max_concurrent: int = 512,
         eval_sampling_args: dict[str, Any] | None = None,
         rollout_timeout_s: float = 600.0,
+        scoring_timeout_s: float = 0.0,
         example_order: ExampleOrder = order_examples,
         group_filter: GroupFilter | None = None,
         max_groups: int | None = None,
         advantage_fn: AdvantageFn | None = None,
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
+        router: Router | None = None,
+        seed: int | None = None,
     ) -> None:
         self.env = env
         self.check_server = check_server
@@ -104,6 +112,7 @@ class Orchestrator:
         self.max_concurrent = rollouts_at_once(max_concurrent, env.files_per_rollout)
         self.eval_sampling_args = eval_sampling_args or sampling_args
         self.rollout_timeout_s = rollout_timeout_s
+        self._wave_timeout_s = rollout_timeout_s + scoring_timeout_s
         self.group_filter = group_filter or GroupFilter()
         self.num_groups = batch_size // rollouts_per_example
         self.max_groups = max_groups or self.num_groups
@@ -114,7 +123,11 @@ class Orchestrator:
             zero_truncated=zero_truncated_completions,
         )
         self._thread: LoopThread | None = None
-        self._slots: Slots
+        self._places: Places
+        self.router, self.seed = router, seed
+        self._num_begun: Counter[tuple[Split, int, int]] = Counter()  # groups, by `_group_seed`
+        if router is not None:
+            router.call_when_lost(self._on_lost)
         self.example_order = example_order
         # Positions in the order of examples that the steps before a checkpoint had more than these.
         self._num_skipped = 0
@@ -129,7 +142,7 @@ class Orchestrator:
     def start(self) -> None:
         """Start the thread and open the environment's client."""
         self._thread = LoopThread("orchestrator")
-        self._slots = Slots(self.max_concurrent)
+        self._places = Places(self.max_concurrent, self.router)
         deadline_s = max(self.rollout_timeout_s, LOAD_S) + 60.0  # a minute more than its own
         try:
             opening = self._thread.run(self.env.open())
@@ -151,7 +164,7 @@ class Orchestrator:
         """
         num_batches = len(self._pending) + 1  # that share the server so far, with this one
         assert self._thread is not None, "call start() first"
-        progress = Progress(self._slots)
+        progress = Progress()
         batch = self._generate(step, model, policy_version, num_batches, progress)
         self._pending.append((self._thread.run(batch), progress, num_batches))
 
@@ -185,7 +198,7 @@ class Orchestrator:
         num_batches = max(num_batches, len(self._pending))
         num_rollouts = self.max_groups * self.rollouts_per_example * num_batches
         waves = -(-num_rollouts // self.max_concurrent)
-        timeout_s = self.rollout_timeout_s
+        timeout_s = self._wave_timeout_s
         return result_of_rollouts(batch, progress, num_rollouts, waves, num_batches, timeout_s)
 
     def get(self) -> Batch:
@@ -212,7 +225,7 @@ class Orchestrator:
         examples = first_of_each(self.env.sizes("eval"), num_examples)
         if not examples:
             raise RolloutError("the environment's eval split is empty; set eval_strategy='no'")
-        progress = Progress(self._slots)
+        progress = Progress()
         progress.num_requested = len(examples) * num_rollouts
 
         def run(example: int) -> Coroutine[Any, Any, list[Rollout]]:
@@ -233,7 +246,7 @@ class Orchestrator:
         waves = -(-progress.num_requested // self.max_concurrent)
         waves += -(-num_of_batches // self.max_concurrent)
         try:
-            num_rollouts, timeout_s = progress.num_requested, self.rollout_timeout_s
+            num_rollouts, timeout_s = progress.num_requested, self._wave_timeout_s
             return result_of_rollouts(
                 future, progress, num_rollouts, waves, num_pending + 1, timeout_s
             )
@@ -287,7 +300,7 @@ class Orchestrator:
             progress.num_requested += number
             return self._run_group("train", example, number, model, policy_version, progress)
 
-        replace_until = start + num_batches * self.rollout_timeout_s
+        replace_until = start + num_batches * self._wave_timeout_s
         running = run_groups(run, self._finish, examples, self.num_groups, replace_until)
         complete = await while_served(running, self.check_server)
         await asyncio.to_thread(self.check_server)
@@ -323,12 +336,35 @@ class Orchestrator:
     ) -> list[Rollout]:
         """Run one group. Raises ServerLostError if rollouts fail because the server is lost."""
         sampling = self.sampling_args if split == "train" else self.eval_sampling_args
-        group = await self.env.run_group(
-            split, index, num_rollouts, model, sampling, policy_version, progress
-        )
+        request = GroupRequest(
+            split, index, num_rollouts, model, policy_version, sampling, self._places,
+            timeout_s=self.rollout_timeout_s, seed=self._group_seed(split, policy_version, index),
+            progress=progress,
+        )  # fmt: skip
+        group = await self.env.run_group(request)
         if any(rollout.error is not None for rollout in group):
             await asyncio.to_thread(self.check_server)
         return group
+
+    def _group_seed(self, split: Split, policy_version: int, index: int) -> int | None:
+        """Return the seed of a group, or None.
+
+        It follows from the run's seed, the policy version with which the group begins, its example,
+        and how often the example has begun before with both. So it depends neither on the other
+        groups nor on the order in which they end. With `max_off_policy_steps = 0` a resumed run has
+        the seeds that it had. With 1, its first batch is sampled from newer weights. A batch that
+        is begun again after a lost server gets other seeds.
+        """
+        if self.seed is None:
+            return None
+        place = split, policy_version, index
+        self._num_begun[place] += 1
+        return derive_seed(self.seed, *place, self._num_begun[place])
+
+    def _on_lost(self, url: str) -> None:
+        """On any thread: end the requests that wait for this server."""
+        if (thread := self._thread) is not None:
+            thread.loop.call_soon_threadsafe(self._places.lose, url)
 
     def _finish(self, group: list[Rollout]) -> bool:
         """Set the group's advantages. Return whether it passes the filter."""

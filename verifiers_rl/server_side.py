@@ -20,11 +20,10 @@ from verifiers_rl.envs.make import (
     make_runner,
     warn_of_replies_beyond_use,
 )
-from verifiers_rl.envs.routed import RoutedEnvironment
-from verifiers_rl.envs.seeded import SeededEnvironment
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.inference.pool import ReplicaPool
 from verifiers_rl.models import warn_of_experts
+from verifiers_rl.requests import EnvRunner
 from verifiers_rl.sync import (
     WeightSync,
     check_adapter,
@@ -33,7 +32,7 @@ from verifiers_rl.sync import (
     is_split,
     push_to_all,
 )
-from verifiers_rl.types import BatchSource, EnvRunner, WeightSink
+from verifiers_rl.types import BatchSource, WeightSink
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +93,6 @@ def connect(
                 f"example_order decides which environment comes next, so weights {runner.weights} "
                 "of the environments have no effect; leave them out"
             )
-        if args.deterministic:
-            runner = SeededEnvironment(runner, args.seed)
-        if pool is not None:
-            runner = RoutedEnvironment(runner, pool)
     peft_config = None
     if weight_sync is None and hasattr(policy, "peft_config"):
         peft_config = policy.peft_config["default"]
@@ -130,7 +125,8 @@ def connect(
             args,
             advantage_fn,
             replaced.example_order,
-            args.generation_timeout + longest_wait_s(env),
+            longest_wait_s(env),
+            pool,
         )
     assert orchestrator is not None
 
@@ -197,7 +193,8 @@ def _orchestrate(
     args: Any,
     advantage_fn: AdvantageFn | None,
     example_order: ExampleOrder | None,
-    rollout_timeout_s: float,
+    scoring_timeout_s: float,
+    pool: ReplicaPool | None,
 ) -> BatchSource:
     if example_order is None:
         example_order = partial(
@@ -211,11 +208,14 @@ def _orchestrate(
         sampling_args=args.sampling_args(),
         max_concurrent=args.max_concurrent,
         eval_sampling_args=args.eval_sampling_args(),
-        rollout_timeout_s=rollout_timeout_s,
+        rollout_timeout_s=args.generation_timeout,
+        scoring_timeout_s=scoring_timeout_s,
         example_order=example_order,
         group_filter=args.make_filter(),
         max_groups=args.max_groups_per_batch,
         advantage_fn=advantage_fn,
         mask_truncated_completions=args.mask_truncated_completions,
         zero_truncated_completions=args.zero_truncated_completions,
+        router=pool,
+        seed=args.seed if args.deterministic else None,
     )

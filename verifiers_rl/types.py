@@ -5,11 +5,9 @@ This is data of numpy, because rollout workers load no torch. packing.py makes m
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -284,83 +282,6 @@ class Rollout:
         return sum(int(np.count_nonzero(s.policy_versions >= 0)) for s in self.samples)
 
 
-class Slots(asyncio.Semaphore):
-    """Places for rollouts. A group may take several at once."""
-
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
-        self._num_slots = num_slots
-        # One group at a time takes its places. Two that each hold some would wait for each other.
-        self._taking = asyncio.Lock()
-
-    @asynccontextmanager
-    async def several(self, num: int) -> AsyncIterator[Callable[[], None]]:
-        """Hold `num` places, or all if there are fewer. Gives a function to call when one of the
-        `num` rollouts ends: it frees a place that the others do not need.
-        """
-        num_taken, num_left = 0, num
-
-        def end_one() -> None:
-            nonlocal num_taken, num_left
-            num_left -= 1
-            if 0 <= num_left < num_taken:
-                num_taken -= 1
-                self.release()
-
-        try:
-            async with self._taking:
-                for _ in range(min(num, self._num_slots)):
-                    await self.acquire()
-                    num_taken += 1
-            yield end_one
-        finally:
-            for _ in range(num_taken):
-                self.release()
-
-
-class Progress:
-    """Gives slots to some rollouts, and counts these rollouts.
-
-    Args:
-        slots: shared by all rollouts.
-
-    Attributes:
-        num_requested: rollouts that were requested so far.
-        num_done: rollouts that have given their slot back.
-    """
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self.num_requested = 0
-        self.num_done = 0
-
-    def __str__(self) -> str:
-        return f"{self.num_done} of {self.num_requested}"
-
-    async def __aenter__(self) -> None:
-        await self._slots.acquire()
-
-    async def __aexit__(self, *error: Any) -> None:
-        self._slots.release()
-        self.num_done += 1
-
-    @asynccontextmanager
-    async def several(self, num: int) -> AsyncIterator[Callable[[], None]]:
-        """Do as `Slots.several`."""
-        num_left = num
-        async with self._slots.several(num) as end_one:
-
-            def count_one() -> None:
-                nonlocal num_left
-                end_one()
-                if num_left:
-                    num_left -= 1
-                    self.num_done += 1
-
-            yield count_one
-        self.num_done += num_left
-
-
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
     """What each rank must know of all samples of a batch, of which it trains on a part. The arrays
@@ -486,99 +407,6 @@ class Batch:
             "staleness": self.step - float(versions.mean()),
             "staleness_max": float(self.step - versions.min()),
         }
-
-
-class EnvRunner(Protocol):
-    """Runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an object
-    with these members as it is; `envs/` has a class for each kind of environment.
-
-    Examples are numbered consecutively over all its environments. A runner sets `Rollout.env` to
-    its name, ends each rollout at a deadline of its own, and returns at least one rollout for a
-    group. The run's `generation_timeout`, `max_prompt_len`, `mask_env_responses` and `client_type`
-    do not reach a runner that a user passes.
-
-    Attributes:
-        name: name of its environment, the prefix of its metrics.
-        description: a line for the start of a run, or "".
-        weights: share of the groups for each of its environments, up to a common factor.
-        num_overlong_prompts: examples left out because of `max_prompt_len`.
-        bounds_replies: whether it ends each reply at `max_seq_len`. If not, replies end at the
-            server's `max_model_len`.
-        files_per_rollout: sockets and pipes that one rollout holds in this process at most.
-        first_prompt: messages of the first training example.
-    """
-
-    name: str
-    description: str
-    weights: list[float]
-    num_overlong_prompts: int
-    bounds_replies: bool
-    files_per_rollout: int
-    first_prompt: list[Any]
-
-    def sizes(self, split: Split) -> list[int]:
-        """Return the size of this split in each environment; `data.ENDLESS` for a stream."""
-        ...
-
-    async def open(self) -> None:
-        """Get ready. Called on the event loop that will run the groups."""
-        ...
-
-    async def close(self) -> None: ...
-
-    async def run_group(
-        self,
-        split: Split,
-        index: int,
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Slots | Progress,
-    ) -> list[Rollout]:
-        """Run and score `num_rollouts` rollouts of one example, or as many episodes with a rollout
-        for each agent. An error fails only its own rollout, which gets it as `error`.
-
-        Args:
-            model: the model name in requests to the server.
-            sampling_args: sampling options of a request, unless the environment has its own.
-            policy_version: version of tokens for which the server reports none.
-            slots: each rollout enters it while it uses the server.
-        """
-        ...
-
-
-class GroupScorer(Protocol):
-    """Scores the training rollouts of one environment beside their rewards, as a teacher does.
-    `WeightedEnv(scorer=...)` takes one.
-
-    Attributes:
-        longest_wait_s: a group may wait so long for it, beside the time of its rollouts.
-    """
-
-    longest_wait_s: float
-
-    def connect(self, options: Any, args: Any, example: Any) -> None:
-        """Learn of the run.
-
-        Args:
-            options: `envs.base.RunnerOptions` of the environment.
-            args: the `RLConfig` with the environment's own sampling options.
-            example: `async example(split, index)` returns the fields of an example; or None.
-        """
-        ...
-
-    async def open(self) -> None: ...
-    async def close(self) -> None: ...
-
-    async def score(self, group: Sequence[Rollout], index: int, model: str) -> None:
-        """Set `added_advantages` of rollouts of one example that have not failed.
-
-        Args:
-            index: of the example.
-            model: the model name in requests to the policy's server.
-        """
-        ...
 
 
 class BatchSource(Protocol):

@@ -22,6 +22,7 @@ from verifiers_rl.envs.classic import (
     samples_from_trajectory,
 )
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
+from verifiers_rl.requests import GroupRequest, Places
 
 
 def turn(prompt, completion, logprobs=None):
@@ -123,6 +124,9 @@ class ScriptedClient(vf.Client):
 
     async def close(self): ...
 
+    def of_rollout(self, session):
+        return self
+
 
 def make_env(reward=None, size=4, **options):
     def length(completion) -> float:
@@ -149,9 +153,17 @@ def run_group(env, reply, num_rollouts=3, **options):
     runner._client = ScriptedClient(reply)
 
     async def run():
-        example = await runner.example("train", 1)
-        return await runner.run_example(
-            example, num_rollouts, "m", {"n": 1}, 2, asyncio.Semaphore(8)
+        return await runner.run_group(
+            GroupRequest(
+                "train",
+                1,
+                num_rollouts,
+                "m",
+                2,
+                {"n": 1},
+                Places(8),
+                options.get("timeout_s", 600.0),
+            )
         )
 
     return asyncio.run(run()), runner

@@ -269,18 +269,20 @@ class Preflight:
 
     def check_rollouts(self) -> str:
         from verifiers_rl.data import describe_error
-        from verifiers_rl.types import Slots
+        from verifiers_rl.requests import GroupRequest, Places
 
         model, sampling = self.sync.model_name, self.args.sampling_args()
         number = min(NUM_ROLLOUTS, self.args.rollouts_per_example)
         firsts = [0, *accumulate(self.runner.sizes("train"))][:-1]  # of each environment
 
         async def roll_out() -> Any:
-            slots = Slots(number)
+            places, timeout_s = Places(number), self.args.generation_timeout
             try:
                 await self.runner.open()
                 return [
-                    await self.runner.run_group("train", first, number, model, sampling, 1, slots)
+                    await self.runner.run_group(
+                        GroupRequest("train", first, number, model, 1, sampling, places, timeout_s)
+                    )
                     for first in firsts
                 ]
             finally:

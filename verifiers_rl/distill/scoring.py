@@ -21,6 +21,7 @@ import numpy as np
 from verifiers_rl.distill.teacher import Teacher, TeacherClient, check_vocabulary
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import Rollout, Sample
 
 
@@ -69,7 +70,7 @@ def teacher_advantages(
 
 @dataclass
 class Distillation:
-    """A `types.GroupScorer`: lets a teacher score the training rollouts of one environment.
+    """A `requests.GroupScorer`: lets a teacher score the training rollouts of one environment.
 
     Attributes:
         teacher: None with "opsd": the policy itself, at its own server.
@@ -113,7 +114,7 @@ class Distillation:
         return None
 
     def connect(self, options: Any, args: Any, example: Any) -> None:
-        """Learn of the run, and compare the teacher with it; see `types.GroupScorer`.
+        """Learn of the run, and compare the teacher with it; see `requests.GroupScorer`.
 
         Raises:
             InvalidEnvironmentError: the teacher's logprobs and the student's cannot be compared.
@@ -163,15 +164,15 @@ class Distillation:
     async def close(self) -> None:
         await self._client.close()
 
-    async def score(self, group: Sequence[Rollout], index: int, model: str) -> None:
+    async def score(self, group: Sequence[Rollout], request: GroupRequest) -> None:
         """Set `added_advantages` of each rollout, and its metrics `teacher_kl`, nats, and
         `teacher_s`, seconds until the teacher's last reply.
 
         Raises:
             TeacherError: the teacher has not answered by its deadline, or with wrong numbers.
         """
-        hint = await self._hint_tokens(index) if self.hint else []
-        await asyncio.gather(*(self._score(r, model, hint) for r in group if r.samples))
+        hint = await self._hint_tokens(request.index) if self.hint else []
+        await asyncio.gather(*(self._score(r, request.model, hint) for r in group if r.samples))
 
     async def _score(self, rollout: Rollout, model: str, hint: list[int]) -> None:
         loop = asyncio.get_running_loop()

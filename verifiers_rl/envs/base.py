@@ -1,4 +1,4 @@
-"""What all kinds of environment share. Each kind is a class that satisfies `types.EnvRunner`:
+"""What all kinds of environment share. Each kind is a class that satisfies `requests.EnvRunner`:
 
 v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them, v1_client.py takes
             their model calls to the server
@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verifiers_rl.types import EnvRunner, GroupScorer, Rollout, Split
+from verifiers_rl.requests import EnvRunner, GroupRequest, GroupScorer
+from verifiers_rl.types import Rollout, Split
 
 logger = logging.getLogger(__name__)
 # The last verifiers with classic environments, and what works with it.
@@ -109,7 +110,7 @@ class RunnerOptions:
         timeout_s: deadline of one rollout, seconds.
         client_type: for classic environments, see `classic.py`.
         name: prefix of its metrics.
-        sampling_args: for each request of training, in place of those that `run_group` gets.
+        sampling_args: for each request of training, in place of those of the `GroupRequest`.
         eval_sampling_args: the same for each request of an evaluation.
         num_eval_tasks: tasks of a stream that evaluations use.
         tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
@@ -131,9 +132,10 @@ class RunnerOptions:
     tools_in_process: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def sampling_of(self, split: Split, of_run: dict[str, Any]) -> dict[str, Any]:
+    def sampling_of(self, request: GroupRequest) -> dict[str, Any]:
         """Return the sampling options of a request: the environment's own, or those of the run."""
-        return (self.eval_sampling_args if split == "eval" else self.sampling_args) or of_run
+        own = self.eval_sampling_args if request.split == "eval" else self.sampling_args
+        return own or request.sampling_args
 
 
 class ExampleRunner(Protocol):
@@ -141,7 +143,7 @@ class ExampleRunner(Protocol):
     it again in little time and memory.
 
     Attributes:
-        files_per_rollout: see `types.EnvRunner`.
+        files_per_rollout: see `requests.EnvRunner`.
     """
 
     files_per_rollout: int
@@ -149,34 +151,8 @@ class ExampleRunner(Protocol):
     async def open(self) -> None: ...
     async def close(self) -> None: ...
 
-    async def run_example(
-        self,
-        example: dict[str, Any],
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Any,
-    ) -> list[Rollout]:
-        """Do as `types.EnvRunner.run_group`, for this example.
-
-        Args:
-            slots: each rollout enters it while it uses the server.
-        """
-        ...
-
-
-class HoldsExamples(ExampleRunner, Protocol):
-    """An `ExampleRunner` with its dataset."""
-
-    description: str
-    num_overlong_prompts: int
-    bounds_replies: bool
-    first_prompt: list[Any]
-
-    def sizes(self, split: Split) -> list[int]: ...
-    async def example(self, split: Split, index: int) -> dict[str, Any]:
-        """Return an example in a form for JSON."""
+    async def run_example(self, example: dict[str, Any], request: GroupRequest) -> list[Rollout]:
+        """Do as `requests.EnvRunner.run_group`, for this example."""
         ...
 
 
@@ -200,12 +176,8 @@ class PortableEnvironment(EnvRunner, Protocol):
         """
         ...
 
-    async def example(self, split: Split, index: int) -> dict[str, Any]:
-        """Return an example in a form for JSON, or the place of one that the workers have."""
-        ...
-
-    def prompt_of(self, example: dict[str, Any]) -> str:
-        """Return the prompt of an example as text, for people."""
+    async def example(self, split: Split, index: int) -> dict[str, Any] | None:
+        """Return an example in a form for JSON; None: the workers have the examples."""
         ...
 
 
@@ -214,7 +186,7 @@ class WeightedEnv:
     """One of several environments to train on.
 
     Attributes:
-        env: an `Env` or a `Taskset` of `verifiers.v1`, a taskset's id, or a `types.EnvRunner` of
+        env: an `Env` or a `Taskset` of `verifiers.v1`, a taskset's id, or a `requests.EnvRunner` of
             this name. With `python`: an id, or a dict with what [env] has in a TOML, such as
             {"id": "gsm8k", "args": {"num_train": 64}}.
         name: prefix of its metrics.

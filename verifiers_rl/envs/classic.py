@@ -16,6 +16,7 @@ Model calls go through the clients of verifiers, on our HTTP transport:
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import math
@@ -48,16 +49,17 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.records import record_of_state
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.inference import (
-    LeaseLostError,
     RolloutDeadline,
+    RolloutSession,
     ServerClient,
-    begin_rollout,
+    SessionLostError,
     pack_ids,
     policy_versions,
     unpack_experts,
     unpack_mask,
     unpack_sampled,
 )
+from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
     ROUTED_EXPERTS,
@@ -168,6 +170,7 @@ class ClassicEnvironment:
     def __init__(self, env: Any, options: RunnerOptions) -> None:
         self.env, self.options, self.name = env, options, options.name
         self.num_overlong_prompts = 0
+        self.weights = [1.0]
         self._client: Any = None
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
@@ -208,9 +211,6 @@ class ClassicEnvironment:
         """Return the number of examples of this split, as a list of one."""
         return [len(self._examples[split])]
 
-    async def example(self, split: Split, index: int) -> dict[str, Any]:
-        return {"example_id": index, **self._examples[split][index]}
-
     async def open(self) -> None:
         """Make the HTTP client; called on the event loop that will use it."""
         options = self.options
@@ -221,34 +221,21 @@ class ClassicEnvironment:
     async def close(self) -> None:
         await self._client.close()
 
-    async def run_example(
-        self,
-        example: dict[str, Any],
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Any,
-    ) -> list[Rollout]:
-        """Roll out and score one row of the dataset `num_rollouts` times. An error fails only its
-        own rollout.
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """Roll out and score one row of the dataset. An error fails only its own rollout.
 
         Rollouts run through `env.rollout` one by one, not through `env.run_group`. There, an
         exception in one of them (for example in a tool) would lose the whole group.
         """
+        example = {"example_id": request.index, **self._examples[request.split][request.index]}
         prompt = text_of(example["prompt"][-1:])
-        group = [Rollout(0, prompt, env=self.name) for _ in range(num_rollouts)]
+        group = [Rollout(0, prompt, env=self.name) for _ in range(request.num_rollouts)]
         played = await asyncio.gather(
-            *(
-                self._play(
-                    rollout, n, slots, example, model=model, sampling_args=dict(sampling_args)
-                )
-                for n, rollout in enumerate(group)
-            )
+            *(self._play(rollout, n, example, request) for n, rollout in enumerate(group))
         )
         states = [state for state, one in zip(played, group, strict=True) if one.error is None]
         try:
-            async with asyncio.timeout(self.options.timeout_s) as deadline:
+            async with asyncio.timeout(request.timeout_s) as deadline:
                 if states:
                     await self.env.rubric.score_group(states)
                 for state in states:
@@ -257,49 +244,52 @@ class ClassicEnvironment:
             is_late = deadline.expired() and isinstance(error, TimeoutError)
             for rollout in group:
                 rollout.error = rollout.error or (
-                    self._late("scoring a group") if is_late else error
+                    _late("scoring a group", request) if is_late else error
                 )
         for rollout, state in zip(group, played, strict=True):
-            self._complete(rollout, state, policy_version)
+            self._complete(rollout, state, request.policy_version)
         return group
 
     async def _play(
-        self, rollout: Rollout, number: int, slots: Any, row: dict[str, Any], **sampling: Any
+        self, rollout: Rollout, number: int, row: dict[str, Any], request: GroupRequest
     ) -> Any:
         """Play one rollout. Return verifiers' state of it; None if there is none."""
-        async with slots as lease:
+        async with request.begin(number) as session:
             while True:
-                begin_rollout(number)
-                state = await self._play_once(rollout, row, **sampling)
+                state = await self._play_once(rollout, row, request, session)
                 try:  # all of it again, also if the environment has hidden that a reply is missing
-                    if lease is None or not await lease.move():
+                    if not await session.move():
                         return state
-                except LeaseLostError as lost:
+                except SessionLostError as lost:
                     rollout.error = rollout.error or lost
                     return state
-                rollout.num_moves = lease.num_moves
+                rollout.num_moves = session.num_moves
 
-    async def _play_once(self, rollout: Rollout, row: dict[str, Any], **sampling: Any) -> Any:
-        deadline, start = RolloutDeadline(self.options.timeout_s), time.monotonic()
+    async def _play_once(
+        self,
+        rollout: Rollout,
+        row: dict[str, Any],
+        request: GroupRequest,
+        session: RolloutSession,
+    ) -> Any:
+        deadline, start = RolloutDeadline(request.timeout_s), time.monotonic()
+        client = self._client.of_rollout(session)
+        sampling_args = dict(self.options.sampling_of(request))
         state, rollout.error = None, None
         try:
             async with deadline:
-                state = await self.env.rollout(row, self._client, **sampling)
+                state = await self.env.rollout(row, client, request.model, sampling_args)
             rollout.generation_s, rollout.error = time.monotonic() - start, state.get("error")
             if state.get("timed_out"):
                 raise TimeoutError(
                     "the environment's own timeout_seconds passed, or its code raised TimeoutError"
                 )
         except Exception as error:  # whatever the environment's own code raises
-            rollout.error = self._late("a rollout") if deadline.is_cause_of(error) else error
+            rollout.error = _late("a rollout", request) if deadline.is_cause_of(error) else error
         rollout.num_lost_tokens = deadline.num_lost_tokens
         if rollout.num_lost_tokens is not None:  # the environment may have hidden the error
-            rollout.error = self._late("a rollout")
+            rollout.error = _late("a rollout", request)
         return state
-
-    def _late(self, what: str) -> TimeoutError:
-        limit = f"generation_timeout ({self.options.timeout_s:g} s)"
-        return TimeoutError(f"{what} took longer than {limit}")
 
     def _complete(self, rollout: Rollout, state: Any, policy_version: int) -> None:
         """Fill in what is known after scoring: the samples and the reward, or the error."""
@@ -329,6 +319,10 @@ class ClassicEnvironment:
         rollout.metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         rollout.num_turns = len(state["trajectory"])
         rollout.is_truncated = bool(state["is_truncated"])
+
+
+def _late(what: str, request: GroupRequest) -> TimeoutError:
+    return TimeoutError(f"{what} took longer than generation_timeout ({request.timeout_s:g} s)")
 
 
 def _keep_reward_errors(rubric: Any) -> None:
@@ -428,6 +422,12 @@ class _KeepsAll:
     unlearn it. The stock clients raise EmptyModelResponseError for such a reply, which would remove
     the rollout from the batch.
     """
+
+    def of_rollout(self, session: RolloutSession) -> Any:
+        """Return the client for the requests of one rollout."""
+        client: Any = copy.copy(self)
+        client._client = client.client.of_rollout(session)
+        return client
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
         policy_versions.set(None)

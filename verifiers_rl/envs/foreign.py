@@ -5,28 +5,28 @@ trainer process                                  rollout worker, in the other Py
 check_python ── are the packages there? ───►
 ForeignEnvironment ── its table, as JSON ──►     tables.make_environment, with its examples
                    ◄── how many, ... ──────      tables.facts_of
-                   ── place of an example ─►     rollouts, as in any worker
+                   ── request ─────────────►     rollouts, as in any worker
 
 The other Python needs neither this package, which comes from the trainer's, nor torch and vLLM.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-import socket
 import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from verifiers_rl.envs.base import CLASSIC_PACKAGES, InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.messages import parse
-from verifiers_rl.envs.workers import clean_environment, end_worker, start_worker
-from verifiers_rl.types import LOAD_S, Split
+from verifiers_rl.envs.workers import Worker, clean_environment
+from verifiers_rl.types import Split
 
 # What our code in a worker imports; verifiers brings all of it.
 PACKAGES = ("verifiers", "numpy", "aiohttp", "httpx", "openai", "jinja2", "transformers")
@@ -122,38 +122,22 @@ class ForeignEnvironment:
         Raises:
             InvalidEnvironmentError: it cannot, or not within the deadline.
         """
-        where = f"environment {self.name!r}, in python={python!r}"
+        setup = {"recipes": [self._recipe], "only_describes": True}
+
+        async def describe() -> dict[str, Any]:
+            worker = Worker([self._recipe], setup, self.options.timeout_s, python)
+            try:
+                return (await worker.load())["facts"]
+            finally:
+                await worker.close()
+
         try:
-            setup = {"process": {}, "recipes": [self._recipe], "only_describes": True}
-            ours, theirs = socket.socketpair()
-            with theirs:
-                process = start_worker(python, theirs.fileno(), 2, setup)
-        except (TypeError, ValueError) as error:
-            ours.close()
+            with ThreadPoolExecutor(1) as thread:  # this one may have an event loop
+                return thread.submit(asyncio.run, describe()).result()
+        except TypeError as error:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: its table has no form in JSON: {error}"
             ) from error
-        load_s = max(self.options.timeout_s, LOAD_S)
-        ours.settimeout(load_s)
-        try:
-            with ours, ours.makefile("rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                content = stream.read(size)
-        except TimeoutError as error:
-            process.kill()
-            raise InvalidEnvironmentError(
-                f"{where}: not loaded within {load_s:g} s; raise generation_timeout"
-            ) from error
-        finally:
-            status = end_worker(process)
-        if not content:
-            raise InvalidEnvironmentError(
-                f"{where}: the worker ended with status {status}; see its output above"
-            )
-        said, _ = parse(content)
-        if said["problem"] is not None:
-            raise InvalidEnvironmentError(f"{where}: {said['problem']}")
-        return said["facts"]
 
     def sizes(self, split: Split) -> list[int]:
         return self._sizes[split]
@@ -161,9 +145,5 @@ class ForeignEnvironment:
     def recipe(self) -> dict[str, Any]:
         return self._recipe
 
-    async def example(self, split: Split, index: int) -> dict[str, Any]:
-        """Return the place of an example: the workers have the examples."""
-        return {"split": split, "index": index}
-
-    def prompt_of(self, example: dict[str, Any]) -> str:
-        return f"example {example['index']} of {example['split']}"
+    async def example(self, split: Split, index: int) -> None:
+        """The workers have the examples."""

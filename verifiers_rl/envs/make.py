@@ -16,7 +16,8 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.foreign import ForeignEnvironment
 from verifiers_rl.envs.mixed import MixedEnvironment, Part
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
-from verifiers_rl.types import EnvRunner, missing_members
+from verifiers_rl.requests import EnvRunner
+from verifiers_rl.types import missing_members
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def _runner(env: Any, options: RunnerOptions) -> EnvRunner:
         if lacking := missing_members(env, EnvRunner):
             raise InvalidEnvironmentError(
                 f"environment {options.name!r}: {type(env).__name__} has no {', '.join(lacking)}; "
-                "types.EnvRunner says what it needs"
+                "requests.EnvRunner says what it needs"
             )
         if len(env.weights) != len(env.sizes("train")):
             raise InvalidEnvironmentError(

@@ -47,19 +47,12 @@ def frame(
 
 
 async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read one frame.
+    """Read one frame. Its arrays share memory and cannot be written to.
 
     Raises:
         asyncio.IncompleteReadError: the other side has closed the connection.
     """
-    size = int.from_bytes(await reader.readexactly(8), "little")
-    return parse(await reader.readexactly(size))
-
-
-def parse(content: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return what is in a frame, given without its length. The arrays share its memory and cannot
-    be written to.
-    """
+    content = await reader.readexactly(int.from_bytes(await reader.readexactly(8), "little"))
     start = 4 + int.from_bytes(content[:4], "little")
     message = json.loads(content[4:start])
     arrays = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from verifiers_rl.envs.base import InvalidEnvironmentError
-from verifiers_rl.types import EnvRunner, GroupScorer, Rollout, Split
+from verifiers_rl.requests import EnvRunner, GroupRequest, GroupScorer
+from verifiers_rl.types import Rollout, Split
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,13 @@ class MixedEnvironment:
     async def close(self) -> None:
         await asyncio.gather(*(one.close() for one in self._opened))
 
-    async def run_group(
-        self, split: Split, index: int, num_rollouts: int, model: str, *args: Any
-    ) -> list[Rollout]:
-        parts = self._parts[split]
-        starts = [0, *accumulate(sum(part.sizes(split)) for part in parts)]
-        which = bisect.bisect_right(starts, index) - 1
-        part, own_index = parts[which], index - starts[which]
-        group = await part.runner.run_group(split, own_index, num_rollouts, model, *args)
-        if split == "train" and part.scorer is not None:
-            survivors = [rollout for rollout in group if rollout.error is None]
-            await part.scorer.score(survivors, own_index, model)
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """Run the group in its environment, and let the scorer of that environment score it."""
+        parts = self._parts[request.split]
+        starts = [0, *accumulate(sum(part.sizes(request.split)) for part in parts)]
+        which = bisect.bisect_right(starts, request.index) - 1
+        part, own = parts[which], replace(request, index=request.index - starts[which])
+        group = await part.runner.run_group(own)
+        if request.split == "train" and part.scorer is not None:
+            await part.scorer.score([r for r in group if r.error is None], own)
         return group

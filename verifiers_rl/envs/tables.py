@@ -19,13 +19,13 @@ from typing import Any
 from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     CLASSIC_PACKAGES,
-    HoldsExamples,
     InvalidEnvironmentError,
     RunnerOptions,
     beside,
     how_to_install,
     module_name,
 )
+from verifiers_rl.requests import EnvRunner
 
 
 def add_folders(folders: Sequence[Path]) -> None:
@@ -79,7 +79,7 @@ def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
 # --- In a rollout worker of another Python --------------------------------------------------------
 
 
-def make_environment(recipe: Mapping[str, Any]) -> HoldsExamples:
+def make_environment(recipe: Mapping[str, Any]) -> EnvRunner:
     """Make an environment, with its examples, of the recipe of a `foreign.ForeignEnvironment`. It
     is a classic one if the verifiers of this Python has those.
 
@@ -108,7 +108,7 @@ def make_environment(recipe: Mapping[str, Any]) -> HoldsExamples:
     return ClassicEnvironment(load_environment(table["id"], table.get("args", {})), options)
 
 
-def facts_of(env: HoldsExamples) -> dict[str, Any]:
+def facts_of(env: EnvRunner) -> dict[str, Any]:
     """Return what the trainer needs to know of an environment that it does not have, for JSON."""
     return {
         "sizes": {split: env.sizes(split) for split in ("train", "eval")},

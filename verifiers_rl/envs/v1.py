@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import verifiers.v1 as vf
@@ -64,28 +64,20 @@ from verifiers_rl.envs.v1_tasks import (
     unpack_task,
     without_tasks,
 )
-from verifiers_rl.inference import (
-    Lease,
-    LeaseLostError,
-    RolloutDeadline,
-    RolloutSeeds,
-    begin_rollout,
-)
+from verifiers_rl.inference import RolloutDeadline, RolloutSession, SessionLostError
+from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
     LOAD_S,
     ROUTED_EXPERTS,
-    Progress,
     Rollout,
     Sample,
-    Slots,
     Split,
     join_column,
     join_experts,
 )
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 EXIT_S = 30.0  # deadline for an environment to end what its episodes share
 
@@ -179,9 +171,7 @@ class V1ExampleRunner:
         self.masks: dict[str, list[tuple[Any, np.ndarray]]] = {}
         # And with the experts of their tokens and of those before.
         self.experts: dict[str, list[tuple[Any, np.ndarray]]] = {}
-        # Of the episodes that run, with several servers.
-        self._leases: dict[int, tuple[Any, Lease]] = {}
-        self._seeds: dict[int, tuple[Any, RolloutSeeds]] = {}  # of those whose requests have seeds
+        self._sessions: dict[int, tuple[Any, RolloutSession]] = {}  # of the episodes that run
         self.files_per_rollout = self._files_per_rollout()
         self._serving: asyncio.Task[None] | None = None
 
@@ -266,90 +256,57 @@ class V1ExampleRunner:
                 self.name, agent, name, value,
             )  # fmt: skip
 
-    async def run_example(
-        self,
-        example: dict[str, Any],
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Any,
-    ) -> list[Rollout]:
+    async def run_example(self, example: dict[str, Any], request: GroupRequest) -> list[Rollout]:
         """Do as `run_task`, for a task that came from another process."""
-        split = example["split"]
-        task = unpack_task(self.tasksets[split], example["task"])
         return await self.run_task(
-            split, task, num_rollouts, model, sampling_args, policy_version, slots
+            unpack_task(self.tasksets[request.split], example["task"]), request
         )
 
-    async def run_task(
-        self,
-        split: Split,
-        task: vf.Task,
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Any,
-    ) -> list[Rollout]:
-        """Run `num_rollouts` episodes of one task. Each gives a rollout for each trace of a trained
-        agent. An error fails only its own episode.
+    async def run_task(self, task: vf.Task, request: GroupRequest) -> list[Rollout]:
+        """Run the episodes of one task. Each gives a rollout for each trace of a trained agent. An
+        error fails only its own episode.
         """
         config = TokenClientConfig(
             base_url=self.options.base_url,
             api_key_var="VLLM_API_KEY",
-            sampling=sampling_args,
+            sampling=self.options.sampling_of(request),
         )
         config._environment = self
         if self._local_tools is not None:
             task = self._local_tools.of_task(task)
-        context = vf.ModelContext(model=model, client=config)
-        runs = [
-            self._run(split, task, context, policy_version, slots, number)
-            for number in range(num_rollouts)
-        ]
+        context = vf.ModelContext(model=request.model, client=config)
+        runs = [self._run(task, context, request, number) for number in range(request.num_rollouts)]
         return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
 
     async def _run(
-        self,
-        split: Split,
-        task: vf.Task,
-        context: vf.ModelContext,
-        policy_version: int,
-        slots: Any,
-        number: int,
+        self, task: vf.Task, context: vf.ModelContext, request: GroupRequest, number: int
     ) -> list[Rollout]:
-        async with slots as lease:
+        async with request.begin(number) as session:
             while True:
-                seeds = begin_rollout(number)
-                rollouts = await self._play(split, task, context, policy_version, lease, seeds)
+                rollouts = await self._play(task, context, request, session)
                 try:  # all of it again, also if an agent has gone on without its last reply
-                    if lease is None or not await lease.move():
+                    if not await session.move():
                         break
-                except LeaseLostError as error:
+                except SessionLostError as error:
                     rollouts[0].error = rollouts[0].error or error
                     rollouts = rollouts[:1]
                     break
         for rollout in rollouts:
-            rollout.num_moves = lease.num_moves if lease is not None else 0
+            rollout.num_moves = session.num_moves
         return rollouts
 
     async def _play(
         self,
-        split: Split,
         task: vf.Task,
         context: vf.ModelContext,
-        policy_version: int,
-        lease: Lease | None,
-        seeds: RolloutSeeds | None,
+        request: GroupRequest,
+        session: RolloutSession,
     ) -> list[Rollout]:
+        policy_version = request.policy_version
         (slot,) = self.env.slots(task)
         failed = Rollout(0, task.data.prompt_text, env=self.name)
-        deadline = RolloutDeadline(self.options.timeout_s)
-        if lease is not None:
-            self._leases[id(slot)] = slot, lease
-        if seeds is not None:
-            self._seeds[id(slot)] = slot, seeds
+        deadline = RolloutDeadline(request.timeout_s)
+        self._sessions[id(slot)] = slot, session
         try:
             async with deadline:
                 episode = await self.env.run_slot(slot, context)
@@ -364,33 +321,34 @@ class V1ExampleRunner:
             if not traces:
                 raise ValueError("no agent of the episode is trainable")
             # Nothing is trained on an evaluation, so its agents may sample at any temperature.
-            temperature = context.client.sampling["temperature"] if split == "train" else None
+            temperature = (
+                context.client.sampling["temperature"] if request.split == "train" else None
+            )
             return [self._rollout(trace, policy_version, temperature) for trace in traces]
         except Exception as error:  # whatever the environment's own code raises
             failed.error = error
             if deadline.is_cause_of(error):
                 failed.num_lost_tokens = deadline.num_lost_tokens
                 failed.error = TimeoutError(
-                    f"an episode took longer than generation_timeout ({self.options.timeout_s:g} s)"
+                    f"an episode took longer than generation_timeout ({request.timeout_s:g} s)"
                 )
             if slot.traces:
                 failed.record = self._record(slot.traces[-1], policy_version)
         finally:
-            self._leases.pop(id(slot), None)
-            self._seeds.pop(id(slot), None)
+            self._sessions.pop(id(slot))
             for trace in slot.traces:
                 self.versions.pop(trace.id, None)
                 self.masks.pop(trace.id, None)
                 self.experts.pop(trace.id, None)
         return [failed]
 
-    def lease_of(self, trace_id: str | None) -> Lease | None:
-        """Return the server of the episode that this trace belongs to; None with one server."""
-        return _of_trace(self._leases, trace_id)
-
-    def seeds_of(self, trace_id: str | None) -> RolloutSeeds | None:
-        """Return the seeds of the episode that this trace belongs to, or None."""
-        return _of_trace(self._seeds, trace_id)
+    def session_of(self, trace_id: str | None) -> RolloutSession:
+        """Return the session of the episode that this trace belongs to."""
+        return next(
+            session
+            for slot, session in self._sessions.values()
+            if any(trace.id == trace_id for trace in slot.traces)
+        )
 
     def _record(self, trace: vf.Trace, policy_version: int) -> bytes:
         versions = {id(message): spans for message, spans in self.versions.get(trace.id, [])}
@@ -599,29 +557,13 @@ class V1Environment(V1ExampleRunner):
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
         task = await self._task(split, index)
-        return {"split": split, "task": pack_task(self.tasksets[split], task)}
+        return {"task": pack_task(self.tasksets[split], task)}
 
-    def prompt_of(self, example: dict[str, Any]) -> str:
-        return unpack_task(self.tasksets[example["split"]], example["task"]).data.prompt_text
-
-    async def run_group(
-        self,
-        split: Split,
-        index: int,
-        num_rollouts: int,
-        model: str,
-        sampling_args: dict[str, Any],
-        policy_version: int,
-        slots: Slots | Progress,
-    ) -> list[Rollout]:
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Do as `V1ExampleRunner.run_task`, for this task of its split."""
-        task = await self._task(split, index)
-        sampling_args = self.options.sampling_of(split, sampling_args)
-        rollouts = await self.run_task(
-            split, task, num_rollouts, model, sampling_args, policy_version, slots
-        )
+        rollouts = await self.run_task(await self._task(request.split, request.index), request)
         for rollout in rollouts:
-            rollout.example_id = index
+            rollout.example_id = request.index
         return rollouts
 
     async def _task(self, split: Split, index: int) -> vf.Task:
@@ -638,12 +580,6 @@ class V1Environment(V1ExampleRunner):
                 f"environment {self.name!r}: task {index} of its stream did not come within "
                 f"{deadline_s:g} s; raise generation_timeout"
             ) from error
-
-
-def _of_trace(episodes: dict[int, tuple[Any, _T]], trace_id: str | None) -> _T | None:
-    """Return what belongs to the episode that has this trace."""
-    found = (one for slot, one in episodes.values() if any(t.id == trace_id for t in slot.traces))
-    return next(found, None)
 
 
 def failure_of(episode: vf.Episode) -> EpisodeError:

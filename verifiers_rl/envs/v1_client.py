@@ -19,8 +19,6 @@ from verifiers.v1.interception import server as interception
 from verifiers_rl.envs.v1_loading import IN_PROCESS
 from verifiers_rl.inference import (
     ServerClient,
-    current_lease,
-    current_seeds,
     pack_ids,
     policy_versions,
     unpack_experts,
@@ -107,11 +105,9 @@ class TokenClient(vf.Client):
         # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
         request["messages"] = [{"role": "user", "content": "."}]
         policy_versions.set(None)
-        if current_lease.get() is None:  # the call of a program comes in a task of its own
-            current_lease.set(self._env.lease_of(session_id))
-        current_seeds.set(self._env.seeds_of(session_id) or current_seeds.get())
+        http = self._http.of_rollout(self._env.session_of(session_id))
         try:
-            reply = await self._http.post(
+            reply = await http.post(
                 "/chat/completions/tokens", cast_to=httpx.Response, body=request
             )
         except openai.OpenAIError as error:

@@ -17,28 +17,25 @@ import pickle
 import signal
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
 
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import ExampleRunner, HoldsExamples
 from verifiers_rl.envs.messages import frame, pack_group, receive
 from verifiers_rl.envs.tables import facts_of, make_environment
-from verifiers_rl.inference import Lease, current_group_seed, current_lease
+from verifiers_rl.inference import RolloutSession
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.process.limits import rollouts_at_once
-from verifiers_rl.types import Slots
+from verifiers_rl.requests import GroupRequest
 
 
-def main(descriptor: int, stack: int, parent: int) -> None:
+def main(descriptor: int, parent: int) -> None:
     """Run until the orchestrator's process closes the connection. What to run is read from stdin.
 
     Args:
         descriptor: of our end of the connection.
-        stack: descriptor of a file for the stack of a blocked event loop.
         parent: id of the process that started us.
     """
     parent_of_worker.is_rollout_worker = True
@@ -50,7 +47,7 @@ def main(descriptor: int, stack: int, parent: int) -> None:
     with open(0, "rb", closefd=False) as stream:  # a file from the process that started us
         setup = json.load(stream)
     recipes, only_describes = setup["recipes"], setup.get("only_describes", False)
-    runners: list[ExampleRunner] = []
+    runners: list[Any] = []
     said: dict[str, Any] = {"problem": None}
     where = ""
     try:
@@ -62,7 +59,7 @@ def main(descriptor: int, stack: int, parent: int) -> None:
             where = f"environment {recipe['name']!r}: " if len(recipes) > 1 else ""
             runners.append(_make(recipe))
         if only_describes:
-            said["facts"] = facts_of(cast(HoldsExamples, runners[0]))
+            said["facts"] = facts_of(runners[0])
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
         said["problem"] = where + describe_error(error)
     logging.disable(logging.NOTSET)
@@ -74,14 +71,14 @@ def main(descriptor: int, stack: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
-    asyncio.run(_serve(connection, stack, runners, setup))
+    asyncio.run(_serve(connection, runners, setup))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without what compiled modules print when they are unloaded
 
 
-def _make(recipe: dict[str, Any]) -> ExampleRunner:
+def _make(recipe: dict[str, Any]) -> Any:
     if "pickled" in recipe:
         return pickle.loads(base64.b64decode(recipe["pickled"])).make()
     return make_environment(recipe)
@@ -94,127 +91,102 @@ def _die_before_trainer() -> None:
 
 
 class _Places:
-    """Takes a place of this process for each rollout, and tells when the rollout has ended.
+    """The `HasPlaces` of one group: asks the orchestrator's process.
 
     Args:
+        slots: of this process.
         send: sends a message about this group to the orchestrator's process.
-        servers: of its rollouts, if there are several servers.
-        policy_version: that their tokens must have, or a later one.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        send: Callable[..., None],
-        servers: list[str] | None,
-        policy_version: int,
-    ) -> None:
-        self._slots = slots
-        self._send = send
-        self._servers = servers
-        self._policy_version = policy_version
-        self._leases: set[Lease] = set()
-        self._moving: deque[asyncio.Future[str | None]] = deque()  # in the order of the questions
+    def __init__(self, slots: asyncio.Semaphore, send: Callable[..., None]) -> None:
+        self._slots, self._send = slots, send
+        self._answers: dict[int, asyncio.Future[str | None]] = {}
+        self._sessions: dict[int, RolloutSession] = {}
 
-    async def __aenter__(self) -> Lease | None:
-        await self._slots.acquire()
-        if not self._servers:
-            return None
-        lease = Lease(self._servers.pop(), self._policy_version, self._find_other)
-        self._leases.add(lease)
-        current_lease.set(lease)
-        return lease
+    @asynccontextmanager
+    async def take(self, request: GroupRequest, number: int) -> AsyncIterator[RolloutSession]:
+        """Wait for a place of this rollout of the group, and hold it."""
+        async with self._slots:
+            url = await self._ask(number, "place")
+            session = RolloutSession(
+                request.policy_version,
+                url,
+                lambda lost: self._ask(number, "server"),
+                request.seed,
+                number,
+            )
+            self._sessions[number] = session
+            try:
+                yield session
+            finally:
+                del self._sessions[number]
+                self._send(rollout=number, needs="nothing")
 
-    async def _find_other(self, url: str) -> str | None:
-        self._moving.append(asyncio.get_running_loop().create_future())
-        self._send(lost=url)
-        return await self._moving[-1]
+    async def _ask(self, number: int, needs: str) -> str | None:
+        """Return the rollout's server; None: the only one, or there is no other."""
+        self._send(rollout=number, needs=needs)
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        return await self._answers[number]
 
-    def take_answer(self, url: str | None) -> None:
-        """Another server for the rollout that asked first; None if there is none."""
-        asked = self._moving.popleft()
-        if not asked.done():  # the rollout may have been cancelled
-            asked.set_result(url)
-
-    def lose(self, url: str) -> None:
-        """End what waits for this server, which is lost."""
-        for lease in self._leases:
-            lease.lose(url)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._slots.release()
-        lease = current_lease.get()
-        if lease is None:
-            self._send()
-            return
-        current_lease.set(None)
-        self._leases.discard(lease)
-        self._send(server=lease.url)
+    def take_message(self, rollout: int, server: str | None = None, is_lost: bool = False) -> None:
+        """Take an answer, or that the server of a rollout is lost."""
+        if not is_lost and not self._answers[rollout].done():
+            self._answers[rollout].set_result(server)
+        elif is_lost and (session := self._sessions.get(rollout)) is not None:
+            session.lose(str(session.url))
 
 
-async def _serve(
-    connection: socket.socket, stack: int, runners: list[ExampleRunner], setup: dict[str, Any]
-) -> None:
+async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str, Any]) -> None:
     """Run groups until the connection ends."""
     reader, writer = await asyncio.open_connection(sock=connection)
+
+    def send(**message: Any) -> None:
+        writer.writelines(frame(message))
+
     try:
         await asyncio.gather(*(runner.open() for runner in runners))
     except Exception as error:  # whatever the environment's own code raises
-        writer.writelines(frame({"problem": describe_error(error)}))
+        send(problem=describe_error(error))
         await writer.drain()
         return
-    writer.writelines(frame({"problem": None}))
+    send(problem=None)
     files = max(runner.files_per_rollout for runner in runners)
-    slots = Slots(rollouts_at_once(setup["max_concurrent"], files))
+    slots = asyncio.Semaphore(rollouts_at_once(setup["max_concurrent"], files))
     running: dict[int, asyncio.Task[None]] = {}
     places_of: dict[int, _Places] = {}
-    is_alive = asyncio.create_task(_say_alive(writer, stack, setup["alive_s"], setup["blocked_s"]))
+    is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
 
-    async def run(number: int, request: dict[str, Any]) -> None:
+    async def run(number: int, env: int, example: str, request: dict[str, Any]) -> None:
         try:
-            env = request.pop("env")
-            places = places_of[number] = _Places(
-                slots,
-                lambda **said: writer.writelines(frame({"group": number, **said})),
-                request.pop("servers", None),
-                request["policy_version"],
-            )
-            current_group_seed.set(request.pop("group_seed", None))  # of this group's task
-            example = json.loads(request["example"])
-            if "table" in setup["recipes"][env]:  # then it is the place of one
-                example = await cast(HoldsExamples, runners[env]).example(**example)
-            request["example"] = example
-            group = await runners[env].run_example(**request, slots=places)
+            given = json.loads(example)
+            full = GroupRequest(**request, places=places_of[number])
+            if given is None:  # the environment has its examples here
+                group = await runners[env].run_group(full)
+            else:
+                group = await runners[env].run_example(given, full)
             rollouts, arrays = pack_group(group)
             answer = frame({"group": number, "rollouts": rollouts}, arrays)
         except Exception as error:  # sent, so that the trainer does not wait forever
             answer = frame({"group": number, "problem": describe_error(error)})
         finally:
-            del running[number]
-            places_of.pop(number, None)
+            del running[number], places_of[number]
         writer.writelines(answer)
         await writer.drain()
 
     try:
         while True:
-            request, _ = await receive(reader)
-            number = request.pop("group")
-            if "moved" in request or "lost" in request:
-                if (places := places_of.get(number)) is None:
-                    continue  # the group has ended
-                if "moved" in request:
-                    places.take_answer(request["moved"])
-                else:
-                    places.lose(request["lost"])
-            elif "cancel" not in request:
-                running[number] = asyncio.create_task(run(number, request))
-            elif number in running:
+            message, _ = await receive(reader)
+            number = message.pop("group")
+            if "request" in message:
+                places_of[number] = _Places(slots, partial(send, group=number))
+                running[number] = asyncio.create_task(run(number, **message))
+            elif number not in running:
+                pass  # the group has ended
+            elif "cancel" in message:
                 running[number].cancel()
+            else:
+                places_of[number].take_message(**message)
+                await asyncio.sleep(0)  # the rollout takes its answer before the next message
     except (EOFError, OSError):
         pass  # the trainer has closed its end, or is gone
     is_alive.cancel()
@@ -225,18 +197,15 @@ async def _serve(
     await asyncio.gather(*(runner.close() for runner in runners))
 
 
-async def _say_alive(
-    writer: asyncio.StreamWriter, stack: int, alive_s: float, blocked_s: float
-) -> None:
-    """Say every `alive_s` that the event loop runs. If the loop is blocked for `blocked_s`, all
-    threads' stacks are written to the file `stack`, even if the code that blocks holds the GIL.
+async def _say_alive(send: Callable[..., None], alive_s: float, blocked_s: float) -> None:
+    """Say every `alive_s` that the event loop runs. If the loop is blocked for `blocked_s`, the
+    stacks of all threads go to stderr, even if the code that blocks holds the GIL.
     """
-    file = os.fdopen(stack, "wb", closefd=False)
     try:
         while True:
-            # A little earlier, so that the orchestrator's process finds it when it reports.
-            faulthandler.dump_traceback_later(0.9 * blocked_s, file=file)
+            # A little earlier, so that they are there when the orchestrator's process reports.
+            faulthandler.dump_traceback_later(0.9 * blocked_s)
             await asyncio.sleep(alive_s)
-            writer.writelines(frame({}))
+            send()
     finally:
         faulthandler.cancel_dump_traceback_later()

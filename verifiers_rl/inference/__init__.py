@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.client import generation_key as generation_key
     from verifiers_rl.inference.client import save_token as save_token
     from verifiers_rl.inference.client import token_file as token_file
-    from verifiers_rl.inference.lease import Lease as Lease
-    from verifiers_rl.inference.lease import LeaseLostError as LeaseLostError
-    from verifiers_rl.inference.lease import current_lease as current_lease
     from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
     from verifiers_rl.inference.packed_tokens import unpack_experts as unpack_experts
     from verifiers_rl.inference.packed_tokens import unpack_mask as unpack_mask
@@ -26,30 +23,23 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
     from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
     from verifiers_rl.inference.rollout_client import policy_versions as policy_versions
-    from verifiers_rl.inference.seeds import RolloutSeeds as RolloutSeeds
-    from verifiers_rl.inference.seeds import begin_rollout as begin_rollout
-    from verifiers_rl.inference.seeds import current_group_seed as current_group_seed
-    from verifiers_rl.inference.seeds import current_seeds as current_seeds
-    from verifiers_rl.inference.seeds import derive_seed as derive_seed
+    from verifiers_rl.inference.session import RolloutSession as RolloutSession
+    from verifiers_rl.inference.session import SessionLostError as SessionLostError
+    from verifiers_rl.inference.session import derive_seed as derive_seed
 
 HOME = {
     "RolloutDeadline": "rollout_client",
-    "Lease": "lease",
-    "LeaseLostError": "lease",
-    "current_lease": "lease",
     "Hold": "client",
     "InferenceClient": "client",
     "InferenceServerError": "client",
     "RequestRefusedError": "client",
-    "RolloutSeeds": "seeds",
+    "RolloutSession": "session",
+    "SessionLostError": "session",
+    "derive_seed": "session",
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
     "TOKEN_VARIABLE": "client",
     "WeightRequest": "client",
-    "begin_rollout": "seeds",
-    "current_group_seed": "seeds",
-    "current_seeds": "seeds",
-    "derive_seed": "seeds",
     "find_token": "client",
     "generation_key": "client",
     "pack_ids": "packed_tokens",

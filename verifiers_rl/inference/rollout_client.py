@@ -5,13 +5,14 @@ sampled their tokens, and how long they waited in the server's queue.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import httpx
@@ -24,8 +25,7 @@ from openai import (
 )
 
 from verifiers_rl.inference.client import generation_key
-from verifiers_rl.inference.lease import LeaseLostError, current_lease
-from verifiers_rl.inference.seeds import current_seeds, with_seed
+from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
 policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
     "policy_versions", default=None
@@ -131,10 +131,9 @@ class ServerClient(AsyncOpenAI):
     hundreds of small requests at once, these layers take longer than all the rest of a rollout
     (benchmarks/rollouts.py). The path raises openai's errors.
 
-    A request of a rollout that has seeds gets the next one, unless it has its own.
-
-    With several servers, a request goes to the server that `current_lease` names. A server that
-    does not answer, or that has not the policy, is lost for that rollout.
+    The requests of a rollout are sent by `of_rollout(session)`: they have its seeds, and go to its
+    server. One of several servers that does not answer, or that has not the policy, is lost for
+    that rollout.
 
     Args:
         base_url: of the API, with /v1. With several servers, that of any of them.
@@ -144,6 +143,7 @@ class ServerClient(AsyncOpenAI):
     def __init__(self, base_url: str, timeout_s: float) -> None:
         self._key_of = cache(generation_key)
         key = self._key_of(base_url)
+        self._rollout = RolloutSession(0)  # of requests that belong to none
         # No proxy: it is our own server.
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
         super().__init__(base_url=base_url, api_key=key, http_client=http, max_retries=1)
@@ -155,17 +155,23 @@ class ServerClient(AsyncOpenAI):
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
         )
 
+    def of_rollout(self, session: RolloutSession) -> Self:
+        """Return a client on the same connections, which sends the requests of this rollout."""
+        client = copy.copy(self)
+        client._rollout = session
+        client.__dict__.pop("chat", None)  # it is bound to the client that made it
+        return client
+
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
         if cast_to is not httpx.Response:
             return await super().post(path, cast_to=cast_to, **kwargs)
-        lease, seeds, body = current_lease.get(), current_seeds.get(), kwargs["body"]
+        rollout = self._rollout
+        body = rollout.with_seed(kwargs["body"])
         url = path if "://" in path else str(self.base_url).rstrip("/") + path
         headers = {**((kwargs.get("options") or {}).get("headers") or {})}
-        if lease is not None:
-            url = lease.url + httpx.URL(url).raw_path.decode()
-            headers["Authorization"] = f"Bearer {self._key_of(lease.url)}"
-        if seeds is not None:
-            body = with_seed(body, seeds.take())
+        if rollout.url is not None:
+            url = rollout.url + httpx.URL(url).raw_path.decode()
+            headers["Authorization"] = f"Bearer {self._key_of(rollout.url)}"
         try:
             async with _time_of_request() as times:
                 response, said = await self._reply_to(url, json.dumps(body), headers, times)
@@ -173,20 +179,18 @@ class ServerClient(AsyncOpenAI):
             if response.is_error:
                 response.request = httpx.Request("POST", url)
                 raise self._make_status_error_from_response(response)
-            if lease is not None:
-                lease.check_versions(spans)
+            rollout.check_versions(spans)
         except TimeoutError as error:  # aiohttp's are also ClientErrors
             raise APITimeoutError(httpx.Request("POST", url)) from error
-        except (aiohttp.ClientError, LeaseLostError) as error:
-            if lease is not None:
-                lease.fail()
+        except (aiohttp.ClientError, SessionLostError) as error:
+            rollout.fail()
             reason = f"Connection error: {error or type(error).__name__}"
             raise APIConnectionError(message=reason, request=httpx.Request("POST", url)) from error
         except APIStatusError as error:
             # 404: a server that started anew does not know the adapter. 504: see RolloutDeadline.
             is_lost = error.status_code == 404 or error.status_code >= 500
-            if lease is not None and is_lost and error.status_code != 504:
-                lease.fail()
+            if is_lost and error.status_code != 504:
+                rollout.fail()
             raise
         return response
 
@@ -222,9 +226,9 @@ class ServerClient(AsyncOpenAI):
         self, send: Callable[[], Any], end: float, times: dict[str, float]
     ) -> tuple[httpx.Response, Mapping[str, str]]:
         """Send a request again and again while the server says that it is busy, until `end`."""
-        lease, pause_s = current_lease.get(), 0.5
+        pause_s = 0.5
         while True:
-            async with lease.watching() if lease is not None else nullcontext(), send() as reply:
+            async with self._rollout.watching(), send() as reply:
                 content = await reply.read()
             if reply.status not in BUSY or asyncio.get_running_loop().time() >= end:
                 return httpx.Response(reply.status, content=content), reply.headers

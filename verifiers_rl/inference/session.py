@@ -1,45 +1,77 @@
-"""Which of several servers a rollout uses: the same one for all of its turns, because that server
-has the rollout's tokens so far in its prefix cache.
+"""What the requests of one rollout share: the server that they go to, and their seeds.
+
+All turns of a rollout use one server, because that server has the rollout's tokens so far in its
+prefix cache. If the server is lost, the whole rollout begins again at another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from typing import Any
 
 MAX_MOVES = 3  # of one rollout, to other servers
 
 
-class LeaseLostError(RuntimeError):
+class SessionLostError(RuntimeError):
     """The server of a rollout is lost, or has another policy than the rollout needs."""
 
 
-class Lease:
-    """A rollout's place at a server.
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed from 0 to 2**63 - 1 that follows from these parts and their order."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class RolloutSession:
+    """The server and the seeds of one rollout.
 
     Args:
-        url: of the server, without /v1.
         policy_version: all tokens must be of this version of the policy, or of a later one.
+        url: of the server, without /v1. None: all rollouts use one server, which their client
+            knows.
         find_other: takes the URL of a lost server, and returns another one's, or None.
+        group_seed: seed of its group; None: its requests have no seeds of ours.
+        number: of the rollout in its group.
 
     Attributes:
         is_lost: the server does not answer, or has lost the policy.
         has_failed: a request of the rollout has failed by that, so the rollout must begin again.
         num_moves: how often the rollout has begun again at another server.
+        on_lost: called when the server is lost, on the event loop; None: not called.
     """
 
     def __init__(
-        self, url: str, policy_version: int, find_other: Callable[[str], Awaitable[str | None]]
+        self,
+        policy_version: int,
+        url: str | None = None,
+        find_other: Callable[[str], Awaitable[str | None]] | None = None,
+        group_seed: int | None = None,
+        number: int = 0,
     ) -> None:
-        self.url = url
         self.policy_version = policy_version
+        self.url = url
         self.is_lost = False
         self.has_failed = False
         self.num_moves = 0
+        self.on_lost: Callable[[], None] | None = None
         self._find_other = find_other
+        self._group_seed, self._number, self._num_seeds = group_seed, number, 0
         self._requests: set[asyncio.Timeout] = set()
+
+    def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of the rollout's next request with its seed, unless it has its own.
+        Requests of /inference/v1/generate have their sampling options in a field.
+        """
+        if self._group_seed is None:
+            return body
+        self._num_seeds += 1
+        seed = derive_seed(self._group_seed, self._number, self._num_seeds)
+        if isinstance(sampling := body.get("sampling_params"), dict):
+            return {**body, "sampling_params": {"seed": seed, **sampling}}
+        return {"seed": seed, **body}
 
     def lose(self, url: str) -> None:
         """If the server at this URL is the rollout's, mark it as lost, and end the requests that
@@ -48,19 +80,24 @@ class Lease:
         if url != self.url:
             return
         self.is_lost = True
+        if self.on_lost is not None:
+            self.on_lost()
         for request in self._requests:
             if not request.expired():
                 request.reschedule(asyncio.get_running_loop().time())
 
     def fail(self) -> None:
-        """Mark the server as lost, and let the rollout begin again."""
-        self.has_failed = True
-        self.lose(self.url)
+        """Mark the server as lost, and let the rollout begin again. Without effect if there is only
+        one server.
+        """
+        if self.url is not None:
+            self.has_failed = True
+            self.lose(self.url)
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """For one request. It ends with LeaseLostError when the server is lost."""
-        lost = LeaseLostError(f"the server at {self.url} is lost")
+        """For one request. It ends with SessionLostError when the server is lost."""
+        lost = SessionLostError(f"the server at {self.url} is lost")
         if self.is_lost:
             raise lost
         request = asyncio.timeout(None)
@@ -76,16 +113,19 @@ class Lease:
             self._requests.discard(request)
 
     def check_versions(self, spans: list[tuple[int, int]] | None) -> None:
-        """Raise LeaseLostError unless the server says that a policy which is new enough has sampled
-        every token of its reply.
+        """Raise SessionLostError unless the server says that a policy which is new enough has
+        sampled every token of its reply. A single server is not asked, because the orchestrator
+        looks at it.
 
         Args:
             spans: (first token, policy version) pairs; None if the server said nothing.
         """
+        if self.url is None:
+            return
         if spans and spans[0][0] == 0 and min(v for _, v in spans) >= self.policy_version:
             return
         said = f"versions {sorted({v for _, v in spans})}" if spans else "no version"
-        raise LeaseLostError(
+        raise SessionLostError(
             f"the server at {self.url} replied with {said} of the policy, not with version "
             f"{self.policy_version}: has it started anew?"
         )
@@ -94,20 +134,18 @@ class Lease:
         """Take another server if the rollout must begin again. Return whether it has one.
 
         Raises:
-            LeaseLostError: there is no other server, or the rollout has moved `MAX_MOVES` times.
+            SessionLostError: there is no other server, or the rollout has moved `MAX_MOVES` times.
         """
         if not self.has_failed:
             return False
+        assert self.url is not None and self._find_other is not None
         url = await self._find_other(self.url) if self.num_moves < MAX_MOVES else None
         if url is None:
             moves = f" after {self.num_moves} moves" if self.num_moves else ""
-            raise LeaseLostError(
+            raise SessionLostError(
                 f"the server at {self.url} is lost, and no other one is there{moves}"
             )
         self.url, self.is_lost, self.has_failed = url, False, False
+        self._num_seeds = 0
         self.num_moves += 1
         return True
-
-
-# Of the rollout that runs in this task, or in one that it has started; None with one server.
-current_lease: ContextVar[Lease | None] = ContextVar("lease", default=None)

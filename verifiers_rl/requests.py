@@ -1,0 +1,225 @@
+"""One request: what the orchestrator asks of an environment, and what it gives for it.
+
+Orchestrator ── GroupRequest ──►  EnvRunner.run_group ──► each rollout:
+                                      async with request.begin(number) as session:
+                                          its model calls, with this session
+             ◄── list[Rollout] ──
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from verifiers_rl.inference import RolloutSession, ServerLostError
+from verifiers_rl.types import Rollout, Split
+
+
+class Router(Protocol):
+    """Chooses among several servers: see `inference.pool.ReplicaPool`."""
+
+    def take(self, policy_version: int) -> str: ...
+    def release(self, url: str) -> None: ...
+    def report_lost(self, url: str) -> None: ...
+    def call_when_lost(self, callback: Callable[[str], None]) -> None: ...
+
+
+@dataclass
+class Progress:
+    """Counts rollouts, for people.
+
+    Attributes:
+        num_requested: rollouts that were requested so far.
+        num_done: rollouts that have ended.
+    """
+
+    num_requested: int = 0
+    num_done: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_done} of {self.num_requested}"
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """What an environment needs to run the rollouts of one example.
+
+    Attributes:
+        split, index: the example. Examples are numbered consecutively over all environments.
+        num_rollouts: rollouts to run, or episodes with a rollout for each agent.
+        model: the model name in requests to the server.
+        policy_version: version of tokens for which the server reports none.
+        sampling_args: sampling options of a request, unless the environment has its own.
+        places: gives each rollout a place and a server; see `begin`.
+        timeout_s: deadline of one rollout, seconds.
+        seed: of the group, for `deterministic`; None: its requests have no seeds.
+        progress: counts its rollouts.
+    """
+
+    split: Split
+    index: int
+    num_rollouts: int
+    model: str
+    policy_version: int
+    sampling_args: dict[str, Any]
+    places: HasPlaces
+    timeout_s: float = 600.0
+    seed: int | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    @asynccontextmanager
+    async def begin(self, number: int) -> AsyncIterator[RolloutSession]:
+        """Hold a place for a rollout of the group while it uses the server. What is yielded goes to
+        `ServerClient.of_rollout`.
+
+        Args:
+            number: of the rollout in its group.
+
+        Raises:
+            ServerLostError: there is no server.
+        """
+        async with self.places.take(self, number) as session:
+            yield session
+        self.progress.num_done += 1
+
+
+class HasPlaces(Protocol):
+    """Bounds the rollouts that use the server at a time, and gives each of them its session."""
+
+    def take(
+        self, request: GroupRequest, number: int
+    ) -> AbstractAsyncContextManager[RolloutSession]:
+        """Wait for a place of this rollout of the group, and hold it."""
+        ...
+
+
+class Places:
+    """The `HasPlaces` of the orchestrator. On one event loop.
+
+    Args:
+        num: of rollouts at a time.
+        router: chooses the server of each rollout; None: there is one server.
+    """
+
+    def __init__(self, num: int, router: Router | None = None) -> None:
+        self._slots = asyncio.Semaphore(num)
+        self._router = router
+        self._sessions: set[RolloutSession] = set()  # those in use
+
+    @asynccontextmanager
+    async def take(self, request: GroupRequest, number: int) -> AsyncIterator[RolloutSession]:
+        """Wait for a place of this rollout of the group, and hold it.
+
+        Raises:
+            ServerLostError: there is no server.
+        """
+        router, version = self._router, request.policy_version
+        async with self._slots:
+            url = router.take(version) if router is not None else None
+            find_other = partial(self._find_other, version)
+            session = RolloutSession(version, url, find_other, request.seed, number)
+            self._sessions.add(session)
+            try:
+                yield session
+            finally:
+                self._sessions.discard(session)
+                if router is not None and session.url is not None:
+                    router.release(session.url)
+
+    async def _find_other(self, policy_version: int, url: str) -> str | None:
+        """Return another server for a rollout that has lost this one; None if there is none."""
+        assert self._router is not None
+        self._router.report_lost(url)
+        try:
+            other = self._router.take(policy_version)
+        except ServerLostError:
+            return None
+        self._router.release(url)
+        return other
+
+    def lose(self, url: str) -> None:
+        """End the requests that wait for this server, which is lost."""
+        for session in self._sessions:
+            session.lose(url)
+
+
+class EnvRunner(Protocol):
+    """Runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an object
+    with these members as it is; `envs/` has a class for each kind of environment.
+
+    Examples are numbered consecutively over all its environments. A runner sets `Rollout.env` to
+    its name, ends each rollout at a deadline of its own, and returns at least one rollout for a
+    group. The run's `max_prompt_len`, `mask_env_responses` and `client_type` do not reach a runner
+    that a user passes.
+
+    Attributes:
+        name: name of its environment, the prefix of its metrics.
+        description: a line for the start of a run, or "".
+        weights: share of the groups for each of its environments, up to a common factor.
+        num_overlong_prompts: examples left out because of `max_prompt_len`.
+        bounds_replies: whether it ends each reply at `max_seq_len`. If not, replies end at the
+            server's `max_model_len`.
+        files_per_rollout: sockets and pipes that one rollout holds in this process at most.
+        first_prompt: messages of the first training example.
+    """
+
+    name: str
+    description: str
+    weights: list[float]
+    num_overlong_prompts: int
+    bounds_replies: bool
+    files_per_rollout: int
+    first_prompt: list[Any]
+
+    def sizes(self, split: Split) -> list[int]:
+        """Return the size of this split in each environment; `data.ENDLESS` for a stream."""
+        ...
+
+    async def open(self) -> None:
+        """Get ready. Called on the event loop that will run the groups."""
+        ...
+
+    async def close(self) -> None: ...
+
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """Run and score the rollouts of one example. An error fails only its own rollout, which
+        gets it as `error`.
+        """
+        ...
+
+
+class GroupScorer(Protocol):
+    """Scores the training rollouts of one environment beside their rewards, as a teacher does.
+    `WeightedEnv(scorer=...)` takes one.
+
+    Attributes:
+        longest_wait_s: a group may wait so long for it, beside the time of its rollouts.
+    """
+
+    longest_wait_s: float
+
+    def connect(self, options: Any, args: Any, example: Any) -> None:
+        """Learn of the run.
+
+        Args:
+            options: `envs.base.RunnerOptions` of the environment.
+            args: the `RLConfig` with the environment's own sampling options.
+            example: `async example(split, index)` returns the fields of an example; or None.
+        """
+        ...
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+
+    async def score(self, group: Sequence[Rollout], request: GroupRequest) -> None:
+        """Set `added_advantages` of rollouts that have not failed.
+
+        Args:
+            group: of one example.
+            request: for which they were run; its `index` is that in the scorer's environment.
+        """
+        ...
