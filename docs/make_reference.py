@@ -8,25 +8,27 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import re
 import typing
 from dataclasses import MISSING, Field, fields
+from enum import Enum
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any
 
 import verifiers_rl  # noqa: F401 (before transformers: see its torchvision_operators.py)
 
 # isort: split
 import transformers
+from pydantic import AfterValidator, GetPydanticSchema
 from transformers import TrainingArguments
 
 from verifiers_rl import RLConfig, config
 from verifiers_rl.cli import config as cli_config
 from verifiers_rl.cli import flat
 from verifiers_rl.distill import Distillation, Teacher
-from verifiers_rl.option_rules import rules_of, type_rule
 from verifiers_rl.sft import SFTConfig
 from verifiers_rl.sft import main as cli_sft
 
@@ -89,7 +91,7 @@ These keys of the flat layout cannot be honoured. Each is an error that says wha
 
 """
 # Values of which each rule refuses at least one, so that it says what it wants.
-PROBES = (-1, 0, 1, 3, 70000, 2**33, "", "?", "a/b:c:")
+PROBES = ("", "?", "a/b:c:", -3, ["?"])
 
 
 def sections() -> dict[str, list[str]]:
@@ -106,35 +108,55 @@ def sections() -> dict[str, list[str]]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             title = starts[max(number for number in starts if number < node.lineno)]
             found[title].append(node.target.id)
-    return found
+    return {title: names for title, names in found.items() if names}
 
 
 def type_of(kind: Any) -> str:
-    """Describe the values that a field takes: what its rules say, else its type."""
-    said = []
-    for rule in rules_of(kind):
-        for probe in PROBES:
-            try:
-                problem = rule(probe)
-            except (TypeError, AttributeError):
-                continue  # a rule for values of another type
-            if problem is not None and problem.startswith("must "):
-                said.append(problem.removeprefix("must ").removeprefix("be "))
-                break
-    plain = _without_rules(kind)
-    if not said:
-        text = type_rule(object(), plain).removeprefix("must be ")
-        return "the name of a schedule" if len(text) > 120 else text
-    is_optional = NoneType in typing.get_args(kind) or NoneType in typing.get_args(plain)
-    text = ", ".join(dict.fromkeys(said)).removeprefix("name ")
-    number = "a number " if text.startswith((">", "from ")) else ""
-    return number + text + (", or left out" if is_optional else "")
-
-
-def _without_rules(kind: Any) -> Any:
+    """Describe the values that a field takes: by its rules, else by its type."""
+    inner = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Annotated:
-        return _without_rules(typing.get_args(kind)[0])
-    return kind
+        text, bounds = type_of(inner[0]), []
+        for rule in inner[1:]:
+            if isinstance(rule, GetPydanticSchema):  # of `checked_as`
+                optional = ", or left out" if NoneType in typing.get_args(inner[0]) else ""
+                text = (
+                    type_of(rule.__get_pydantic_core_schema__(None, lambda checked: checked))
+                    + optional
+                )
+            elif isinstance(rule, AfterValidator):
+                text = _rule_text(rule) + (", or left out" if "left out" in text else "")
+            for bound in getattr(rule, "metadata", ()):
+                for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+                    if hasattr(bound, name):
+                        bounds.append(f"{sign} {getattr(bound, name)}")
+        return f"{text} {' and '.join(bounds)}".strip()
+    if typing.get_origin(kind) in (typing.Union, UnionType):
+        parts = [type_of(part) for part in inner if part is not NoneType]
+        if any(isinstance(part, type) and issubclass(part, Enum) for part in inner):
+            parts = [type_of(next(part for part in inner if part is not str))]
+        text = " or ".join(parts)
+        return f"{text}, or left out" if NoneType in inner else text
+    if typing.get_origin(kind) is typing.Literal:
+        return f"{'one of ' * (len(inner) > 1)}{', '.join(map(str, inner))}"
+    match typing.get_origin(kind) or kind:
+        case builtins.list:
+            return "a list of strings"
+        case builtins.dict:
+            return "a table (a dict in Python)"
+    plain = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    return plain.get(kind) or "the name of a schedule"
+
+
+def _rule_text(rule: AfterValidator) -> str:
+    """Return what a rule says about a value that it refuses."""
+    for probe in PROBES:
+        try:
+            typing.cast(Any, rule.func)(probe)
+        except ValueError as error:
+            return str(error).removeprefix("must ").removeprefix("be ").removeprefix("name ")
+        except (TypeError, AttributeError):
+            continue  # a rule for values of another type
+    raise ValueError(f"no value in PROBES is refused by {rule}")
 
 
 def default_of(option: Field[Any]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -558,3 +559,11 @@ async def serving(handler, path="/v1/chat/completions"):
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+def check_lines(lines, name):
+    """Compare lines with those of this file here; with EXPECT=1 in the environment, write it."""
+    path = ROOT / "tests" / name
+    if os.environ.get("EXPECT"):
+        path.write_text("".join(f"{line}\n" for line in lines))
+    assert lines == path.read_text().splitlines()

@@ -286,7 +286,7 @@ report_to = ["tensorboard", "wandb"]
         ("--eval.num_examples 20", {"eval_examples": 20}),
         ("--eval.interval 5", {"eval_steps": 5}),
         ("--difficulty_filter.enabled true", {}),
-        ("--wandb.name x", {"run_name": "x"}),
+        ("--wandb.name x", {"run_name": "x", "report_to": ["wandb"]}),
     ],
 )
 def test_a_default_of_a_table_never_wins_over_a_value(read, words, changed):
@@ -298,14 +298,8 @@ def test_the_newest_key_of_a_table_says_when_it_counts(read):
     flat_one, ours = 'model = "m"\n[[env]]\nid = "e"\n', "[trainer.args]\nreport_to = {}\n"
     flat_one += "[wandb]\nproject = 'p'\n"
     assert read(flat_one, ours.format('"none"')).trainer_args["report_to"] == "none"
-    for before, after in (
-        ('"none"', ["wandb"]),
-        ('"trackio"', ["trackio", "wandb"]),
-        ('["wandb", "trackio"]', ["wandb", "trackio"]),
-        ('"all"', ["all"]),
-    ):
-        args = read(flat_one, ours.format(before), words="--wandb.name x").trainer_args
-        assert args["report_to"] == after
+    args = read(flat_one, ours.format('"trackio"'), words="--wandb.name x").trainer_args
+    assert args["report_to"] == ["wandb"]
 
 
 def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
@@ -324,7 +318,7 @@ def test_an_error_about_what_a_table_implies_names_the_table(read):
         read(text + "weight = 0\n")
     with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1 has an unknown key 'wight'"):
         read(text + "wight = 2\n")
-    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1: id is missing"):
+    with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2: id is missing"):
         read(text.replace('id = "f"\n', "weight = 2\n"))
     config = read(text + "num_examples = 3\n")
     assert [env.eval_examples for env in config.envs] == [None, 3]
@@ -337,7 +331,7 @@ def test_the_rest_of_the_code_never_sees_a_flat_key(read):
 
 
 def test_two_layouts_in_one_file_name_what_clashes(read):
-    with pytest.raises(TomlError, match=r"max_steps \(in ours \[trainer.args\] max_steps\), .*sam"):
+    with pytest.raises(TomlError, match=r"max_steps, .*\[sampling\], .* with \[trainer\] of ours"):
         read(FLAT + "[trainer.args]\nseed = 1\n")
     with pytest.raises(TomlError, match=r"\[sampling\] of the flat one with \[inference\], \[tra"):
         read('model = "m"\n[inference]\ngpus = 0\n[trainer]\ngpus = 0\n[sampling]\ntop_p = 1.0\n')

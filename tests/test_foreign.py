@@ -176,7 +176,7 @@ def test_a_toml_names_the_python_relative_to_itself(tmp_path):
     assert (env.python, env.folders) == (python, [tmp_path])
     assert f'python = "{python}"' in resolved_text(config, str(tmp_path / "out"))
     toml.write_text('model = "m"\n[[env]]\nid = "a"\npython = 3\n')
-    with pytest.raises(TomlError, match="python=3: must be a string"):
+    with pytest.raises(TomlError, match="python=3: must be a valid string"):
         load_run_config(toml, checks_model=False)
     toml.write_text('model = "m"\n[[env]]\ntaskset = {id = "a"}\npython = "none/python"\n')
     config = load_run_config(toml, checks_model=False)

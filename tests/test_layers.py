@@ -121,14 +121,14 @@ def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
         ("warmup_steps 2", "warmup_steps", 2),
         ("vllm_server_timeout -0.5", "vllm_server_timeout", -0.5),  # a number, not an option
         ("lora_target_modules q_proj v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
-        ("lora_target_modules all-linear", "lora_target_modules", ["all-linear"]),
+        ("lora_target_modules all-linear", "lora_target_modules", "all-linear"),
         ('lora_target_modules ["q_proj"]', "lora_target_modules", ["q_proj"]),
-        ("stop ###", "stop", ["###"]),
-        ("stop 42", "stop", ["42"]),
+        ("stop ###", "stop", "###"),  # RLConfig makes a list of it
+        ("stop 42", "stop", "42"),
         ("report_to wandb trackio", "report_to", ["wandb", "trackio"]),
         ('loss_args {"eps_high": 4.0}', "loss_args", {"eps_high": 4.0}),
         ("loss_args {eps_high=4.0}", "loss_args", {"eps_high": 4.0}),
-        ("env_workers 2", "env_workers", "2"),  # RLConfig makes a number of it
+        ("env_workers 2", "env_workers", 2),
         ("eval_strategy steps", "eval_strategy", "steps"),
         ("max_tokens none", "max_tokens", None),
         ("wandb_entity none", "wandb_entity", None),  # also where any text would do
@@ -299,7 +299,7 @@ def test_vf_train_takes_several_files_and_keys(compose, tmp_path, monkeypatch, c
     with pytest.raises(SystemExit):
         train.main()
     said = capsys.readouterr().err
-    assert "vf-train: error: the command line: [trainer.args] batch_size=100 is not" in said
+    assert "vf-train: error: the command line: [trainer.args] batch_size=100: must be" in said
 
 
 TOMLS = [

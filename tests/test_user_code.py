@@ -116,7 +116,7 @@ def test_a_toml_names_the_class_of_its_trainer(folder):
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ("class = 3", r"\[trainer\] class=3: must be a string"),
+        ("class = 3", r"\[trainer\] class=3: must be a valid string"),
         ('class = "MyTrainer"', "class='MyTrainer': must be of the form module:name"),
         ('class = "code_of_user:loss"', "code_of_user:loss': must be a class that extends tra"),
         ('class = "code_of_user:Lost"', r"\[trainer\] class='code_of_user:Lost': in .* has no"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import json
 import math
 import os
 from dataclasses import MISSING, dataclass, field, fields
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, Strict, ValidationError
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -35,23 +37,15 @@ from verifiers_rl.option_rules import (
     ConfigError,
     NotNegativeInt,
     NotNegativeNumber,
-    Penalty,
     PositiveInt,
     PositiveNumber,
-    Rule,
+    Share,
     ShareBelow1,
-    address_of,
-    are_addresses,
-    declared,
-    fits,
-    from_json,
+    checked_as,
+    checkers,
     must,
-    not_negative,
     one_of,
-    positive,
     problem_of,
-    share_below_1,
-    usable,
 )
 from verifiers_rl.types import LOAD_S, MAX_MASK
 from verifiers_rl.user_code import UserCodeError, load_user_code
@@ -73,6 +67,8 @@ def _option(default: Any, help: str) -> Any:
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)
 
+
+# --- Rules ----------------------------------------------------------------------------------------
 
 # Options of TrainingArguments that this trainer cannot honour, and what to use.
 # Setting one is an error, not a no-op.
@@ -136,101 +132,115 @@ _UNUSED_BASE_OPTIONS = {
     "ddp_find_unused_parameters": "the LM head runs outside of forward, so DDP would treat it as "
     "unused",
 }
-# Types of these are not checked: TrainingArguments takes or sets others than it declares.
-_FREE_TYPE = {"accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"}
-# HfArgumentParser could not parse these if their types said what else is allowed: a string in place
-# of a list; a number, or true and false, in place of "auto".
-_FREE_TYPE |= {"lora_target_modules", "env_workers", "share_prefixes"}
-_FREE_TYPE |= {"resume_from_checkpoint"}  # what train() takes, see _INHERITED_RULES
-# Options whose value is a table; JSON on a command line.
-_TABLES = ("loss_args", "gradient_masks", "chat_template_kwargs", "group_filter", "eval_sampling")
-# Beginnings and ends of names of optimizers and schedules that cannot work here.
+
+
+def _usable(reasons_against: dict[str, str]) -> Any:
+    """Make a rule that refuses names which begin or end with a key; its value is the reason."""
+
+    def check(value: str) -> str:
+        for part, reason in reasons_against.items():
+            if value.startswith(part) or value.endswith(part):
+                raise ValueError(f"cannot be used here: {reason}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _from_json(value: Any) -> Any:
+    """Return a table that a command line has as JSON; an empty one for None."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value or {}
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+
+
+_FROM_JSON = BeforeValidator(_from_json)
 _LAYERWISE = (
     "it updates weights inside the backward pass: a batch of several microbatches would be several "
     "updates, without max_grad_norm"
 )
-_UNUSABLE_OPTIM = {
-    "schedule_free": "its weights differ between training and evaluation, and the server "
-    "would sample from the wrong ones",
-    "lomo": _LAYERWISE,
-    "adalomo": _LAYERWISE,
-    "layerwise": _LAYERWISE,
-}
-_UNUSABLE_SCHEDULE = dict.fromkeys(
-    ("reduce_lr_on_plateau", "greedy"),
-    "it follows the loss of evaluations, and an evaluation on an environment has none",
-)
-
-
-def _has_no_epochs(steps: str) -> Rule:
-    problem = f"a run counts steps, not epochs; set 'steps' and {steps}"
-    return lambda value: problem if value == "epoch" else None
-
-
-def _has_no_loss(value: str) -> str | None:
-    problem = "an evaluation on an environment has no loss; set reward"
-    return problem if value in ("loss", "eval_loss") else None
-
-
-_names_layers = must(
-    "be a list of names of layers, or 'all-linear'",
-    lambda value: value == "all-linear" or (bool(value) and fits(value, list[str])),
-)
-_are_strings = must(
-    "be a list of strings, none of them empty",
-    lambda value: fits(value, list[str]) and all(value),
-)
-# Arguments of a tokenizer's apply_chat_template that are not the template's.
-_NOT_OF_TEMPLATE = {
-    *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+_NO_EPOCHS = _usable({"epoch": "a run counts steps, not epochs; set 'steps'"})
+_NO_LOSS = "it follows the loss of evaluations, and an evaluation on an environment has none"
+# Rules of inherited options.
+_INHERITED_RULES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (checked_as(ShareBelow1),)),
+    **dict.fromkeys(
+        ("weight_decay", "max_grad_norm", "warmup_steps"), (checked_as(NotNegativeNumber),)
+    ),
+    # TrainingArguments takes or sets other types than it declares.
+    **dict.fromkeys(
+        ("accelerator_config", "debug", "deepspeed", "fsdp", "fsdp_config"), (SkipValidation(),)
+    ),
+    **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), (_NO_EPOCHS,)),
+    **dict.fromkeys(("gradient_checkpointing_kwargs", "lr_scheduler_kwargs"), (_FROM_JSON,)),
+    "eval_steps": (checked_as(PositiveNumber | None),),
+    "seed": (checked_as(Annotated[int, Field(ge=0, lt=2**32)]),),
+    "resume_from_checkpoint": (checked_as(str | bool),),  # a path, or true for the newest
+    "metric_for_best_model": (_usable({"loss": "an evaluation has no loss; set reward"}),),
+    "lr_scheduler_type": (_usable(dict.fromkeys(("reduce_lr_on_plateau", "greedy"), _NO_LOSS)),),
+    "optim": (
+        _usable(
+            {
+                "schedule_free": "its weights differ between training and evaluation, and the "
+                "server would sample from the wrong ones",
+                **dict.fromkeys(("lomo", "adalomo", "layerwise"), _LAYERWISE),
+            }
+        ),
+    ),
 }
 
 
-def _are_of_template(value: dict[str, Any]) -> str | None:
-    wrong = sorted(_NOT_OF_TEMPLATE & value.keys())
-    return f"{wrong[0]!r} is no variable of a chat template; remove it" if wrong else None
-
-
-_vllm_takes = must("be at most 2, which is vLLM's limit", lambda value: value <= 2)
-_is_auto_or_count = must(
-    "be 'auto' or an integer >= 0",
-    lambda value: value == "auto" or (type(value) is int and value >= 0),
-)
-_is_auto_or_bool = must(
-    "be 'auto', true or false", lambda value: value == "auto" or isinstance(value, bool)
-)
-_is_port = must("be a port, 1 to 65535", lambda value: 0 < value < 65536)
+# Types for `HfArgumentParser`, and behind them those of the values.
+_Table = Annotated[dict[str, Any] | str | None, checked_as(dict[str, Any]), _FROM_JSON]
+_Masks = Annotated[
+    dict[str, Any] | str | None,
+    checked_as(dict[Annotated[str, one_of(MASKS)], dict[str, Any]]),
+    _FROM_JSON,
+]
+_AutoOrBool = Annotated[
+    str, checked_as(Literal["auto"] | Annotated[bool, Strict(False)])  # also "false"
+]
+_AutoOrCount = Annotated[
+    str, checked_as(Literal["auto"] | Annotated[int, Field(ge=0), Strict(False)])  # also "3"
+]
+_Layers = Annotated[
+    list[str] | None,
+    checked_as(Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]),
+    BeforeValidator(lambda value: "all-linear" if value == ["all-linear"] else value),
+]
+_Texts = Annotated[
+    list[str] | None,
+    checked_as(list[Annotated[str, Field(min_length=1)]]),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
     lambda value: bool(value) and "/" not in value and value.count(":") != 1,  # IPv6 has more
 )
+
+
+def address_of(server: str) -> tuple[str, int] | None:
+    """Return host and port of "host:port" or "[IPv6]:port"; None if it is no such text."""
+    host, _, port = server.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        return None
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    return (host, int(port)) if host and "/" not in host and is_port else None
+
+
+def _are_addresses(servers: list[str]) -> bool:
+    """Return whether these are addresses of different servers, and at least one."""
+    addresses = {address_of(server) for server in servers}
+    return None not in addresses and len(addresses) == len(servers) > 0
+
+
 _are_servers = must(
     "be a list of servers, each as host:port and only once; an IPv6 address is in brackets",
-    lambda value: fits(value, list[str]) and are_addresses(value),
+    _are_addresses,
 )
-# Rules of inherited options that keep their defaults.
-_INHERITED_RULES: dict[str, tuple[Rule, ...]] = {
-    "adam_beta1": (share_below_1,),
-    "adam_beta2": (share_below_1,),
-    "weight_decay": (not_negative,),
-    "max_grad_norm": (not_negative,),
-    "warmup_steps": (not_negative,),
-    "eval_steps": (positive,),
-    "seed": (must("be from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32),),
-    "resume_from_checkpoint": (
-        must(
-            "be the path of a checkpoint, or true for the newest",
-            lambda value: isinstance(value, str | bool),
-        ),
-    ),
-    "eval_strategy": (_has_no_epochs("eval_steps"),),
-    "save_strategy": (_has_no_epochs("save_steps"),),
-    "logging_strategy": (_has_no_epochs("logging_steps"),),
-    "metric_for_best_model": (_has_no_loss,),
-    "optim": (usable(_UNUSABLE_OPTIM),),
-}
 
 
 def unknown_option_hint(name: str, config_class: Any = None) -> str:
@@ -284,7 +294,7 @@ class RLConfig(TrainingArguments):
     UNUSED, INHERITED_RULES, HINTS = _UNUSED_BASE_OPTIONS, _INHERITED_RULES, dict[str, str]()
 
     # --- Inherited options with other defaults ----------------------------------------------------
-    output_dir: Annotated[str | None, must("name a folder", lambda value: value != "")] = _option(
+    output_dir: Annotated[str | None, must("name a folder", bool)] = _option(
         None,
         "Folder of the run: checkpoints, metrics.jsonl, rollouts, curves.png. Default "
         "outputs/RUN_NAME.",
@@ -297,7 +307,7 @@ class RLConfig(TrainingArguments):
     run_name: str | None = _option("rl", "Name of the run, for the folder and the trackers.")
     max_steps: PositiveInt = _option(500, "Optimizer steps. Each trains on one batch of rollouts.")
     learning_rate: NotNegativeNumber = _option(1e-5, "Peak learning rate.")
-    lr_scheduler_type: Annotated[SchedulerType | str, usable(_UNUSABLE_SCHEDULE)] = _option(
+    lr_scheduler_type: SchedulerType | str = _option(
         "constant",
         "Schedule of the learning rate. With warmup_steps, constant first rises to learning_rate.",
     )
@@ -325,7 +335,7 @@ class RLConfig(TrainingArguments):
     lora_rank: PositiveInt = _option(16, "Rank of the adapter.")
     lora_alpha: PositiveNumber = _option(16, "The adapter's output is scaled by alpha / rank.")
     lora_dropout: ShareBelow1 = _option(0.0, "Dropout in front of the adapter while training.")
-    lora_target_modules: Annotated[list[str] | None, _names_layers] = _option(
+    lora_target_modules: _Layers = _option(
         None,
         'Layers that get an adapter: a list of names, or "all-linear" as in PEFT. Default: all '
         "linear layers of the decoder's blocks except routers and experts.",
@@ -361,7 +371,7 @@ class RLConfig(TrainingArguments):
         "Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. "
         "Default: micro_batch_size * max_seq_len.",
     )
-    share_prefixes: Annotated[str, _is_auto_or_bool] = _option(
+    share_prefixes: _AutoOrBool = _option(
         "auto",
         "Compute tokens that samples have in common at their beginning once: a group's prompt, the "
         "trunk of a trajectory that branches. auto: where the model can keep the samples apart; "
@@ -378,7 +388,7 @@ class RLConfig(TrainingArguments):
         "Attention of the policy, as transformers names it: sdpa, eager, flex_attention, "
         "flash_attention_2. Default: what transformers chooses for the model.",
     )
-    max_seq_len: Annotated[int, must("be an integer >= 2", lambda value: value >= 2)] = _option(
+    max_seq_len: Annotated[int, Field(ge=2)] = _option(
         2048,
         "Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated.",
     )
@@ -403,16 +413,16 @@ class RLConfig(TrainingArguments):
         "Longest reply of one turn, in tokens. None: the reply may fill max_seq_len, or in classic "
         "environments the server's max_model_len.",
     )
-    temperature: Annotated[PositiveNumber, _vllm_takes] = _option(
+    temperature: Annotated[float, Field(gt=0, le=2)] = _option(
         0.7,
         "Sampling temperature. The trainer computes its logprobs at the same temperature.",
     )
-    top_p: Annotated[float, must("be > 0 and <= 1", lambda value: 0 < value <= 1)] = _option(
+    top_p: Annotated[float, Field(gt=0, le=1)] = _option(
         1.0,
         "Sample from the smallest set of likeliest tokens whose total probability reaches this.",
     )
     top_k: PositiveInt | None = _option(None, "Sample from the k likeliest tokens; None for all.")
-    min_p: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = _option(
+    min_p: Share = _option(
         0.0,
         "Leave out tokens whose probability is below this share of the likeliest token's.",
     )
@@ -425,11 +435,11 @@ class RLConfig(TrainingArguments):
     repetition_penalty: PositiveNumber = _option(
         1.0, "Above 1, tokens that the prompt or the reply already has become less likely."
     )
-    presence_penalty: Penalty = _option(0.0, "Above 0, tokens already in a reply are less likely.")
-    frequency_penalty: Penalty = _option(
+    presence_penalty: _Penalty = _option(0.0, "Above 0, tokens already in a reply are less likely.")
+    frequency_penalty: _Penalty = _option(
         0.0, "Above 0, a token is less likely the more often the reply has this token already."
     )
-    stop: Annotated[list[str] | None, _are_strings] = _option(
+    stop: _Texts = _option(
         None,
         "A reply ends where it has one of these strings; one string may stand alone. The tokens of "
         "the string are trained, because they were sampled.",
@@ -439,7 +449,7 @@ class RLConfig(TrainingArguments):
         "Whether the string of stop that ended a reply stays in its text, which the environment "
         "sees and scores.",
     )
-    chat_template_kwargs: Annotated[dict[str, Any] | str | None, _are_of_template] = _option(
+    chat_template_kwargs: _Table = _option(
         {},
         "Variables of the chat template, such as {enable_thinking = false} or {reasoning_effort = "
         '"low"}. The template ignores those that it does not know. On a command line, write JSON.',
@@ -455,7 +465,7 @@ class RLConfig(TrainingArguments):
         600.0, "Seconds that one rollout may take; a longer one counts as an error."
     )
     max_concurrent: PositiveInt = _option(512, "Rollouts in flight at a time.")
-    env_workers: Annotated[str, _is_auto_or_count] = _option(
+    env_workers: _AutoOrCount = _option(
         "auto",
         "Rollout workers: processes that run the environments, so that their Python code does not "
         "wait for the trainer's. auto: one for each four cores, at most 8; an environment that "
@@ -491,7 +501,7 @@ class RLConfig(TrainingArguments):
         False, "Leave truncated rollouts out of the loss; they stay in the baseline."
     )
     zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
-    group_filter: dict[str, Any] | str | None = _option(
+    group_filter: _Table = _option(
         {},
         "Groups that are replaced by new ones: {min_reward_variance = 1e-6} replaces those whose "
         "rewards vary less, so that all are equal; min_reward and max_reward those with a lower or "
@@ -512,12 +522,12 @@ class RLConfig(TrainingArguments):
         "One of cispo, ppo, truncated_is, icepop, dppo, gspo, reinforce, see losses.py; or "
         '"module:function" for your own, from a module beside the script or the TOML.',
     )
-    loss_args: dict[str, Any] | str | None = _option(
+    loss_args: _Table = _option(
         {},
         "Arguments of the loss, such as {eps_high = 4.0} for cispo; on a command line, write them "
         "as JSON. See losses.py.",
     )
-    gradient_masks: dict[str, Any] | str | None = _option(
+    gradient_masks: _Masks = _option(
         None,
         "Tokens that get no gradient, under any loss: a table of masks, each with its arguments, "
         "such as {dppo = {max_divergence = 0.2}}; {} for none. Known: ratio, ppo, ipo, dppo, "
@@ -550,7 +560,7 @@ class RLConfig(TrainingArguments):
         "127.0.0.1",
         "Host of the vf-vllm server.",
     )
-    vllm_server_port: Annotated[int, _is_port] = _option(
+    vllm_server_port: Annotated[int, Field(gt=0, lt=2**16)] = _option(
         8000,
         "Port of the vf-vllm server.",
     )
@@ -585,13 +595,13 @@ class RLConfig(TrainingArguments):
         1,
         "Rollouts of each example in an evaluation. Above 1, the evaluation also logs pass@k.",
     )
-    eval_sampling: dict[str, Any] | str | None = _option(
+    eval_sampling: _Table = _option(
         {},
         "Sampling of evaluations where it differs from that of training, in each environment: such "
         "as {temperature = 0, max_tokens = 512}. A temperature of 0 takes the likeliest token, and "
         "a top_k of 0 all tokens. On a command line, write JSON.",
     )
-    log_rollouts: Annotated[float, must("be from 0 to 1", lambda value: 0 <= value <= 1)] = _option(
+    log_rollouts: Share = _option(
         0.05,
         "All rollouts are written into output_dir/rollouts, a table of some is shown in the "
         "terminal and sent to the trackers of report_to: see docs/rollouts_on_disk.md. The number "
@@ -610,6 +620,8 @@ class RLConfig(TrainingArguments):
                 f"deepspeed={self.deepspeed!r}: DeepSpeed is not installed; "
                 "`make DEEPSPEED=1 install`, or uv pip install -e '.[deepspeed]', in a clone"
             )
+        if self.report_to is None:
+            self.report_to = "none"  # TrainingArguments would take all that are installed
         if self.output_dir is None:
             self.output_dir = f"outputs/{self.run_name or 'rl'}"
         if self.bf16 is None:
@@ -619,18 +631,7 @@ class RLConfig(TrainingArguments):
         # The new name of gradient_checkpointing; transformers warns if only the old one is set.
         if self.gradient_checkpointing is not None and hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = self.gradient_checkpointing
-        # The other ranks wait for rank 0's batch and for the evaluation beside it. They must
-        # wait at least as long as rank 0 may take, in three attempts.
-        num_batches = max(self.max_off_policy_steps, 1)
-        num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
-        num_evaluated = self.eval_examples * self.eval_rollouts_per_example
-        waves = math.ceil(num_rollouts / self.max_concurrent)
-        waves += math.ceil(num_evaluated / self.max_concurrent)
-        waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
-        if self.env_workers:  # the workers load their environments first
-            waiting_s += max(self.generation_timeout, LOAD_S)
-        longest_s = 3 * (waiting_s + 5 * self.vllm_server_timeout + 240)
-        self.ddp_timeout = max(self.ddp_timeout, math.ceil(longest_s))
+        self.ddp_timeout = max(self.ddp_timeout, self._longest_wait_s())
         if self.warmup_steps and self.lr_scheduler_type == "constant":
             self.lr_scheduler_type = "constant_with_warmup"  # plain constant ignores warmup_steps
         wants_best = self.load_best_model_at_end or self.save_strategy == "best"
@@ -643,6 +644,22 @@ class RLConfig(TrainingArguments):
         except (ValueError, FileNotFoundError) as error:
             raise ConfigError(str(error)) from error
         self.torch_compile = compiles
+
+    def _longest_wait_s(self) -> int:
+        """Seconds that other ranks wait for rank 0's batch and for the evaluation beside it: as
+        long as rank 0 may take, in three attempts.
+        """
+        num_batches = max(self.max_off_policy_steps, 1)
+        num_rollouts = self.max_groups_per_batch * self.rollouts_per_example * num_batches
+        num_evaluated = self.eval_examples * self.eval_rollouts_per_example
+        waves = math.ceil(num_rollouts / self.max_concurrent)
+        waves += math.ceil(num_evaluated / self.max_concurrent)
+        waiting_s = (2 * waves + num_batches + 1) * self.generation_timeout
+        if self.env_workers:  # the workers load their environments first
+            waiting_s += max(self.generation_timeout, LOAD_S)
+        return math.ceil(3 * (waiting_s + 5 * self.vllm_server_timeout + 240))
+
+    # --- Checks -----------------------------------------------------------------------------------
 
     def _check_unused_base_options(self) -> None:
         defaults = default_options(self)
@@ -659,74 +676,116 @@ class RLConfig(TrainingArguments):
                 )
 
     def _check(self) -> None:
-        self._take_other_forms()
+        """Check all values, and bring those of a command line into their form."""
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is None and f.default is None:
-                continue
-            if (problem := self._problem(f.name, value)) is not None:
-                raise ConfigError(f"{f.name}={value!r}: {problem}")
-        self._check_tables()
-        self._check_together()
-
-    def _take_other_forms(self) -> None:
-        """Take values in the forms in which a command line or numpy has them: JSON, a number as
-        text, one string for a list of one.
-        """
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, os.PathLike):
-                value = os.fspath(value)
-            elif isinstance(value, np.integer | np.floating):
-                value = value.item()
-            elif isinstance(value, str) and (f.name in _TABLES or f.name.endswith("_kwargs")):
-                value = from_json(f.name, value)
-            elif value is None and f.name in _TABLES and f.name != "gradient_masks":
-                value = {}
-            setattr(self, f.name, value)
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        sampling = self.eval_sampling
-        if isinstance(sampling, dict) and isinstance(stop := sampling.get("stop"), str):
-            self.eval_sampling = {**sampling, "stop": [stop]}
-        if self.lora_target_modules == ["all-linear"]:
-            self.lora_target_modules = "all-linear"  # type: ignore[assignment]
-        if self.report_to is None:
-            self.report_to = "none"  # TrainingArguments would take all that are installed
-        if isinstance(self.env_workers, str) and self.env_workers.isdigit():
-            self.env_workers = int(self.env_workers)  # type: ignore[assignment]
-        if isinstance(self.share_prefixes, str):
-            booleans: dict[str, Any] = {"true": True, "false": False}
-            self.share_prefixes = booleans.get(self.share_prefixes.lower(), self.share_prefixes)
-
-    def _problem(self, name: str, value: Any) -> str | None:
-        """Return what is wrong with this value of an option, by its declared type and its rules."""
-        kind, rules = declared(cast(Any, type(self)))[name]
-        rules = [*rules, *self.INHERITED_RULES.get(name, ())]
-        return problem_of(value, Any if name in _FREE_TYPE else kind, rules)
-
-    def _check_tables(self) -> None:
-        """Check what is in the tables: losses, masks, the filter, the sampling of evaluations."""
+            if value is not None or f.default is not None:
+                setattr(self, f.name, self._checked(f.name, value))
+        self._check_sampling(
+            "eval_sampling", cast(dict[str, Any], self.eval_sampling), ("temperature",)
+        )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
-        for name, options in self.masks().items():
-            if (problem := one_of(MASKS)(name)) is not None:
-                raise ConfigError(f"gradient_masks={name!r}: {problem}")
-            if name in MASKS:
-                self._load(MASKS, name, "gradient_masks", "gradient_masks", options)
-        self.make_filter()
-        for name, value in cast(dict[str, Any], self.eval_sampling).items():
-            known = ("temperature", *_SAMPLING_OF_ONE_ENV)
+        known = {name: options for name, options in self.masks().items() if name in MASKS}
+        self._make_masks(known)
+        self._check_together()
+
+    def _checked(self, name: str, value: Any, where: str = "") -> Any:
+        """Return a value of this option in its form.
+
+        Args:
+            where: what has the value, if it is not the option itself: "eval_sampling.".
+        """
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        value = value.item() if isinstance(value, np.generic) else value
+        try:
+            checked = checkers(cast(Any, type(self)))[name].validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"{where}{name}={value!r}: {problem_of(error)}") from error
+        return value if value == checked else checked  # 16 stays an integer
+
+    def _check_sampling(self, of: str, options: dict[str, Any], more: tuple[str, ...] = ()) -> None:
+        """Check sampling options that stand in place of this config's, and bring them into form.
+
+        Args:
+            of: what has them.
+            more: names beside those that one environment may have; these may be 0, for the
+                likeliest token, and top_k for all tokens.
+        """
+        known = (*_SAMPLING_OF_ONE_ENV, *more)
+        for name, value in options.items():
             if name not in known:
                 hint = did_you_mean(name, known, f"known: {', '.join(known)}")
-                raise ConfigError(f"eval_sampling.{name}={value!r}: no sampling option; {hint}")
-            may_be_0 = name in ("temperature", "top_k")  # the likeliest token, all tokens
-            problem = None if may_be_0 and value == 0 else self._problem(name, value)
-            if name == "max_tokens" and problem is None and value >= self.max_seq_len:
-                problem = f"must be below max_seq_len={self.max_seq_len}"
-            if problem is not None:
-                or_0 = ", or 0" if may_be_0 else ""
-                raise ConfigError(f"eval_sampling.{name}={value!r}: {problem}{or_0}")
+                raise ConfigError(f"{of}.{name}={value!r}: cannot be set there; {hint}")
+            if value != 0 or not more or name not in ("top_k", *more):
+                options[name] = self._checked(name, value, f"{of}.")
+        self._check_length(f"{of}.max_tokens", options.get("max_tokens"))
+
+    def _check_length(self, name: str, value: int | None) -> None:
+        if value is not None and value >= self.max_seq_len:
+            rule = f"must be below max_seq_len={self.max_seq_len}, or left out"
+            raise ConfigError(f"{name}={value!r}: {rule}")
+
+    def _check_together(self) -> None:
+        """Check values that depend on each other."""
+        num_groups = math.ceil(self.batch_size / self.rollouts_per_example)
+        is_whole = num_groups * self.rollouts_per_example == self.batch_size
+        gives_tokens = self.client_type == "openai_chat_completions_token"
+        is_alone = (self.vllm_server_host, self.vllm_server_port) == ("127.0.0.1", 8000)
+        no_tokens = f"client_type={self.client_type!r} gets none; leave client_type out"
+        for name, holds, rule in (
+            (
+                "batch_size",
+                is_whole,
+                f"must be a multiple of rollouts_per_example={self.rollouts_per_example}; try "
+                f"batch_size={num_groups * self.rollouts_per_example}",
+            ),
+            (
+                "kl_target",
+                self.kl_target is None or self.kl_beta > 0,
+                "without effect if kl_beta=0; set kl_beta, the weight at the start, such as 0.01",
+            ),
+            ("sampling_mask", not self.sampling_mask or gives_tokens, no_tokens),
+            ("router_replay", not self.router_replay or gives_tokens, no_tokens),
+            (
+                "deterministic",
+                not self.deterministic or self.max_off_policy_steps <= 1,
+                f"with max_off_policy_steps={self.max_off_policy_steps} weights change during "
+                "generation; set 0 or 1",
+            ),
+            (
+                "top_k",
+                not self.sampling_mask or (self.top_k or DEFAULT_MASK) <= MAX_MASK,
+                f"must be at most {MAX_MASK} with sampling_mask, which travels for each token",
+            ),
+            (
+                "chat_template_kwargs",
+                not self.chat_template_kwargs or self.client_type != "renderer",
+                "the renderers package does not use the chat template; choose another client_type",
+            ),
+            (
+                "shuffle",
+                self.shuffle or self.make_filter().lets_all_pass,
+                "with group_filter it must be True, or every epoch would leave out the same "
+                "examples",
+            ),
+            (
+                "eval_steps",
+                self.eval_steps is None or self.eval_strategy != "no",
+                "without effect unless eval_strategy = 'steps'",
+            ),
+            (
+                "vllm_servers",
+                self.vllm_servers is None or is_alone,
+                "takes the place of vllm_server_host and vllm_server_port; remove these two",
+            ),
+        ):
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: {rule}")
+        self._check_length("max_prompt_len", self.max_prompt_len)
+        self._check_length("max_tokens", self.max_tokens)
+
+    # --- What the options name --------------------------------------------------------------------
 
     def servers(self) -> list[tuple[str, int]]:
         """Return host and port of each inference server."""
@@ -753,9 +812,11 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: a mask cannot be loaded, or does not take its arguments.
         """
-        field = "gradient_masks"
-        masks = self.masks().items()
-        return {name: self._load(MASKS, name, field, field, options) for name, options in masks}
+        return self._make_masks(self.masks())
+
+    def _make_masks(self, masks: dict[str, Any]) -> dict[str, MaskFn]:
+        of = "gradient_masks"
+        return {name: self._load(MASKS, name, of, of, options) for name, options in masks.items()}
 
     def complete_loss(self, loss_fn: LossFn | None) -> LossFn:
         """Return a loss under its masks, plus the terms of `kl_beta` and `entropy_beta`, to which
@@ -784,10 +845,9 @@ class RLConfig(TrainingArguments):
         """Return the function that a field names, one of `known` or a user's own, with options."""
         try:
             function = known.get(name) or load_user_code(name, field)
+            return bind_options(function, f"{of}={name!r}", options)
         except UserCodeError as error:
             raise ConfigError(str(error)) from error
-        try:
-            return bind_options(function, f"{of}={name!r}", options)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -809,93 +869,6 @@ class RLConfig(TrainingArguments):
         except UserCodeError as error:
             raise ConfigError(str(error)) from error
 
-    def _check_together(self) -> None:
-        """Check values that depend on each other."""
-
-        def check(name: str, holds: bool, rule: str) -> None:
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: {rule}")
-
-        check(
-            "kl_target",
-            self.kl_target is None or self.kl_beta > 0,
-            "without effect if kl_beta=0; set kl_beta, the weight at the start, such as 0.01",
-        )
-        check(
-            "include_stop_str_in_output",
-            not self.include_stop_str_in_output
-            or bool(self.stop or cast(dict[str, Any], self.eval_sampling).get("stop")),
-            "without effect unless stop is set",
-        )
-        for name in ("sampling_mask", "router_replay"):
-            check(
-                name,
-                not getattr(self, name) or self.client_type == "openai_chat_completions_token",
-                f"client_type={self.client_type!r} gets none; leave client_type out",
-            )
-        check(
-            "deterministic",
-            not self.deterministic or self.max_off_policy_steps <= 1,
-            f"with max_off_policy_steps={self.max_off_policy_steps} weights change during "
-            "generation; set 0 or 1",
-        )
-        check(
-            "top_k",
-            not self.sampling_mask or (self.top_k or DEFAULT_MASK) <= MAX_MASK,
-            f"must be at most {MAX_MASK} with sampling_mask, which travels for each token",
-        )
-        check(
-            "chat_template_kwargs",
-            not self.chat_template_kwargs or self.client_type != "renderer",
-            "the renderers package does not use the chat template; choose another client_type",
-        )
-        check(
-            "shuffle",
-            self.shuffle or self.make_filter().lets_all_pass,
-            "with group_filter it must be True, or every epoch would leave out the same examples",
-        )
-        check(
-            "eval_steps",
-            self.eval_steps is None or self.eval_strategy != "no",
-            "without effect unless eval_strategy = 'steps'",
-        )
-        check(
-            "hub_strategy",
-            self.save_strategy != "no"
-            or not self.push_to_hub
-            or "checkpoint" not in str(self.hub_strategy).lower(),
-            "without effect if save_strategy = 'no'; set 'end'",
-        )
-        check(
-            "vllm_servers",
-            self.vllm_servers is None
-            or (self.vllm_server_host, self.vllm_server_port) == ("127.0.0.1", 8000),
-            "takes the place of vllm_server_host and vllm_server_port; remove these two",
-        )
-        if self.batch_size % self.rollouts_per_example:
-            groups = math.ceil(self.batch_size / self.rollouts_per_example)
-            raise ConfigError(
-                f"batch_size={self.batch_size} is not a multiple of "
-                f"rollouts_per_example={self.rollouts_per_example}; "
-                f"try batch_size={groups * self.rollouts_per_example}"
-            )
-        for name in ("max_prompt_len", "max_tokens"):
-            value = getattr(self, name)
-            check(
-                name,
-                value is None or value < self.max_seq_len,
-                f"must be below max_seq_len={self.max_seq_len}, or left out",
-            )
-
-    @property
-    def token_budget(self) -> int:
-        """Tokens of one forward pass on one rank."""
-        return self.max_tokens_per_microbatch or self.micro_batch_size * self.max_seq_len
-
-    @property
-    def groups_per_batch(self) -> int:
-        return self.batch_size // self.rollouts_per_example
-
     def make_filter(self) -> GroupFilter:
         """Return the filter that `group_filter` describes.
 
@@ -912,6 +885,17 @@ class RLConfig(TrainingArguments):
             return GroupFilter(**table)
         except ValueError as error:
             raise ConfigError(f"group_filter.{error}") from error
+
+    # --- What follows from the options ------------------------------------------------------------
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one forward pass on one rank."""
+        return self.max_tokens_per_microbatch or self.micro_batch_size * self.max_seq_len
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.rollouts_per_example
 
     @property
     def max_groups_per_batch(self) -> int:
@@ -941,17 +925,11 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: an option is out of range, or cannot differ between environments.
         """
-        copied = copy.copy(self)
+        copied, options = copy.copy(self), dict(options)
+        self._check_sampling("sampling", options)
         for name, value in options.items():
-            if name not in _SAMPLING_OF_ONE_ENV:
-                hint = did_you_mean(name, _SAMPLING_OF_ONE_ENV)
-                hint += " " if hint else ""
-                raise ConfigError(
-                    f"{name}={value!r}: cannot be set for one environment; {hint}known: "
-                    f"{', '.join(_SAMPLING_OF_ONE_ENV)}"
-                )
             setattr(copied, name, value)
-        copied._check()
+        copied._check_together()
         return copied
 
     def sampling_args(self) -> dict[str, Any]:

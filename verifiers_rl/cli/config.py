@@ -65,14 +65,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import keyword
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.env_file import read_env_files
@@ -86,27 +87,20 @@ from verifiers_rl.cli.layers import (
     layer_of,
     merge,
     nearest_hint,
-    newest,
     overrides_of,
     plain,
-    put,
     read_layer,
     table_name,
     values_in,
 )
-from verifiers_rl.cli.teachers import (
-    LEARNING,
-    TeacherTable,
-    check_use,
-    make_scorers,
-    read_teachers,
-)
+from verifiers_rl.cli.teachers import TeacherTable, check_use, make_scorers, read_teachers
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
     NotNegativeInt,
+    NotNegativeNumber,
     PositiveInt,
     PositiveNumber,
-    declared,
+    checkers,
     must,
     of_type,
     problem_of,
@@ -115,7 +109,10 @@ from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
 _Kind = TypeVar("_Kind")
+_Text = Annotated[str, Field(min_length=1)]
 __all__ = ["EnvTable", "RunConfig", "TomlError", "load_run_config"]  # TomlError is of layers
+
+# --- Tables of the TOML: a field is a key, with its type and default ------------------------------
 
 
 @dataclass
@@ -124,10 +121,12 @@ class EnvTable:
 
     Attributes:
         python: interpreter of its rollout workers; "": the one of the trainer.
-        learning: fields of `Distillation` by their names; `teacher` is the name of a [[teacher]].
+        algorithm, teacher, distill_coef, hint: see `learning`.
     """
 
-    id: str = ""
+    NOT_KEYS: ClassVar[tuple[str, ...]] = ("v1",)
+
+    id: _Text = ""
     args: dict[str, Any] = field(default_factory=dict)
     name: str = ""
     weight: PositiveNumber = 1.0
@@ -136,10 +135,19 @@ class EnvTable:
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
     python: str = ""
-    learning: dict[str, Any] = field(default_factory=dict)
+    algorithm: str | None = None
+    teacher: str | None = None
+    distill_coef: NotNegativeNumber | None = None
+    hint: str | None = None
 
     def __post_init__(self) -> None:
         self.name = self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
+
+    @property
+    def learning(self) -> dict[str, Any]:
+        """The fields of `Distillation` that are set; `teacher` is the name of a [[teacher]]."""
+        given = {name: getattr(self, name) for name in LEARNING}
+        return {name: value for name, value in given.items() if value is not None}
 
     def load(self, *folders: Path) -> Any:
         """Load it, from what is installed or from these folders. With `python`, whose workers load
@@ -156,6 +164,11 @@ class EnvTable:
             return load_table(table, folders)
         check_python(self.python)
         return table
+
+
+LEARNING = ("algorithm", "teacher", "distill_coef", "hint")
+# Keys beside those of verifiers.v1's own. All but `python` make [env] one of several.
+_BESIDE_V1 = ("python", "name", "weight", "sampling", "only", "eval_examples", *LEARNING)
 
 
 @dataclass
@@ -178,13 +191,12 @@ class TrainerTable:
 
 @dataclass
 class ClusterTable:
-    """[cluster]: how many machines do what, and what places the processes."""
+    """[cluster]: how many machines do what, and what places the processes. Without an engine,
+    vf-rl is started on each machine.
+    """
 
-    engine: Annotated[
-        str,
-        must("be 'ray'; leave it out to start vf-rl on each machine", {"ray"}.__contains__),
-    ] = ""
-    address: Annotated[str, must("be 'auto', or the host:port of a Ray cluster", bool)] = "auto"
+    engine: Literal["ray"] | None = None
+    address: _Text = "auto"
     trainer_nodes: PositiveInt | None = None
     inference_nodes: PositiveInt | None = None
 
@@ -233,6 +245,8 @@ class RunConfig:
         beside = [path.parent for path in reversed(self.files)]
         return list(dict.fromkeys([*beside, *self.import_from]))
 
+    # --- Keys, and errors about them --------------------------------------------------------------
+
     def source(self, *path: str) -> str:
         """Where a key or a table is from: the file, or all files if none of them has it."""
         found = find(self.tree, path)
@@ -244,8 +258,26 @@ class RunConfig:
         found = find(self.tree, path)
         if isinstance(found, Value):
             return found.place
-        table = self.name_of(*path[:-1])
+        table = table_name(path[:-1])
         return f"{self.source(*path)}: {table}" if table else f"{self.source(*path)}:"
+
+    def error(self, path: Sequence[str], problem: str) -> TomlError:
+        """Return the error about this key: "FILE: [table] key=value: problem"."""
+        found, place, shown = find(self.tree, path), self.place(*path), path[-1]
+        place += ":" * place[-1].isdigit()  # behind "[[env]] 2"
+        if isinstance(found, Value):
+            shown = f"{found.key[-1]}={found.value!r}"
+        return TomlError(f"{place} {shown}: {problem}")
+
+    def of_option(self, message: str) -> TomlError:
+        """Return the error that says where the option is from with which `message` begins. A key of
+        the flat layout is named as it is there.
+        """
+        name = (re.match(r"\w+(\.\w+)*", message) or [""])[0]
+        path = ("trainer", "args", *name.split("."))
+        found = find(self.tree, path)
+        own = found.key[-1] if isinstance(found, Value) else name
+        return TomlError(f"{self.place(*path)} {own}{message.removeprefix(name)}")
 
     def table(self, *at: str) -> dict[str, Any]:
         """Return the data of a table; {} if there is none.
@@ -254,21 +286,58 @@ class RunConfig:
             TomlError: it is no table.
         """
         found = find(self.tree, at)
-        if found is None:
-            return {}
-        data = plain(found)
+        data = {} if found is None else plain(found)
         if not isinstance(data, dict):
-            raise TomlError(f"{self.source(*at)}: {table_name(at)} must be a table, not {data!r}")
+            raise self.error(at, "must be a table")
         return data
 
     def check_keys(self, at: tuple[str, ...], known: Iterable[str], advice: str = "") -> None:
         """Raise TomlError for a key of this table that is not known, with the nearest known one."""
         for key in self.table(*at):
             if key not in known:
-                raise TomlError(
-                    f"{self.source(*at, key)}: {self.name_of(*at)} has an unknown key {key!r}; "
-                    f"{nearest_hint(key, known, advice)}"
-                )
+                hint = nearest_hint(key, known, advice)
+                raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
+
+    def read(self, path: tuple[str, ...], checker: TypeAdapter[Any]) -> Any:
+        """Return the value of a key, checked; on the command line, in the form that it asks for.
+
+        Raises:
+            TomlError: it does not fit.
+        """
+        found = find(self.tree, path)
+        value = None if found is None else plain(found)
+        if isinstance(found, Value) and found.text is not None:
+            value = of_type(found.text, value, checker)
+        try:
+            return checker.validate_python(value)
+        except ValidationError as error:
+            raise self.error(path, problem_of(error)) from error
+
+    def read_table(
+        self,
+        at: tuple[str, ...],
+        kind: type[_Kind],
+        advice: str = "",
+        elsewhere: Iterable[str] = (),
+        **others: Any,
+    ) -> _Kind:
+        """Return a table as an object of this dataclass.
+
+        Args:
+            advice: the end of an error about an unknown key.
+            elsewhere: keys that are read by somebody else.
+            others: fields that are no keys, its `NOT_KEYS`.
+
+        Raises:
+            TomlError: a key is no field of the class, or has a value that does not fit its type.
+        """
+        options = {f.name for f in fields(cast(Any, kind))} - {*getattr(kind, "NOT_KEYS", ())}
+        names = {name.rstrip("_"): name for name in sorted(options)}
+        self.check_keys(at, [*names, *elsewhere], advice)
+        given = [key for key in self.table(*at) if key in names]
+        checks = checkers(cast(Any, kind))
+        values = {names[key]: self.read((*at, key), checks[names[key]]) for key in given}
+        return kind(**values, **others)
 
     def find_model(self, at: tuple[str, ...], checks_model: bool) -> str:
         """Return the model that this key names: its folder, or its name on the hub.
@@ -276,12 +345,11 @@ class RunConfig:
         Raises:
             TomlError: the key is missing, or there is no such model.
         """
-        value, place = find(self.tree, at), self.place(*at)
-        if isinstance(value, Value) and value.text is not None:
-            value = Value(value.text, value.source, value.key, value.layer)
-        if not isinstance(value, Value) or not isinstance(value.value, str) or not value.value:
-            raise TomlError(f"{place} model is missing; set it to a string")
-        model, folder = value.value, folder_of(value)
+        found = find(self.tree, at)
+        model = self.read(at, TypeAdapter(str)) if found is not None else ""
+        if not isinstance(found, Value) or not model:
+            raise TomlError(f"{self.place(*at)} model is missing; set it to a string")
+        folder = folder_of(found)
         if model.startswith(("./", "../")):
             model = str((folder / model).resolve())
         elif os.path.isdir(os.path.expanduser(model)):
@@ -289,29 +357,32 @@ class RunConfig:
         if checks_model and (problem := model_error(model)):
             if (folder / model).is_dir():
                 problem += f"; for the folder beside the TOML write './{model}'"
-            raise TomlError(f"{place} {problem}")
+            raise TomlError(f"{self.place(*at)} {problem}")
         return model
 
-    def name_of(self, *path: str) -> str:
-        """The name of a table as it is written: an item of `env` may be an [[eval.env]]."""
-        end = 2 if path[1:2] and path[1].isdigit() else 1
-        first = next(values_in(find(self.tree, path[:end]) or {}), None)
-        if path[:1] != ("env",) or first is None:
-            return table_name(path)
-        written = first.key.index("env") + 1
-        written += first.key[written].isdigit()
-        return table_name((*first.key[:written], *path[end:]))
+    def read_paths(self, key: str, exists: Callable[[Path], bool], kind: str) -> list[Path]:
+        """Return the paths that a key names: one, or a list of several.
 
-    def of_option(self, message: str) -> TomlError:
-        """Return the error that says where the option is from with which `message` begins. A key of
-        the flat layout is named as it is there.
+        Raises:
+            TomlError: it names none, or one does not exist.
         """
-        name = (re.match(r"\w+(\.\w+)*", message) or [""])[0]
-        found = find(self.tree, ("trainer", "args", *name.split(".")))
-        if isinstance(found, Value):
-            own = found.key[-1]
-            return TomlError(f"{found.place} {own}{message.removeprefix(name)}")
-        return TomlError(f"{self.place('trainer', 'args', name)} {message}")
+        value, paths = self.tree.get(key), []
+        if value is None:
+            return []
+        names = self.read((key,), TypeAdapter(_Text | list[_Text]))
+        for name in [names] if isinstance(names, str) else names:
+            folder = folder_of(cast(Value, value))
+            path = Path(os.path.normpath(folder / Path(name).expanduser()))
+            if not exists(path):
+                raise self.error(
+                    (key,),
+                    f"there is no {kind} {path}; correct the path, which is relative to what "
+                    "names it",
+                )
+            paths.append(path)
+        return paths
+
+    # --- What the keys name -----------------------------------------------------------------------
 
     def make_args(self, **others: Any) -> Any:
         """Make the RLConfig, or what the trainer's class has in its place.
@@ -340,15 +411,14 @@ class RunConfig:
         from transformers import Trainer
 
         make_importable(self.folders)
-        place = self.place("trainer", "class")
+        at = ("trainer", "class")
         try:
             found = load_user_code(self.trainer_class_name, "class")
         except UserCodeError as error:
-            raise TomlError(f"{place} {error}") from error
+            raise TomlError(f"{self.place(*at)} {error}") from error
         if not (isinstance(found, type) and issubclass(found, Trainer)):
-            raise TomlError(
-                f"{place} class={self.trainer_class_name!r}: must be a class that "
-                "extends transformers.Trainer, as RLTrainer does"
+            raise self.error(
+                at, "must be a class that extends transformers.Trainer, as RLTrainer does"
             )
         return found
 
@@ -446,17 +516,19 @@ class RunConfig:
             for number, (env, table) in enumerate(zip(loaded, self.envs, strict=True))
         ]  # fmt: skip
 
+    def path_of_env(self, number: int) -> tuple[str, ...]:
+        """Return where the keys of this environment are in the tree."""
+        return ("env", str(number)) if isinstance(self.tree.get("env"), Tables) else ("env",)
+
     def _of_env(self, number: int, message: str) -> str:
         """Return the error of an environment with the source of its keys in front: of the key that
         the message is about, or of the environment.
         """
-        own = ["env", str(number)] if self.is_mix else ["env"]
+        own = self.path_of_env(number)
         about = re.match(r"\[env\.?([\w.]*)\] (?:has an unknown key )?'?(\w+)", message)
-        if about is None:
-            return f"{self.source(*own)}: {self.name_of(*own)} {message}"
-        path = [*own, *filter(None, about[1].split(".")), about[2]]
+        path = (*own, *filter(None, about[1].split(".")), about[2]) if about else own
         known = path if find(self.tree, path) is not None else own
-        item = f" {self.name_of(*own)}:" if self.is_mix else ""
+        item = "" if about and len(own) == 1 else f" {table_name(own)}:"
         return f"{self.source(*known)}:{item} {message}"
 
 
@@ -469,6 +541,12 @@ ELSEWHERE = {
     "vllm_server_port in [trainer.args]",
     "cluster": "it runs on one machine",
     "teacher": "its teacher is the dataset; distillation on rollouts is of vf-rl",
+}
+# Flags of the server that have a place of their own.
+_OF_SERVER = {
+    "model": "model at the top level",
+    "host": "vllm_server_host in [trainer.args]",
+    "port": "vllm_server_port in [trainer.args]",
 }
 
 
@@ -493,163 +571,81 @@ def load_run_config(
     """
     given = [files] if isinstance(files, Path) else files
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
-    ours, theirs = Tree(), Tree()
-    for number, path in enumerate(paths):
-        own, of_flat = flat.split(_one_spelling(read_layer(path, number)), str(path))
-        ours, theirs = merge(ours, own), merge(theirs, of_flat)
-    for number, (key, text) in enumerate(overrides, len(paths)):
-        layer = layer_of(key, text, number)
-        own, of_flat = flat.split(layer, COMMAND_LINE)
-        ours, theirs = merge(ours, own), merge(theirs, of_flat)
-    translated, ours = flat.translate(theirs, ours)
+    layers = [(read_layer(path), str(path)) for path in paths]
+    layers += [(layer_of(key, text), COMMAND_LINE) for key, text in overrides]
+    tree, defaults = Tree(), Tree()
+    for layer, source in layers:
+        tree = merge(tree, flat.translate(layer, source, defaults))
+    flat.join_evaluations(tree)
+    strategy = find(tree, (*flat.ARGS, "eval_strategy"))
+    if isinstance(strategy, Value) and strategy.value == "no":
+        defaults = Tree()
     words = [word for path in paths for word in ("@", str(path))]
-    return _checked(
-        kind(
-            path=paths[-1],
-            model="",
-            envs=[],
-            files=paths,
-            words=[*words, *(f"--{key}={text}" for key, text in overrides)],
-            tree=newest(translated, ours),
-        ),
-        checks_model,
-        options,
-    )
+    words += [f"--{key}={text}" for key, text in overrides]
+    tree = merge(defaults, tree)
+    config = kind(paths[-1], model="", envs=[], files=paths, words=words, tree=tree)
+    _check(config, checks_model, options)
+    return config
 
 
-def _one_spelling(layer: Tree) -> Tree:
-    """Give the flags of servers in a layer one spelling, so that a later layer replaces them
-    however they are written.
-    """
-    teachers = layer.get("teacher")
-    numbers = teachers if isinstance(teachers, Tables) else ()
-    for at in (("inference", "args"), *(("teacher", number, "args") for number in numbers)):
-        args = find(layer, at)
-        if isinstance(args, dict) and not isinstance(args, Tables):
-            put(layer, at, {key.lstrip("-").replace("-", "_"): args[key] for key in args})
-    return layer
-
-
-def _checked(config: RunConfig, checks_model: bool, options: Iterable[str]) -> RunConfig:
+def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> None:
     """Fill in the fields from the tree.
 
     Raises:
         TomlError: a key is unknown, or has a value that cannot work.
     """
-    tree, place = config.tree, config.place
-    top = config.TABLES
-    of_command = [f"--{key}" for key in (*top, *flat.FLAT)]
-    for key in tree:
-        if key not in top:
-            source = config.source(key)
-            known, shown = [*top, *flat.FLAT], key
-            if source == COMMAND_LINE:
-                known, shown = [*of_command, *options], f"--{key}"
-            if key in ELSEWHERE:
-                raise TomlError(f"{source}: {config.PROGRAM} reads no {key!r}: {ELSEWHERE[key]}")
-            raise TomlError(
-                f"{source}: the top level has an unknown key {shown!r}; "
-                f"{nearest_hint(shown, known)}"
-            )
+    _check_top(config, options)
     advice = "{} belong into [{}.args]"
-    inference = read_table(
-        config, ("inference",), InferenceTable, advice.format("flags of the server", "inference")
+    inference = config.read_table(
+        ("inference",), InferenceTable, advice.format("flags of the server", "inference")
     )
-    trainer = read_table(
-        config, ("trainer",), TrainerTable, advice.format("options of the trainer", "trainer")
+    trainer = config.read_table(
+        ("trainer",), TrainerTable, advice.format("options of the trainer", "trainer")
     )
     config.inference_gpus, config.trainer_gpus = inference.gpus, trainer.gpus
     config.inference_args, config.trainer_args = inference.args, trainer.args
     config.trainer_class_name = trainer.class_
     config.inference_replicas = inference.replicas or 1
     config.has_replicas = inference.replicas is not None
-    servers = find(tree, ("trainer", "args", "vllm_servers"))
-    if isinstance(servers, Value) and (servers.text or "").lower() == "none":
-        config.trainer_args["vllm_servers"] = None  # before all types are known
+    config.cluster = config.read_table(("cluster",), ClusterTable)
+    if "address" in config.table("cluster") and not config.cluster.engine:
+        raise config.error(
+            ("cluster", "address"), 'it is of a Ray cluster; add engine = "ray", or remove it'
+        )
+    at = (*flat.ARGS, "vllm_servers")
     if config.trainer_args.get("vllm_servers"):
-        if "inference" in tree:
-            raise TomlError(
-                f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, "
-                "so [inference] has no effect; remove one of the two"
-            )
+        idle = "[inference]" if "inference" in config.tree else ""
+        idle = idle or "[cluster] inference_nodes" * bool(config.cluster.inference_nodes)
+        if idle:
+            raise config.error(at, f"they run already, so {idle} has no effect; remove one of both")
         config.inference_gpus = 0
-    elsewhere = {
-        "model": "model at the top level",
-        "host": "vllm_server_host in [trainer.args]",
-        "port": "vllm_server_port in [trainer.args]",
-    }
-    for name in elsewhere.keys() & config.inference_args.keys():
-        where = place("inference", "args", name)
-        raise TomlError(f"{where} has {name!r}; set {elsewhere[name]} instead")
-    config.env_files = _paths(config, "env_file", Path.is_file, "file")
-    config.import_from = _paths(config, "import_from", Path.is_dir, "folder")
+    for name in _OF_SERVER.keys() & config.inference_args.keys():
+        where = config.place("inference", "args", name)
+        raise TomlError(f"{where} has {name!r}; set {_OF_SERVER[name]} instead")
+    config.env_files = config.read_paths("env_file", Path.is_file, "file")
+    config.import_from = config.read_paths("import_from", Path.is_dir, "folder")
     config.model = config.find_model(("model",), checks_model)
-    config.is_mix = isinstance(tree.get("env"), Tables)
     config.teachers = read_teachers(config)
-    config.envs = _env_tables(config) if config.NEEDS_ENV or "env" in tree else []
+    if config.NEEDS_ENV or "env" in config.tree:
+        _read_envs(config)
     check_use(config, checks_model)
-    config.cluster = _cluster(config)
     config.check_own()
-    return config
 
 
-def check_values(
-    config: RunConfig, at: tuple[str, ...], values: dict[str, Any], known: Mapping[str, Any]
-) -> None:
-    """Check values of a table, and give those of the command line their types.
-
-    Args:
-        known: the type and the rules of each key, as from `option_rules.declared`.
-
-    Raises:
-        TomlError: a value does not fit.
-    """
-    for key in values.keys() & known.keys():
-        kind, rules = known[key]
-        given = find(config.tree, (*at, key))
-        if isinstance(given, Value) and given.text is not None:
-            values[key] = of_type(values[key], given.text, kind)
-        if (problem := problem_of(values[key], kind, rules)) is not None:
-            place = config.place(*at, key)
-            colon = ":" if place[-1].isdigit() else ""  # of "[[env]] 2"
-            raise TomlError(f"{place}{colon} {key}={values[key]!r}: {problem}")
-
-
-def read_table(
-    config: RunConfig, at: tuple[str, ...], kind: type[_Kind], advice: str = ""
-) -> _Kind:
-    """Return a table of the configuration as an object of this dataclass.
-
-    Args:
-        advice: the end of an error about an unknown key.
-
-    Raises:
-        TomlError: a key is no field of the class, or has a value that does not fit its type.
-    """
-    known = {
-        name.rstrip("_"): one for name, one in declared(cast(Any, kind)).items()
-    }  # class_ is "class"
-    config.check_keys(at, known, advice)
-    given = config.table(*at)
-    check_values(config, at, given, known)
-    return kind(**{f"{key}_" if keyword.iskeyword(key) else key: given[key] for key in given})
-
-
-def _cluster(config: RunConfig) -> ClusterTable:
-    """[cluster], checked. Whether its counts fit the machines is for Ray to see."""
-    table, place = read_table(config, ("cluster",), ClusterTable), config.place
-    given = config.table("cluster")
-    if "address" in given and not table.engine:
+def _check_top(config: RunConfig, options: Iterable[str]) -> None:
+    """Raise TomlError for a key of the top level that is not known."""
+    known = (*config.TABLES, *flat.FLAT)
+    for key in config.tree:
+        if key in config.TABLES:
+            continue
+        source, shown, names = config.source(key), key, [*known]
+        if source == COMMAND_LINE:
+            shown, names = f"--{key}", [*(f"--{one}" for one in known), *options]
+        if key in ELSEWHERE:
+            raise TomlError(f"{source}: {config.PROGRAM} reads no {key!r}: {ELSEWHERE[key]}")
         raise TomlError(
-            f"{place('cluster', 'address')} address={table.address!r} is of a Ray cluster; add "
-            'engine = "ray", or remove it'
+            f"{source}: the top level has an unknown key {shown!r}; {nearest_hint(shown, names)}"
         )
-    if "inference_nodes" in given and config.trainer_args.get("vllm_servers"):
-        raise TomlError(
-            f"{place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run already, so "
-            "[cluster] inference_nodes has no effect; remove one of the two"
-        )
-    return table
 
 
 def folder_of(value: Value) -> Path:
@@ -657,95 +653,50 @@ def folder_of(value: Value) -> Path:
     return Path.cwd() if value.source == COMMAND_LINE else Path(value.source).parent
 
 
-def _paths(config: RunConfig, key: str, exists: Any, kind: str) -> list[Path]:
-    """Return the paths that a key names: one, or a list of several.
-
-    Raises:
-        TomlError: it names none, or one does not exist.
-    """
-    value = config.tree.get(key)
-    if value is None:
-        return []
-    names = value.value if isinstance(value, Value) else None
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(value, Value) or not isinstance(names, list):
-        raise TomlError(
-            f"{config.source(key)}: {key}={plain(value)!r}: must be a string, or a list of strings"
-        )
-    paths = []
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise TomlError(f"{value.place} {key}={name!r}: must be the path of a {kind}")
-        path = Path(os.path.normpath(folder_of(value) / Path(name).expanduser()))
-        if not exists(path):
-            raise TomlError(
-                f"{value.place} {key}={name!r}: there is no {kind} {path}; correct the path, which "
-                "is relative to what names it"
-            )
-        paths.append(path)
-    return paths
-
-
-def _env_tables(config: RunConfig) -> list[EnvTable]:
-    """[env] or the [[env]]s, checked."""
-    found = config.tree.get("env", {})
-    is_mix = isinstance(found, Tables)
+def _read_envs(config: RunConfig) -> None:
+    """Fill in the environments of [env] or the [[env]]s."""
+    found = config.tree.get("env", Tree())
     if not isinstance(found, dict):
-        raise TomlError(
-            f"{found.source}: env must be one [env] or several [[env]], not {found.value!r}"
+        raise config.error(("env",), "must be one [env] or several [[env]]")
+    for number in range(len(found) if isinstance(found, Tables) else 1):
+        at = config.path_of_env(number)
+        table = _read_env(config, at)
+        config.envs.append(table)
+        for other in config.envs[:-1]:
+            are_apart = {table.only, other.only} == {"train", "eval"}
+            if table.name == other.name and not are_apart:
+                raise TomlError(
+                    f"{config.place(*at, 'name')}: two [[env]] are named {table.name!r}; give one "
+                    "another name"
+                )
+    own = {*_BESIDE_V1[1:]}
+    config.is_mix = isinstance(found, Tables) or not own.isdisjoint(found)
+
+
+def _read_env(config: RunConfig, at: tuple[str, ...]) -> EnvTable:
+    given = config.table(*at)
+    # The other keys of a taskset's environment are checked by verifiers.
+    of_v1 = {k: v for k, v in given.items() if k not in _BESIDE_V1} if "taskset" in given else None
+    env = config.read_table(at, EnvTable, elsewhere=of_v1 or ())
+    if of_v1 is not None:
+        taskset = of_v1["taskset"]
+        if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
+            raise config.error((*at, "taskset"), "must be a table with an id")
+        env.id, env.v1 = taskset["id"], of_v1
+        env.__post_init__()
+    if not env.id:
+        raise TomlError(f"{config.place(*at, 'id')}: id is missing; set it to a string")
+    if env.learning and "teacher" not in config.TABLES:
+        raise config.error(
+            (*at, next(iter(env.learning))),
+            f"environments of {config.PROGRAM} only evaluate; remove it. Distillation on rollouts "
+            "is of vf-rl",
         )
-    tables: list[EnvTable] = []
-    of_mix = ["name", "weight", "sampling", "only", "eval_examples", *LEARNING]
-    for number in range(len(found) if is_mix else 1):
-        at = ("env", str(number)) if is_mix else ("env",)
-        env = config.table(*at)
-        where = f"{config.source(*at)}: {config.name_of(*at)}"
-
-        def place(key: str, at: tuple[str, ...] = at) -> str:
-            return config.place(*at, key)
-
-        # One environment alone has no share, and its sampling is the run's.
-        ours = ["python", *of_mix] if is_mix else ["python"]
-        learns = [key for key in (LEARNING if is_mix else ("algorithm", "teacher")) if key in env]
-        if learns and "teacher" not in config.TABLES:
-            raise TomlError(
-                f"{place(learns[0])}: {config.PROGRAM} reads no {learns[0]!r}: its environments "
-                "only evaluate; remove it. Distillation on rollouts is of vf-rl"
-            )
-        if learns and not is_mix:
-            raise TomlError(
-                f"{place(learns[0])}: {learns[0]} is of one of several environments; write [[env]] "
-                "in place of [env], for one environment too"
-            )
-        if "taskset" in env:  # its other keys are checked by verifiers
-            v1 = {key: value for key, value in env.items() if key not in ours}
-            taskset = env["taskset"]
-            if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
-                raise TomlError(f"{where}: taskset={taskset!r} must be a table with an id")
-            env = {key: env[key] for key in ours if key in env} | {"id": taskset["id"], "v1": v1}
-        else:
-            config.check_keys(at, ["id", "args", *ours])
-        learning = {key: (kind, ()) for key, kind in LEARNING.items()}
-        check_values(config, at, env, {**declared(cast(Any, EnvTable)), **learning})
-        if not env.get("id"):
-            raise TomlError(f"{where}: id is missing; set it to a string")
-        if os.sep in env.get("python", ""):  # else it is looked for as a shell does
-            folder = folder_of(cast(Value, find(config.tree, (*at, "python"))))
-            # Not resolved: an interpreter knows its packages by the link that it is started by.
-            env["python"] = os.path.normpath(folder / Path(env["python"]).expanduser())
-        learned = {key: env.pop(key) for key in LEARNING if is_mix and key in env}
-        tables.append(EnvTable(**env, learning=learned))
-        if any(_share_a_name(tables[-1], other) for other in tables[:-1]):
-            raise TomlError(
-                f"{place('name')}: two [[env]] are named {tables[-1].name!r}; give one another name"
-            )
-    return tables
-
-
-def _share_a_name(one: EnvTable, other: EnvTable) -> bool:
-    """Return whether two environments of one split have one name."""
-    are_apart = {one.only, other.only} == {"train", "eval"}
-    return one.name == other.name and not are_apart
+    if os.sep in env.python:  # else it is looked for as a shell does
+        folder = folder_of(cast(Value, find(config.tree, (*at, "python"))))
+        # Not resolved: an interpreter knows its packages by the link that it is started by.
+        env.python = os.path.normpath(folder / Path(env.python).expanduser())
+    return env
 
 
 def check_trainer_args(config: RunConfig) -> None:
@@ -754,22 +705,17 @@ def check_trainer_args(config: RunConfig) -> None:
     Raises:
         TomlError: a key of [trainer.args] is no field of the trainer's config.
     """
-    import typing
-
     from verifiers_rl.config import unknown_option_hint
 
     kind = config.config_class()
-    known = {f.name for f in fields(kind)}
-    values = find(config.tree, ("trainer", "args"))
     for name in config.trainer_args:
-        if name not in known:
+        place = config.place(*flat.ARGS, name)
+        if name not in checkers(kind):
             hint = unknown_option_hint(name, kind)
-            place = config.place("trainer", "args", name)
             raise TomlError(f"{place} has an unknown key {name!r}; {hint}")
-    declared = typing.get_type_hints(kind)
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, Value) and value.text is not None:
-            config.trainer_args[name] = of_type(value.value, value.text, declared[name])
+        found = find(config.tree, (*flat.ARGS, name))
+        if isinstance(found, Value) and found.text is not None:
+            config.trainer_args[name] = of_type(found.text, found.value, checkers(kind)[name])
 
 
 def make_importable(folders: Iterable[Path]) -> None:

@@ -34,14 +34,12 @@ class Value:
         value: as TOML has it.
         source: path of a file, or `COMMAND_LINE`.
         key: the parts of its key as they are written there. Items of [[env]] have numbers, from 0.
-        layer: number of its layer; -1 for a default.
         text: on the command line, the value as it is written there.
     """
 
     value: Any
     source: str
     key: tuple[str, ...]
-    layer: int
     text: str | None = None
 
     @property
@@ -52,11 +50,7 @@ class Value:
 
     def implies(self, value: Any, *key: str) -> Value:
         """Return the value of another key that follows from this one."""
-        return Value(value, self.source, key, self.layer)
-
-    def default(self, value: Any, *key: str) -> Value:
-        """Return the default of a key beside this one. Each value of a layer wins over it."""
-        return Value(value, self.source, key, -1)
+        return Value(value, self.source, key or self.key)
 
 
 Tree = dict[str, Union["Tree", Value]]
@@ -67,9 +61,7 @@ class Tables(Tree):
 
 
 class Whole(Tree):
-    """A table that the command line gives as one value, {} too. It replaces what is below it."""
-
-    layer: int
+    """A table that the command line gives as one value. It replaces what is below it."""
 
 
 def table_name(parts: Sequence[str]) -> str:
@@ -93,7 +85,7 @@ def nearest_hint(key: str, known: Iterable[str], advice: str = "") -> str:
 # --- From files and from the command line ---------------------------------------------------------
 
 
-def read_layer(path: Path, number: int) -> Tree:
+def read_layer(path: Path) -> Tree:
     """Read a TOML.
 
     Raises:
@@ -105,24 +97,23 @@ def read_layer(path: Path, number: int) -> Tree:
         raise TomlError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TomlError(f"{path}: {error}") from error
-    return _as_tree(data, (), str(path), number)
+    return _as_tree(data, (), str(path))
 
 
-def _as_tree(data: dict[str, Any], at: tuple[str, ...], source: str, layer: int) -> Tree:
+def _as_tree(data: dict[str, Any], at: tuple[str, ...], source: str) -> Tree:
     tree: Tree = {}
-    for key, value in data.items():
+    for name, value in data.items():
+        # Flags of servers have one spelling, so that a later layer replaces them.
+        is_flag = at[:1] in (("inference",), ("teacher",)) and at[-1] == "args"
+        key = name.lstrip("-").replace("-", "_") if is_flag else name
         here = (*at, key)
         if isinstance(value, dict):
-            tree[key] = _as_tree(value, here, source, layer)
+            tree[key] = _as_tree(value, here, source)
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            tree[key] = Tables(
-                {
-                    str(number): _as_tree(item, (*here, str(number)), source, layer)
-                    for number, item in enumerate(value)
-                }
-            )
+            items = {str(number): item for number, item in enumerate(value)}
+            tree[key] = Tables(_as_tree(items, here, source))
         else:
-            tree[key] = Value(value, source, here, layer)
+            tree[key] = Value(value, source, here)
     return tree
 
 
@@ -182,7 +173,7 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def layer_of(key: str, text: str, number: int) -> Tree:
+def layer_of(key: str, text: str) -> Tree:
     """Return the layer of one key of the command line.
 
     Raises:
@@ -191,17 +182,14 @@ def layer_of(key: str, text: str, number: int) -> Tree:
     parts = tuple(key.split("."))
     if not all(parts):
         raise TomlError(f"{COMMAND_LINE}: --{key}={text}: a key is of the form a.b.c")
-    value = parse_value(text)
-    inner: Tree | Value
+    # Not where a word is the environment's or the server's own.
+    is_none = text.lower() == "none" and parts[0] not in ("env", "inference")
+    value, layer = None if is_none else parse_value(text), Tree()
     if isinstance(value, dict):
-        inner = whole = Whole(_as_tree(value, parts, COMMAND_LINE, number))
-        whole.layer = number
+        put(layer, parts, Whole(_as_tree(value, parts, COMMAND_LINE)))
     else:
-        inner = Value(value, COMMAND_LINE, parts, number, text)
-    for part in reversed(parts):
-        inner = {part: inner}
-    assert isinstance(inner, dict)
-    return inner
+        put(layer, parts, Value(value, COMMAND_LINE, parts, text))
+    return layer
 
 
 # --- Composing ------------------------------------------------------------------------------------
@@ -250,30 +238,12 @@ def _item_error(later: Tree, problem: str) -> TomlError:
     return TomlError(place + problem)
 
 
-def newest(one: Tree, other: Tree) -> Tree:
-    """Return both trees together. Where both have a value, that of the later layer stays."""
-    merged: Tree = dict(one)
-    for key, theirs in other.items():
-        ours = one.get(key)
-        if isinstance(ours, dict) and isinstance(theirs, dict) and not isinstance(theirs, Tables):
-            if isinstance(theirs, Whole):
-                ours = {k: v for k, v in ours.items() if last_layer(v) > theirs.layer}
-            merged[key] = newest(ours, theirs)
-        elif ours is None or last_layer(theirs) >= last_layer(ours):
-            merged[key] = theirs
-    return merged
-
-
 def values_in(tree: Tree | Value) -> Iterator[Value]:
     if isinstance(tree, Value):
         yield tree
         return
     for inner in tree.values():
         yield from values_in(inner)
-
-
-def last_layer(tree: Tree | Value) -> int:
-    return max((value.layer for value in values_in(tree)), default=-1)
 
 
 def plain(tree: Tree | Value) -> Any:

@@ -48,7 +48,8 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     _make_absolute(rest.get("inference", {}).get("args", {}), PATHS_OF_SERVER)
     for number, env in enumerate(config.envs):
         if env.python:
-            (rest["env"][number] if config.is_mix else rest["env"])["python"] = env.python
+            envs = rest["env"]
+            (envs[number] if isinstance(envs, list) else envs)["python"] = env.python
     for table in config.teachers:
         written = rest["teacher"][table.number]
         written["model"] = table.model

@@ -13,18 +13,17 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from verifiers_rl.cli.layers import Tables, TomlError, Value, find, nearest_hint
+from verifiers_rl.cli.layers import Tables, TomlError, nearest_hint, table_name
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.option_rules import NotNegativeInt, must
 
 if TYPE_CHECKING:
     from verifiers_rl.cli.config import RunConfig
     from verifiers_rl.distill import Distillation, Teacher
 
 TEACHERS_VARIABLE = "VERIFIERS_RL_TEACHERS"  # JSON: the URLs of those that vf-rl has started
-# Keys of an [[env]], and the types of their values.
-LEARNING: dict[str, Any] = {"algorithm": str, "teacher": str, "distill_coef": float, "hint": str}
 _OPTIONS = ("base_url", "key_variable", "timeout_s", "max_concurrent")  # of `Teacher`
 _UNUSED_URL = "http://127.0.0.1"  # where only the other values of a teacher are checked
 # Flags of a teacher's server that have a place of their own, or none.
@@ -34,24 +33,35 @@ _ELSEWHERE = {
 }
 
 
+_is_name = must(
+    "be a short name of letters, digits, '_', '-' and '.', by which an [[env]] calls it",
+    lambda value: bool(re.fullmatch(r"[\w.-]+", value, re.ASCII)),
+)
+
+
 @dataclass
 class TeacherTable:
-    """One [[teacher]], checked.
+    """One [[teacher]].
 
     Attributes:
         number: its place among them, from 0.
         model: resolved.
         gpus: of the server that `vf-rl` starts; 0: CPU; None: the server runs already.
         args: flags of that server.
-        options: the other fields of `Teacher`, as far as they are set.
+        base_url, key_variable, timeout_s, max_concurrent: see `Teacher`, which checks them.
     """
 
+    NOT_KEYS: ClassVar[tuple[str, ...]] = ("number",)
+
     number: int
-    name: str
-    model: str
-    gpus: int | None = None
+    name: Annotated[str, _is_name] = ""
+    model: str = ""
+    gpus: NotNegativeInt | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    base_url: Any = None
+    key_variable: Any = None
+    timeout_s: Any = None
+    max_concurrent: Any = None
 
     @property
     def is_started(self) -> bool:
@@ -64,13 +74,13 @@ class TeacherTable:
         return "teacher", str(self.number)
 
     def teacher(self, **others: Any) -> Teacher:
-        """Make the `Teacher`; these fields replace those of the table. Without a URL in either, it
-        cannot be asked.
-        """
         from verifiers_rl.distill import Teacher
 
-        options = {"base_url": _UNUSED_URL, **self.options, **others}
-        return Teacher(self.model, name=self.name, **options)
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        options = {name: value for name, value in given.items() if value is not None}
+        return Teacher(
+            self.model, **{"name": self.name, "base_url": _UNUSED_URL, **options, **others}
+        )
 
 
 def read_teachers(config: RunConfig) -> list[TeacherTable]:
@@ -83,10 +93,7 @@ def read_teachers(config: RunConfig) -> list[TeacherTable]:
     if found is None:
         return []
     if not isinstance(found, Tables):
-        raise TomlError(
-            f"{config.source('teacher')}: teacher must be one or several [[teacher]], each with a "
-            "name, a model, and gpus or base_url"
-        )
+        raise config.error(("teacher",), "write one or several [[teacher]]")
     tables = [_read_teacher(config, number) for number in range(len(found))]
     names = [table.name for table in tables]
     for table in tables:
@@ -103,46 +110,28 @@ def _read_teacher(config: RunConfig, number: int) -> TeacherTable:
 
     at = ("teacher", str(number))
     advice = "flags of its server belong into [teacher.args]"
-    config.check_keys(at, ["name", "model", *_OPTIONS, "gpus", "args"], advice)
-    given = config.table(*at)
-    for key in ("name", "base_url", "key_variable"):
-        value = find(config.tree, (*at, key))
-        if isinstance(value, Value) and value.text is not None:
-            given[key] = value.text  # on the command line, strings need no quotes
-    name: Any = given.get("name")
-    is_started = "base_url" not in given
-    # On a CPU, all servers are.
-    gpus = given.get("gpus", int(bool(config.inference_gpus or config.trainer_gpus)))
-    args = given.get("args", {})
-    for key, holds, rule in (
-        (
-            "name",
-            isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII),
-            "a short name of letters, digits, '_', '-' and '.', by which an [[env]] calls it",
-        ),
-        ("gpus", type(gpus) is int and gpus >= 0, "an integer >= 0 (0: CPU)"),
-        ("args", isinstance(args, dict), "a table"),
+    table = config.read_table(at, TeacherTable, advice, number=number)
+    if not table.name:
+        raise config.error((*at, "name"), "is missing; set the name by which an [[env]] calls it")
+    for key in config.table(*at).keys() & (
+        {"gpus", "args"} if table.base_url else {"key_variable"}
     ):
-        if not holds:
-            raise TomlError(f"{config.place(*at, key)}: {key}={given.get(key)!r} must be {rule}")
-    for key in given.keys() & ({"key_variable"} if is_started else {"gpus", "args"}):
-        raise TomlError(
-            f"{config.place(*at, key)}: {key} is of a server that "
-            + (
-                "runs already, and without base_url vf-rl starts it; set base_url"
-                if is_started
-                else "vf-rl starts, and base_url of one that runs already; remove one of the two"
-            )
+        raise config.error(
+            (*at, key),
+            "is of a server that vf-rl starts, and base_url of one that runs already; remove one"
+            if table.base_url
+            else "is of a server that runs already, and without base_url vf-rl starts it; set "
+            "base_url",
         )
-    for key in _ELSEWHERE.keys() & args.keys():
+    for key in _ELSEWHERE.keys() & table.args.keys():
         raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
-    model = config.find_model((*at, "model"), checks_model=False)
-    options = {key: given[key] for key in _OPTIONS if key in given}
-    table = TeacherTable(number, name, model, gpus if is_started else None, args, options)
+    if table.gpus is None and not table.base_url:  # on a CPU, all servers are
+        table.gpus = int(bool(config.inference_gpus or config.trainer_gpus))
+    table.model = config.find_model((*at, "model"), checks_model=False)
     try:
         table.teacher()
     except TeacherError as problem:
-        raise of_key(config, at, problem, f"teacher {name!r}: ") from problem
+        raise of_key(config, at, problem, f"teacher {table.name!r}: ") from problem
     return table
 
 
@@ -165,22 +154,18 @@ def check_use(config: RunConfig, checks_model: bool) -> None:
     """
     names = [one.name for one in config.teachers]
     for number, env in enumerate(config.envs):
-        name = env.learning.get("teacher")
-        if name is not None and name not in names:
+        if (name := env.teacher) is not None and name not in names:
             hint = nearest_hint(name, names) if names else "there is no [[teacher]]; add one"
-            raise TomlError(
-                f"{config.place('env', str(number), 'teacher')}: teacher={name!r} is the name of "
-                f"no [[teacher]]; {hint}"
-            )
+            path = (*config.path_of_env(number), "teacher")
+            raise config.error(path, f"is the name of no [[teacher]]; {hint}")
     _scorers(config, lambda table: table.teacher())
-    used = {env.learning.get("teacher") for env in config.envs}
+    used = {env.teacher for env in config.envs}
     for table in config.teachers:
         if table.name not in used:
-            first = "" if config.is_mix else " (write [[env]] in place of [env])"
             raise TomlError(
-                f"{config.source(*table.at)}: {config.name_of(*table.at)}: no environment learns "
+                f"{config.source(*table.at)}: {table_name(table.at)}: no environment learns "
                 f"from teacher {table.name!r}; set teacher = {json.dumps(table.name)} in an "
-                f"[[env]]{first}, or remove it"
+                "[[env]], or remove it"
             )
         if checks_model:
             config.find_model((*table.at, "model"), checks_model)
@@ -211,7 +196,7 @@ def _scorers(config: RunConfig, make: Callable[[TeacherTable], Teacher]) -> dict
     teachers = {table.name: make(table) for table in config.teachers}
     scorers = {}
     for number, given in learning.items():
-        options, at = {"algorithm": "rl", **given}, ("env", str(number))
+        options, at = {"algorithm": "rl", **given}, config.path_of_env(number)
         if "teacher" in given:
             options["teacher"] = teachers[given["teacher"]]
         try:
@@ -220,10 +205,7 @@ def _scorers(config: RunConfig, make: Callable[[TeacherTable], Teacher]) -> dict
             raise of_key(config, at, error) from error
         if config.envs[number].only == "eval":
             key = next(iter(given))
-            raise TomlError(
-                f"{config.place(*at, key)}: {key} has no effect beside only='eval'; remove one of "
-                "the two"
-            )
+            raise config.error((*at, key), "has no effect beside only='eval'; remove one of both")
     return scorers
 
 
@@ -236,12 +218,12 @@ def _started_or_not(
         urls = json.loads(os.environ.get(TEACHERS_VARIABLE, "{}"))
     if table.name not in urls:
         raise TomlError(
-            f"{config.source(*table.at)}: {config.name_of(*table.at)}: teacher {table.name!r} has "
+            f"{config.source(*table.at)}: {table_name(table.at)}: teacher {table.name!r} has "
             "no base_url: vf-rl starts such a teacher, and nothing else does. Start its server, "
             "and set base_url in place of gpus and args"
         )
     options: dict[str, Any] = {"base_url": urls[table.name], "key_variable": TOKEN_VARIABLE}
-    if "timeout_s" not in table.options:  # it loads as the other servers do
+    if table.timeout_s is None:  # it loads as the other servers do
         options["timeout_s"] = config.option("vllm_server_timeout")
     return table.teacher(**options)
 
