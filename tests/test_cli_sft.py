@@ -161,9 +161,7 @@ def test_data_is_of_vf_sft_alone_and_needed_there(folder):
 @pytest.mark.parametrize("named", ['id = "words"\n', '[env.taskset]\nid = "words"\n'])
 def test_nothing_is_distilled_by_vf_sft(folder, named):
     (folder / "sft.toml").write_text(f'{TOML}[[env]]\nalgorithm = "opsd"\nhint = "3"\n{named}')
-    with pytest.raises(
-        TomlError, match=r"\[\[env\]\] 1: algorithm='opsd': env.* only eval"
-    ):
+    with pytest.raises(TomlError, match=r"\[\[env\]\] 1: algorithm='opsd': env.* only eval"):
         load(folder)
     (folder / "sft.toml").write_text(f'{TOML}[env]\nalgorithm = "opsd"\n{named}')
     with pytest.raises(TomlError, match=r"\[env\] algorithm='opsd': env.* of vf-sft only eval"):

@@ -97,7 +97,6 @@ from verifiers_rl.cli.teachers import TeacherTable, check_use, make_scorers, rea
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
     NotNegativeInt,
-    NotNegativeNumber,
     PositiveInt,
     PositiveNumber,
     checkers,
@@ -137,7 +136,7 @@ class EnvTable:
     python: str = ""
     algorithm: str | None = None
     teacher: str | None = None
-    distill_coef: NotNegativeNumber | None = None
+    distill_coef: float | None = None
     hint: str | None = None
 
     def __post_init__(self) -> None:
@@ -537,10 +536,10 @@ class RunConfig:
 # Tables that another program reads.
 ELSEWHERE = {
     "data": "it is of vf-sft, which trains on a dataset",
-    "inference": "it starts no server. For evaluations on an environment, start vf-vllm, and set "
-    "vllm_server_port in [trainer.args]",
-    "cluster": "it runs on one machine",
-    "teacher": "its teacher is the dataset; distillation on rollouts is of vf-rl",
+    "inference": "vf-sft starts no server. For evaluations on an environment, start vf-vllm, and "
+    "set vllm_server_port in [trainer.args]",
+    "cluster": "vf-sft runs on one machine",
+    "teacher": "the dataset is vf-sft's teacher; distillation on rollouts is of vf-rl",
 }
 # Flags of the server that have a place of their own.
 _OF_SERVER = {
@@ -594,7 +593,12 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
     Raises:
         TomlError: a key is unknown, or has a value that cannot work.
     """
-    _check_top(config, options)
+    for key in config.tree:
+        if key not in config.TABLES:
+            known = [*config.TABLES, *flat.FLAT, *(option.lstrip("-") for option in options)]
+            hint = ELSEWHERE.get(key) or nearest_hint(key, known)
+            place = config.place(key)
+            raise TomlError(f"{place} the top level has an unknown key {key!r}; {hint}")
     advice = "{} belong into [{}.args]"
     inference = config.read_table(
         ("inference",), InferenceTable, advice.format("flags of the server", "inference")
@@ -630,22 +634,6 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
         _read_envs(config)
     check_use(config, checks_model)
     config.check_own()
-
-
-def _check_top(config: RunConfig, options: Iterable[str]) -> None:
-    """Raise TomlError for a key of the top level that is not known."""
-    known = (*config.TABLES, *flat.FLAT)
-    for key in config.tree:
-        if key in config.TABLES:
-            continue
-        source, shown, names = config.source(key), key, [*known]
-        if source == COMMAND_LINE:
-            shown, names = f"--{key}", [*(f"--{one}" for one in known), *options]
-        if key in ELSEWHERE:
-            raise TomlError(f"{source}: {config.PROGRAM} reads no {key!r}: {ELSEWHERE[key]}")
-        raise TomlError(
-            f"{source}: the top level has an unknown key {shown!r}; {nearest_hint(shown, names)}"
-        )
 
 
 def folder_of(value: Value) -> Path:
@@ -772,7 +760,7 @@ def folder_words(options: argparse.Namespace) -> list[str]:
 
 
 def toml_arguments(argv: list[str]) -> tuple[list[Path], list[str]]:
-    """The files after `@` (or attached to it, or right after --check), and the other words.
+    """The files after `@` (or attached to it), and the other words.
 
     Raises:
         TomlError: no `@ FILE`.
@@ -788,8 +776,6 @@ def toml_arguments(argv: list[str]) -> tuple[list[Path], list[str]]:
             files.append(Path(file))
         elif word.startswith("@"):
             files.append(Path(word[1:]))
-        elif rest[-1:] == ["--check"] and not files and not word.startswith("-"):
-            files.append(Path(word))
         else:
             rest.append(word)
     if not files:
