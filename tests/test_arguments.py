@@ -1,7 +1,5 @@
 """What RLTrainer is called with; nothing is loaded for it."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -47,39 +45,16 @@ def args(tmp_path):
             {"env": None, "orchestrator": StubSource(), "example_order": len},
             "example_order: without effect beside orchestrator",
         ),
-        (
-            {"env": None, "orchestrator": StubSource(), "args": {"advantage": "std"}},
-            "advantage='std': without effect beside orchestrator",
-        ),
-        (
-            {"weight_sync": StubSink(), "args": {"weight_sync_backend": "http"}},
-            "weight_sync_backend='http': without effect beside weight_sync",
-        ),
         ({"example_order": "easy"}, "example_order='easy' is no function$"),
         ({"weight_sync": StubSource()}, "weight_sync: StubSource has no policy_version, model"),
         ({"orchestrator": StubSink()}, "orchestrator: StubSink has no num_pending, start, submit"),
     ],
 )
-def test_an_argument_that_cannot_work_is_refused_at_once(tmp_path, args, options, message):
-    if isinstance(options.get("args"), dict):
-        options = {**options, "args": RLConfig(str(tmp_path), use_cpu=True, **options["args"])}
+def test_an_argument_that_cannot_work_is_refused_at_once(args, options, message):
     with pytest.raises(ConfigError, match=message):
         RLTrainer(
             **{"model": "a/model-that-is-not-looked-for", "env": "an env", "args": args, **options}
         )
-
-
-def test_the_defaults_of_a_config_class_of_ones_own_are_no_settings(tmp_path):
-    @dataclass
-    class Config(RLConfig):
-        max_concurrent: int = 64
-
-    parts = {"orchestrator": StubSource(), "weight_sync": StubSink()}
-    tokenizer = load_example("warm_start").make_tokenizer()
-    RLTrainer(make_tiny_model(), None, Config(str(tmp_path), use_cpu=True), tokenizer, **parts)
-    args = Config(str(tmp_path), use_cpu=True, max_concurrent=5)
-    with pytest.raises(ConfigError, match="max_concurrent=5: without effect beside orchestrator"):
-        RLTrainer(make_tiny_model(), None, args, tokenizer, **parts)
 
 
 def test_arguments_of_another_trainer_are_refused(tmp_path):

@@ -131,8 +131,8 @@ def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
         ("data.eval=held_out.jsonl", r"\[data\] is there for evaluations, and there are none: set"),
         ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
         ("env.taskset.id=words", r"\[env\] is there for evaluations, and there are none"),
-        ("inference.gpus=1", "vf-sft reads no 'inference': it starts no server"),
-        ("cluster.trainer_nodes=2", "vf-sft reads no 'cluster'"),
+        ("inference.gpus=1", "unknown key 'inference'; vf-sft starts no server"),
+        ("cluster.trainer_nodes=2", "unknown key 'cluster'; vf-sft runs on one"),
     ],
 )
 def test_a_key_that_cannot_work_is_named(folder, override, problem):
@@ -151,7 +151,7 @@ def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
 
 
 def test_data_is_of_vf_sft_alone_and_needed_there(folder):
-    with pytest.raises(TomlError, match="vf-rl reads no 'data': it is of vf-sft"):
+    with pytest.raises(TomlError, match="unknown key 'data'; it is of vf-sft"):
         load_run_config(folder / "sft.toml")
     (folder / "sft.toml").write_text('model = "./base"\n')
     with pytest.raises(TomlError, match=r"\[data\] train is missing; set it to a .jsonl file"):

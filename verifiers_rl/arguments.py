@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import Trainer
 
 from verifiers_rl.advantages import AdvantageFn
-from verifiers_rl.config import ConfigError, RLConfig, default_options
+from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.inference.checkpoint import model_error
@@ -28,21 +28,6 @@ _WITHOUT_EFFECT = {
     "preprocess_logits_for_metrics": "an evaluation logs the metrics of the environment",
     "compute_loss_func": "pass loss_fn",
     "model_init": "pass model",
-}
-
-
-# Options that do nothing beside a part that the caller gives.
-_REPLACED_OPTIONS = {
-    "loss_fn": ("loss", "loss_args"),
-    "advantage_fn": ("advantage",),
-    "example_order": ("shuffle",),
-    "orchestrator": (
-        *("advantage", "shuffle", "mask_truncated_completions", "zero_truncated_completions"),
-        *("group_filter", "max_concurrent", "env_workers", "tools_in_process", "client_type"),
-        *("mask_env_responses", "max_prompt_len", "eval_sampling", "stop"),
-        *("include_stop_str_in_output", "chat_template_kwargs"),
-    ),
-    "weight_sync": ("weight_sync_backend", "vllm_servers"),
 }
 
 
@@ -89,14 +74,14 @@ def check_arguments(
             f"processing_class={processing_class!r}: expected a tokenizer, such as "
             "AutoTokenizer.from_pretrained(...); leave it out for the model's own"
         )
-    _check_replaced(env, args, replaced)
+    _check_replaced(env, replaced)
     is_path = isinstance(model, str) and model.startswith(("/", ".", "~"))
     is_path = is_path and not (Path(model).expanduser() / "adapter_config.json").is_file()
     if problem := (model_error(model) if is_path else None) or tracker_error(args.report_to):
         raise ConfigError(problem)
 
 
-def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
+def _check_replaced(env: Any, replaced: Replaced) -> None:
     """Raise ConfigError if a part lacks what is called, or makes another argument useless."""
     for name in ("loss_fn", "advantage_fn", "example_order"):
         function = getattr(replaced, name)
@@ -125,13 +110,3 @@ def _check_replaced(env: Any, args: RLConfig, replaced: Replaced) -> None:
                 )
     elif env is None:
         raise ConfigError("env is None: pass an environment, or an orchestrator that has its own")
-    defaults = default_options(args)  # those of a class of the user's own may differ from ours
-    for part, options in _REPLACED_OPTIONS.items():
-        replacement = getattr(replaced, part)
-        reads = getattr(replacement, "reads", ())  # a part may say which options it reads itself
-        for name in options if replacement is not None else ():
-            if name not in reads and getattr(args, name) != defaults[name]:
-                raise ConfigError(
-                    f"{name}={getattr(args, name)!r}: without effect beside {part}; remove one of "
-                    "the two"
-                )

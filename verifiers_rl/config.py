@@ -247,7 +247,7 @@ def unknown_option_hint(name: str, config_class: Any = None) -> str:
     """Return what to set instead of an option that `RLConfig` does not have."""
     name, kind = name.replace("-", "_"), config_class or RLConfig
     others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"
-    return kind.HINTS.get(name) or did_you_mean(name, [f.name for f in fields(kind)], others)
+    return did_you_mean(name, [f.name for f in fields(kind)], others)
 
 
 def refuse_unknown_options(cls: type[_T]) -> type[_T]:
@@ -290,8 +290,7 @@ class RLConfig(TrainingArguments):
     # What differs in a config that extends this one, such as `SFTConfig`.
     TRAINER, METHOD = "RLTrainer", "reinforcement learning"
     BEST = "reward"  # the default of metric_for_best_model
-    # HINTS: what to set in place of an unknown option.
-    UNUSED, INHERITED_RULES, HINTS = _UNUSED_BASE_OPTIONS, _INHERITED_RULES, dict[str, str]()
+    UNUSED, INHERITED_RULES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES
 
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", bool)] = _option(

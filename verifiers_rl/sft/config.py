@@ -48,19 +48,6 @@ _OF_ENV = (
     *("generation_timeout", "eval_examples", "eval_rollouts_per_example"),
     *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "lora_sync"),
 )
-_DATA = "data is an argument of SFTTrainer, or under [data] in the TOML of vf-sft"
-_HINTS = {
-    **dict.fromkeys(("epochs", "num_epochs", "total_epochs"), "here it is num_train_epochs"),
-    **dict.fromkeys(("dataset", "dataset_name", "train_dataset", "eval_dataset"), _DATA),
-    **dict.fromkeys(
-        ("assistant_only_loss", "completion_only_loss", "train_on_inputs"), "set loss_on"
-    ),
-    "packing": "rows are always packed, as tightly as max_tokens_per_microbatch allows; remove it",
-    "padding_free": "no padding is computed where attention allows it; remove it",
-    "dataset_text_field": "the column is named text; rename yours",
-    "eos_token": "a text ends with the tokenizer's eos_token; set it there",
-    "chat_template_path": "set chat_template of the tokenizer",
-}
 _are_roles = must(
     f"be a list of roles, each of {', '.join(ROLES)}",
     lambda value: bool(value) and set(value) <= {*ROLES},
@@ -83,7 +70,7 @@ class SFTConfig(RLConfig):
     """
 
     TRAINER, METHOD, BEST = "SFTTrainer", "supervised finetuning", "loss"
-    UNUSED, INHERITED_RULES, HINTS = _UNUSED, _RULES, _HINTS
+    UNUSED, INHERITED_RULES = _UNUSED, _RULES
 
     # --- Supervised finetuning --------------------------------------------------------------------
     loss_on: Annotated[list[str], _are_roles] = _option(
@@ -94,11 +81,11 @@ class SFTConfig(RLConfig):
     num_train_epochs: PositiveNumber = _option(
         1.0, "How often each row is trained on, in another order each time; or set max_steps."
     )
-    max_steps: Annotated[
-        int,
-        must("be an integer >= 1, or -1", lambda value: value == -1 or value >= 1),
-    ] = _option(
-        -1, "Optimizer steps, through as many epochs as these take. -1: num_train_epochs decides."
+    max_steps: Annotated[int, must("be >= 1, or -1", lambda steps: steps == -1 or steps > 0)] = (
+        _option(
+            -1,
+            "Optimizer steps, through as many epochs as these take. -1: num_train_epochs decides.",
+        )
     )
     batch_size: PositiveInt = _option(32, "Rows of one optimizer step, over all ranks.")
     learning_rate: NotNegativeNumber = _option(

@@ -55,7 +55,6 @@ class DatasetSource:
     """
 
     # Options that have an effect beside this source (arguments.py).
-    reads = ("shuffle", "chat_template_kwargs")
 
     def __init__(
         self,
