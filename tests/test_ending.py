@@ -264,7 +264,7 @@ import os, sys, time
 from pathlib import Path
 from verifiers_rl.cli import ending, train
 
-def wait(interrupt, program):
+def wait(interrupt, *command):
     names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     assert "VERIFIERS_RL_DIE_WITH_PARENT" not in os.environ
     Path(sys.argv[1], f"rank-{os.environ['RANK']}").write_text(

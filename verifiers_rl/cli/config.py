@@ -67,6 +67,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -450,6 +451,25 @@ class RunConfig:
 
     def check_own(self) -> None:
         """Fill in and check what a class that extends this one has of its own."""
+
+    def prepare(self) -> None:
+        """Do what is needed in a process that trains, before it loads anything.
+
+        Raises:
+            TomlError: it cannot train.
+        """
+
+    def launch(self, options: argparse.Namespace) -> None:
+        """Become the launcher of several ranks.
+
+        Raises:
+            TomlError: somebody else starts them.
+        """
+        raise TomlError(
+            f"{self.source('trainer', 'gpus')}: trainer.gpus={self.trainer_gpus} needs a process "
+            f"for each: accelerate launch --num_processes {self.trainer_gpus} "
+            f"-m verifiers_rl.cli.train {shlex.join(self.words)}"
+        )
 
     def resolved_tables(self) -> dict[str, Any]:
         """Return tables of its own as `resolved.toml` has them."""

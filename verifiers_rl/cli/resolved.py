@@ -15,10 +15,13 @@ from verifiers_rl.process.secret_names import is_secret_key
 from verifiers_rl.report.run_folder import RunFolderError, holds_a_run
 
 RESOLVED = "resolved.toml"  # in the run's folder
-# What may be a path that is relative to where vf-rl was started.
-PATHS_OF_TRAINER = ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint")
-PATHS_OF_SERVER = ("chat_template", "tokenizer", "hf_config_path", "generation_config")
+# Flags and options that may be a path, which is relative to where vf-rl was started.
+PATHS = (
+    *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
+    *("chat_template", "tokenizer", "hf_config_path", "generation_config"),
+)
 MAX_CODE_MB = 100  # of the folders that travel to the machines
+LEFT_OUT = "# Left out, because its name or its form is that of a secret: "
 _LEFT_BEHIND = shutil.ignore_patterns(
     *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log", "*.env"),
@@ -33,29 +36,22 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     """
     import tomli_w
 
-    data = plain(config.tree)
-    first: dict[str, Any] = {"model": config.model}
+    data = {**plain(config.tree), **config.resolved_tables(), "model": config.model}
     if config.env_files:
-        first["env_file"] = [str(path) for path in config.env_files]
-    first["import_from"] = [str(path) for path in config.folders]
-    args = dict(config.trainer_args)
+        data["env_file"] = list(map(str, config.env_files))
+    data["import_from"] = list(map(str, config.folders))
+    args = {**config.trainer_args, "output_dir": str(Path(output_dir).absolute())}
     args.pop("overwrite_output_dir", None)  # is about one start
-    args["output_dir"] = str(Path(output_dir).absolute())
-    _make_absolute(args, PATHS_OF_TRAINER)
-    trainer = {k: v for k, v in data.get("trainer", {}).items() if k != "args"} | {"args": args}
-    rest = {k: v for k, v in data.items() if k not in first and k not in ("trainer", "env_file")}
-    rest |= config.resolved_tables()
-    _make_absolute(rest.get("inference", {}).get("args", {}), PATHS_OF_SERVER)
-    for number, env in enumerate(config.envs):
-        if env.python:
-            envs = rest["env"]
-            (envs[number] if isinstance(envs, list) else envs)["python"] = env.python
-    for table in config.teachers:
-        written = rest["teacher"][table.number]
-        written["model"] = table.model
-        _make_absolute(written.get("args", {}), PATHS_OF_SERVER)
+    data["trainer"] = {**data.get("trainer", {}), "args": args}
+    envs, teachers = data.get("env", []), data.get("teacher", [])
+    for table, env in zip(envs if isinstance(envs, list) else [envs], config.envs, strict=False):
+        table |= {"python": env.python} if env.python else {}
+    for table, teacher in zip(teachers, config.teachers, strict=True):
+        table["model"] = teacher.model
+    for table in (data["trainer"], data.get("inference", {}), *teachers):
+        _make_absolute(table.get("args", {}))
     secrets: list[str] = []
-    told = _without_secrets({**first, **rest, "trainer": trainer}, "", secrets)
+    told = _without_secrets(data, "", secrets)
     sources = [str(path) for path in config.files]
     if len(config.words) > 2 * len(sources):
         sources.append(COMMAND_LINE)
@@ -63,12 +59,11 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     if secrets:
         how = f"Give what it lacks in another file: {config.PROGRAM} @ {RESOLVED} @ secrets.toml"
     head = [f"# What {config.PROGRAM} makes of {', '.join(sources)}. {how}"]
-    head += [f"# Left out, because its name or its form is that of a secret: {k}" for k in secrets]
-    return "\n".join(head) + "\n" + tomli_w.dumps(told)
+    return "\n".join([*head, *(LEFT_OUT + key for key in secrets), tomli_w.dumps(told)])
 
 
-def _make_absolute(args: dict[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
+def _make_absolute(args: dict[str, Any]) -> None:
+    for name in PATHS:
         if isinstance(path := args.get(name), str) and os.path.exists(path):
             args[name] = str(Path(path).absolute())
 
@@ -134,6 +129,19 @@ def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
     return 0
 
 
+def hand_over(config: RunConfig, output_dir: str) -> None:
+    """Write the resolved configuration into the run's folder, and have the processes that this one
+    starts read it, so that all of them run the same whatever happens to the files. Where secrets
+    are left out there, they read the files.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    target = write_resolved(config, output_dir)
+    if LEFT_OUT not in target.read_text("utf-8"):
+        config.words = ["@", str(target)]
+
+
 def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
     """Write into a folder what travels to the machines: one TOML, and the folders with its modules.
     Secrets stay here, also the files of `env_file`.
@@ -143,31 +151,32 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
     """
     import tomli_w
 
+    # The run's own TOMLs travel as the resolved one, which has no secrets.
+    own = {path.resolve() for path in (*config.env_files, *config.files)}
+
+    num_bytes = 0
+
     def stays(parent: str, names: list[str]) -> set[str]:
-        # The run's own TOMLs travel as the resolved one, which has no secrets.
-        own = {path.resolve() for path in (*config.env_files, *config.files)}
-        return _LEFT_BEHIND(parent, names) | {n for n in names if Path(parent, n).resolve() in own}
+        nonlocal num_bytes
+        left = _LEFT_BEHIND(parent, names) | {n for n in names if Path(parent, n).resolve() in own}
+        files = [Path(parent, name) for name in names if name not in left]
+        num_bytes += sum(path.stat().st_size for path in files if path.is_file())
+        if num_bytes > MAX_CODE_MB * 1e6:
+            raise TomlError(
+                f"{parent}: this folder travels to the machines of the Ray cluster, and that is "
+                f"more than {MAX_CODE_MB} MB with those before it; put the TOML and its modules "
+                "into a folder of their own"
+            )
+        return left
 
     text = resolved_text(config, output_dir)
     for line in text.splitlines():
-        if line.startswith("# Left out"):
+        if line.startswith(LEFT_OUT):
             print(f"vf-rl: not sent to the machines of the cluster: {line[2:]}", flush=True)
     data = tomllib.loads(text)
     data.pop("cluster", None)
     data["import_from"] = []
     for number, source in enumerate(config.folders):
-        num_bytes = 0
-        for parent, folders, files in os.walk(source):
-            left = stays(parent, [*folders, *files])
-            folders[:] = [name for name in folders if name not in left]
-            kept = [Path(parent, name) for name in files if name not in left]
-            num_bytes += sum(path.stat().st_size for path in kept if path.is_file())
-            if num_bytes > MAX_CODE_MB * 1e6:
-                raise TomlError(
-                    f"{source}: this folder travels to the machines of the Ray cluster with what "
-                    f"is in it, which is more than {MAX_CODE_MB} MB; put the TOML and its modules "
-                    "into a folder of their own"
-                )
         target = folder / f"code{number}"
         shutil.copytree(source, target, ignore=stays, ignore_dangling_symlinks=True)
         data["import_from"].append(f"./code{number}")

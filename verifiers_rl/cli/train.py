@@ -7,59 +7,33 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
 
+from verifiers_rl.cli.config import (
+    RunConfig,
+    TomlError,
+    add_folder_options,
+    check_trainer_args,
+    make_importable,
+    parse_command_line,
+)
 from verifiers_rl.cli.ending import Interrupt, end_with
+from verifiers_rl.cli.errors import fail
 from verifiers_rl.process.interrupts import Interrupted
 
-USAGE = "vf-train @ config.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]"
+USAGE = (
+    "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]"
+)
+ABOUT = "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 
 
-@dataclass(frozen=True)
-class Program:
-    """A command that trains in its own process.
+def main(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
+    """Be a command that trains in this process.
 
-    Attributes:
-        name, usage, about: of the command, for people.
-        config_class: returns the class of its configuration, which is imported late.
-        add_options: adds options of its own to those about the run's folder.
-        run_other: does what these options ask for in place of training, and returns the exit
-            status; None: training goes on.
-        launch: starts the ranks of a run with several, in place of this process.
+    Args:
+        name: of the command.
+        kind: of its configuration.
     """
-
-    name: str
-    usage: str
-    about: str
-    config_class: Callable[[], Any]
-    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    run_other: Callable[[argparse.Namespace, Any], int | None] = lambda options, config: None
-    launch: Callable[[argparse.Namespace, Any], NoReturn] | None = None
-
-    def say(self, message: object, is_training: bool = False) -> None:
-        if is_training:  # a progress bar may be in the middle of a line
-            print(file=sys.stderr)
-        print(f"{self.name}: {message}", file=sys.stderr)
-
-    def fail(self, message: object, is_training: bool = False) -> NoReturn:
-        self.say(f"error: {message}", is_training)
-        sys.exit(1)
-
-
-def _run_config() -> Any:
-    from verifiers_rl.cli.config import RunConfig
-
-    return RunConfig
-
-
-VF_TRAIN = Program("vf-train", USAGE, __doc__, _run_config)
-
-
-def main(program: Program = VF_TRAIN) -> None:
     # Not for what we start in turn.
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         # Under accelerate its launcher is between us and vf-rl.
@@ -67,13 +41,13 @@ def main(program: Program = VF_TRAIN) -> None:
     interrupt = Interrupt()
     interrupt.handle_signals()
     try:
-        train(interrupt, program)
+        train(interrupt, name, kind)
     except Interrupted:  # train() has said what is saved
         interrupt.release()  # a launcher ends this process when another rank has ended
         raise
     except KeyboardInterrupt:
         if is_first_rank():
-            program.say("interrupted before training")
+            print(f"{name}: interrupted before training", file=sys.stderr)
         sys.exit(interrupt.exit_status)
 
 
@@ -81,43 +55,33 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def train(interrupt: Interrupt, program: Program = VF_TRAIN) -> None:
-    from verifiers_rl.cli.config import (
-        TomlError,
-        add_folder_options,
-        check_trainer_args,
-        make_importable,
-        parse_command_line,
-    )
+def train(interrupt: Interrupt, name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     from verifiers_rl.cli.plan import servers_of_vf_rl
-    from verifiers_rl.cli.resolved import write_resolved
+    from verifiers_rl.cli.resolved import dry_run, write_resolved
     from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
-    fail = program.fail
     parser = argparse.ArgumentParser(
-        prog=program.name, usage=program.usage, description=program.about, allow_abbrev=False
+        prog=name, usage=f"{name} {USAGE}", description=ABOUT, allow_abbrev=False
     )
     add_folder_options(parser)
-    program.add_options(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only print the resolved configuration, and write it into the run's folder",
+    )
     if {"-h", "--help"} & set(sys.argv):
         parser.parse_args(["--help"])
     try:
-        options, config = parse_command_line(parser, sys.argv[1:], kind=program.config_class())
+        options, config = parse_command_line(parser, sys.argv[1:], kind=kind)
         check_trainer_args(config)  # which imports transformers, before the TOML's own modules
         make_importable(config.folders)
-        status = program.run_other(options, config)
+        config.prepare()
+        if options.dry_run:
+            sys.exit(dry_run(config, options.resume))
+        if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
+            config.launch(options)
     except (TomlError, RunFolderError) as error:
-        fail(error)
-    if status is not None:
-        sys.exit(status)
-    if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
-        if program.launch is not None:
-            program.launch(options, config)
-        fail(
-            f"{config.source('trainer', 'gpus')}: trainer.gpus={config.trainer_gpus} needs a "
-            f"process for each: accelerate launch --num_processes {config.trainer_gpus} "
-            f"-m verifiers_rl.cli.train {shlex.join(config.words)}"
-        )
+        fail(error, name)
 
     from verifiers_rl.config import ConfigError
     from verifiers_rl.envs.base import InvalidEnvironmentError
@@ -149,13 +113,16 @@ def train(interrupt: Interrupt, program: Program = VF_TRAIN) -> None:
         RunFolderError,
         TomlError,
     ) as error:
-        fail(error, is_training=trainer is not None)
+        if trainer is not None:
+            print(file=sys.stderr)  # a progress bar may be in the middle of a line
+        fail(error, name)
     except RolloutError as error:
         import traceback
 
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        fail(error, is_training=True)
+        print(file=sys.stderr)
+        fail(error, name)
 
 
 if __name__ == "__main__":

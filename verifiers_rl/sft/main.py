@@ -27,7 +27,7 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from verifiers_rl.cli.config import (
     RunConfig,
@@ -36,15 +36,8 @@ from verifiers_rl.cli.config import (
     folder_words,
 )
 from verifiers_rl.cli.layers import Value
-from verifiers_rl.cli.train import Program
 from verifiers_rl.cli.train import main as main_of
 from verifiers_rl.sft.conversations import DatasetError, is_file, parts_of_file
-
-USAGE = (
-    "vf-sft @ sft.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]\n"
-    "       vf-sft --dry-run @ sft.toml\n"
-    "A KEY is one of the TOML's, such as trainer.args.learning_rate; it replaces the files' value."
-)
 
 
 @dataclass
@@ -156,6 +149,34 @@ class SFTRunConfig(RunConfig):
             table = {k: v for k, v in table.items() if not k.startswith("eval")}
         return {"data": table}
 
+    def prepare(self) -> None:
+        """Show this process its GPUs, before torch sees them."""
+        self.check_files()
+        if "LOCAL_RANK" in os.environ:
+            return
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        ids = [str(i) for i in range(self.trainer_gpus)]
+        if visible is not None:
+            ids = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+            if len(ids) < self.trainer_gpus:
+                raise TomlError(
+                    f"{self.source('trainer', 'gpus')}: trainer.gpus={self.trainer_gpus}, and "
+                    f"{len(ids)} are visible; lower it, or set it to 0 to run on the CPU"
+                )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[: self.trainer_gpus])
+
+    def launch(self, options: argparse.Namespace) -> None:
+        """Become torch's launcher of a rank for each GPU."""
+        from verifiers_rl.cli.ending import SAVE_GRACE_S
+        from verifiers_rl.cli.plan import launcher_command
+
+        command = [sys.executable, *launcher_command(self.trainer_gpus)]
+        command += ["-m", "verifiers_rl.sft.main"]
+        # A launcher of several ranks kills them after this time, by default 30 s.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(round(SAVE_GRACE_S)))
+        sys.stdout.flush()
+        os.execv(command[0], [*command, *self.words, *folder_words(options)])
+
     def make_trainer(self, args: Any) -> Any:
         """Read the data and make the trainer."""
         from verifiers_rl.sft.conversations import read_dataset
@@ -171,55 +192,8 @@ class SFTRunConfig(RunConfig):
         return self.trainer_class()(self.model, args, train, held_out, env=env)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only print the resolved configuration, and write it into the run's folder",
-    )
-
-
-def run_other(options: argparse.Namespace, config: SFTRunConfig) -> int | None:
-    """Do a dry run if it is asked for. Otherwise show this process its GPUs, before torch sees
-    them.
-    """
-    config.check_files()
-    if options.dry_run:
-        from verifiers_rl.cli.resolved import dry_run
-
-        return dry_run(config, options.resume)
-    if "LOCAL_RANK" not in os.environ:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        ids = [str(i) for i in range(config.trainer_gpus)]
-        if visible is not None:
-            ids = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-            if len(ids) < config.trainer_gpus:
-                raise TomlError(
-                    f"{config.source('trainer', 'gpus')}: trainer.gpus={config.trainer_gpus}, and "
-                    f"{len(ids)} are visible; lower it, or set it to 0 to run on the CPU"
-                )
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[: config.trainer_gpus])
-    return None
-
-
-def launch(options: argparse.Namespace, config: SFTRunConfig) -> NoReturn:
-    """Become torch's launcher of a rank for each GPU."""
-    from verifiers_rl.cli.ending import SAVE_GRACE_S
-    from verifiers_rl.cli.plan import launcher_command
-
-    command = [sys.executable, *launcher_command(config.trainer_gpus)]
-    command += ["-m", "verifiers_rl.sft.main"]
-    # A launcher of several ranks kills them after this time, by default 30 s.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(round(SAVE_GRACE_S)))
-    sys.stdout.flush()
-    os.execv(command[0], [*command, *config.words, *folder_words(options)])
-
-
-VF_SFT = Program("vf-sft", USAGE, __doc__, lambda: SFTRunConfig, add_options, run_other, launch)
-
-
 def main() -> None:
-    main_of(VF_SFT)
+    main_of("vf-sft", SFTRunConfig)
 
 
 if __name__ == "__main__":
