@@ -6,7 +6,7 @@ of the command line at a time. Everything behind this module knows our layout on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from verifiers_rl.cli.layers import (
     Tables,
@@ -145,7 +145,10 @@ def translate(layer: Tree, source: str, defaults: Tree) -> Tree:
     if (files := flat.pop("env_files", None)) is not None:
         made["env_file"] = files
     if isinstance(evaluation := flat.get("eval"), dict) and "env" in evaluation:
-        made[EVAL_ENV] = _of_evaluations(evaluation["env"])
+        envs = evaluation["env"]
+        items = envs if isinstance(envs, dict) else {"0": envs}
+        named = {number: _with_our_names(env) for number, env in items.items()}
+        made[EVAL_ENV] = Tables(named) if isinstance(envs, Tables) else named
         flat["eval"] = {key: evaluation[key] for key in evaluation if key != "env"}
     for name, table in flat.items():
         first = next(values_in(table), Value(None, source, (name,)))
@@ -210,49 +213,34 @@ def _unless_off(name: str, table: Tree) -> Tree:
     return {key: enabled.implies(value, name, key) for key, value in _NEUTRAL[name].items()}
 
 
-def _of_evaluations(envs: Tree | Value) -> Tree | Value:
-    """Return [[eval.env]]s with our names of their keys."""
-    if isinstance(envs, Value):
-        return envs
-    for number, env in envs.items():
-        if isinstance(env, dict):
-            if isinstance(value := env.get("rollouts_per_example"), Value):
-                _check_refused(("eval", "env", "rollouts_per_example"), value)
-            ours = {"num_examples": "eval_examples"}
-            envs[number] = {ours.get(key, key): inner for key, inner in env.items()}
-    return envs
+def _with_our_names(env: Any) -> Any:
+    """Return one [[eval.env]] with our names of its keys."""
+    if not isinstance(env, dict):
+        raise TomlError(
+            f"{env.place} {env.key[-1]}={env.value!r}: write one or several [[eval.env]]"
+        )
+    if "rollouts_per_example" in env:
+        _check_refused(("eval", "env", "rollouts_per_example"), env["rollouts_per_example"])
+    return {("eval_examples" if key == "num_examples" else key): env[key] for key in env}
 
 
 def join_evaluations(tree: Tree) -> None:
     """Put the [[eval.env]]s of all layers behind the environments of training. Each has at most
     `num_examples` of its own or of [eval], and the run's limit is the largest of these.
-
-    Raises:
-        TomlError: they are no array of tables.
     """
-    evaluated, trained = tree.pop(EVAL_ENV, None), tree.get("env", {})
-    if evaluated is None:
+    evaluated, trained = tree.pop(EVAL_ENV, None), tree.get("env")
+    if not isinstance(evaluated, dict) or not isinstance(trained, dict):
         return
-    if not isinstance(evaluated, Tables) or not isinstance(trained, dict):
-        raise TomlError(f"{next(values_in(evaluated)).source}: write several as [[eval.env]]")
-    of_training: list[Any] = (
-        [*trained.values()] if isinstance(trained, Tables) else [trained] * bool(trained)
-    )
-    envs: list[Any] = []
-    default = find(tree, (*ARGS, "eval_examples"))
-    limits: list[Any] = []
-    uses: tuple[tuple[str, list[Any]], ...]
-    uses = (("train", of_training), ("eval", [*evaluated.values()]))
-    for use, tables in uses:
-        for env in tables:
-            first = next(values_in(env), Value(None, "", ()))
-            only = {"only": first.implies(use)}
-            envs.append({**only, **env} if use == "train" else {**env, **only})
-            if use == "eval":
-                given = default or first.implies(EVAL_EXAMPLES, "eval", "num_examples")
-                limits.append(envs[-1].setdefault("eval_examples", given))
-    numbers = [one for one in limits if isinstance(one, Value) and isinstance(one.value, int)]
-    if of_training:
-        tree["env"] = Tables({str(number): env for number, env in enumerate(envs)})
-    if numbers:
-        put(tree, (*ARGS, "eval_examples"), max(numbers, key=lambda one: one.value))
+    first, at = next(values_in(evaluated)), (*ARGS, "eval_examples")
+    limit = find(tree, at) or first.implies(EVAL_EXAMPLES, "eval", "num_examples")
+    envs: list[Any] = [*trained.values()] if isinstance(trained, Tables) else [trained]
+    for env in envs:
+        env.setdefault("only", first.implies("train"))
+    limits = []
+    for own in cast(list[Tree], [*evaluated.values()]):
+        own["only"] = first.implies("eval")
+        limits.append(cast(Value, own.setdefault("eval_examples", limit)))
+        envs.append(own)
+    tree["env"] = Tables({str(number): env for number, env in enumerate(envs)})
+    if all(isinstance(one.value, int) for one in limits):
+        put(tree, at, max(limits, key=lambda one: one.value))
