@@ -150,7 +150,7 @@ def test_the_reference_says_what_the_code_checks():
     page = read("docs/reference.md")
     assert "| `batch_size` | an integer >= 1 | `512` | Rollouts of one optimizer step" in page
     assert '| `lora_sync` | one of auto, adapter, merged | `"auto"` |' in page
-    assert "| `min_p` | a number from 0 to 1 | `0.0` |" in page
+    assert "| `min_p` | a number >= 0 and <= 1 | `0.0` |" in page
     assert "| `[trainer]` `class` |" in page and "| `per_device_train_batch_size` | set" in page
 
 

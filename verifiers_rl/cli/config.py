@@ -16,7 +16,8 @@ id = "reverse_text"              # a taskset, or a classic environment in anothe
 python = "venv/bin/python"       # the Python of its rollout workers; relative to this file
 [env.args]                       # keys of the taskset, or arguments of its load_environment
 
-                                 # or several: [[env]], each one of these and also
+                                 # or several: [[env]], each one of these; they have, and one
+                                 # [env] may have,
                                  # name = "..."  prefix of its metrics, by default its id
                                  # weight = 1    its share of the groups
                                  # sampling = {max_tokens = 64}  in place of [trainer.args]'s
