@@ -85,7 +85,7 @@ def test_a_port_in_use(make_preflight, lines):
 
 def test_a_wrong_option_folder_or_tracker(make_preflight, lines, tmp_path):
     (line,) = lines(make_preflight({"batch_size": 100}), "options")
-    assert "[trainer.args] batch_size=100 is not" in line and "try batch_size=112" in line
+    assert "[trainer.args] batch_size=100: must be" in line and "try batch_size=112" in line
     (line,) = lines(make_preflight({"output_dir": "/proc/run"}), "options")
     assert line.startswith("FIX   options: output_dir='/proc/run' cannot be written: /proc: ")
     (line,) = lines(make_preflight({"report_to": "clearml"}), "options")

@@ -897,7 +897,7 @@ def run(module, *args, **environment):
         (
             '[env]\nid = "e"\n[trainer]\ngpus = 0\n[trainer.args]\nbatch_size = 100\n',
             None,
-            "batch_size=100 is not a multiple of rollouts_per_example=16",
+            "batch_size=100: must be a multiple of rollouts_per_example=16",
         ),
     ],
 )

@@ -126,8 +126,6 @@ def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
     [
         ("data.trian=a.jsonl", r"\[data\] has an unknown key 'trian'; did you mean 'train'"),
         ("dat.train=a.jsonl", "unknown key 'dat'; did you mean 'data'"),
-        ("data.train=3", "train: must be a path or a name on the hub"),
-        ("data.split=3", r"\[data\] split=3: must be a string"),
         ("data.eval=held_out.jsonl", r"\[data\] is there for evaluations, and there are none: set"),
         ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
         ("env.taskset.id=words", r"\[env\] is there for evaluations, and there are none"),

@@ -305,7 +305,7 @@ def test_a_mask_of_another_shape_or_type_is_refused(mask, message):
         ({"ipo": {"max_divergence": -1}}, "max_divergence=-1 must be a number >= 0"),
         ({"ratio": {"min_ratio": 5}}, "min_ratio=5 must be below max_ratio=5.0"),
         ({"ppo": {"eps_low": 1}}, "eps_low=1 must be below 1"),
-        ({"ipo": 0.1}, r"gradient_masks=.*: must be a valid dict"),
+        ({"ipo": 0.1}, r"gradient_masks=.*: must be a table"),
         (["ipo"], "gradient_masks"),
     ],
 )
@@ -421,7 +421,7 @@ def test_weights_of_samples():
         ("ppo", {"eps_low": "0.1"}, "eps_low='0.1' must be a number"),
         ("ppo", {"eps_low": 1.5}, "eps_low=1.5 must be below 1"),
         ("icepop", {"min_ratio": 6.0}, "min_ratio=6.0 must be below max_ratio=5.0"),
-        ("cispo", 0.2, "loss_args=0.2: must be a valid dictionary"),
+        ("cispo", 0.2, "loss_args=0.2: must be a table"),
     ],
 )
 def test_a_loss_that_does_not_exist_is_one_clear_error(name, options, message):

@@ -63,7 +63,7 @@ def test_variables_that_cannot_be_are_one_clear_error(changes, message):
         ("trainer_nodes = 2", {}, r"trainer_nodes=2 is about several machines: set MASTER_ADDR"),
         ('engine = "ray"', FOUR, "engine='ray' is about a Ray cluster that runs already"),
         ('engine = "slurm"', {}, "engine='slurm': must be 'ray'"),
-        ('address = "a:1"', {}, "address='a:1' is of a Ray cluster; add engine"),
+        ('address = "a:1"', {}, "address='a:1': it is of a Ray cluster; add engine"),
         ("trainer_nodes = 0", {}, r"trainer_nodes=0: must be greater than"),
     ],
 )

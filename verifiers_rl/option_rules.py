@@ -82,6 +82,7 @@ def problem_of(error: ValidationError) -> str:
     problems: dict[str, None] = {}
     for one in error.errors(include_url=False):
         text = re.sub(r"^\w+ should", "must", one["msg"].removeprefix("Value error, "))
+        text = text.replace("a valid dictionary", "a table")
         names = re.findall(r"'([^']+)'", one.get("ctx", {}).get("expected", ""))
         problems[did_you_mean(str(one["input"]), names) or text] = None
     return " or ".join(problems)

@@ -620,13 +620,10 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
             hint = ELSEWHERE.get(key) or nearest_hint(key, known)
             place = config.place(key)
             raise TomlError(f"{place} the top level has an unknown key {key!r}; {hint}")
-    advice = "{} belong into [{}.args]"
-    inference = config.read_table(
-        ("inference",), InferenceTable, advice.format("flags of the server", "inference")
-    )
-    trainer = config.read_table(
-        ("trainer",), TrainerTable, advice.format("options of the trainer", "trainer")
-    )
+    advice = "flags of the server belong into [inference.args]"
+    inference = config.read_table(("inference",), InferenceTable, advice)
+    advice = "options of the trainer belong into [trainer.args]"
+    trainer = config.read_table(("trainer",), TrainerTable, advice)
     config.inference_gpus, config.trainer_gpus = inference.gpus, trainer.gpus
     config.inference_args, config.trainer_args = inference.args, trainer.args
     config.trainer_class_name = trainer.class_
@@ -741,15 +738,13 @@ def server_flags(args: dict[str, Any]) -> list[str]:
     """
     flags: list[str] = []
     for key, value in args.items():
-        flag = "--" + key.replace("_", "-")
-        if value is True:
-            flags.append(flag)
-        elif value is False:
-            flags.append("--no-" + flag[2:])
-        elif isinstance(value, list):
-            flags += [flag, *map(str, value)]
-        else:
-            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+            continue
+        values = value if isinstance(value, list) else [value]
+        texts = [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
+        flags += [f"--{name}", *texts]
     return flags
 
 

@@ -27,7 +27,9 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from verifiers_rl.cli.config import (
     RunConfig,
@@ -35,9 +37,14 @@ from verifiers_rl.cli.config import (
     folder_of,
     folder_words,
 )
-from verifiers_rl.cli.layers import Value
+from verifiers_rl.cli.layers import Value, find
 from verifiers_rl.cli.train import main as main_of
 from verifiers_rl.sft.conversations import DatasetError, is_file, parts_of_file
+
+_Text = Annotated[str, Field(min_length=1)]
+_Names = Annotated[
+    list[_Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 
 
 @dataclass
@@ -46,11 +53,11 @@ class DataTable:
     out: all rows of a file, and "test" on the hub.
     """
 
-    train: list[str] = field(default_factory=list)
-    eval: list[str] = field(default_factory=list)
-    split: str = "train"
-    eval_split: str | None = None
-    subset: str | None = None
+    train: _Names = field(default_factory=list)
+    eval: _Names = field(default_factory=list)
+    split: _Text = "train"
+    eval_split: _Text | None = None
+    subset: _Text | None = None
 
 
 @dataclass
@@ -79,30 +86,23 @@ class SFTRunConfig(RunConfig):
         Raises:
             TomlError: a key of [data] is unknown or has a wrong value, or `train` is missing.
         """
-        self.check_keys(("data",), [option.name for option in fields(DataTable)])
-        given = self.table("data")
+        self.data = self.read_table(("data",), DataTable)
         for name in ("train", "eval"):
-            if name in given:
-                setattr(self.data, name, self._names(name))
-        for name in ("split", "eval_split", "subset"):
-            if name not in given:
-                continue
-            if not isinstance(given[name], str) or not given[name]:
-                where = self.place("data", name)
-                raise TomlError(f"{where} {name}={given[name]!r}: must be a string")
-            setattr(self.data, name, given[name])
+            value = find(self.tree, ("data", name))
+            if isinstance(value, Value):
+                names = getattr(self.data, name)
+                setattr(self.data, name, [_as_path(one, folder_of(value)) for one in names])
         if not self.data.train:
             raise TomlError(
                 f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
                 "a name on the hub"
             )
-        if "eval_split" in given and not self.data.eval:
-            self.data.eval = self.data.train
         data = self.data
+        if data.eval_split and not data.eval:
+            data.eval = data.train
         if data.subset and all(map(is_file, [*data.train, *data.eval])):
-            raise TomlError(
-                f"{self.place('data', 'subset')} subset={data.subset!r}: without effect, because "
-                "files have no subsets; remove it"
+            raise self.error(
+                ("data", "subset"), "without effect, because files have no subsets; remove it"
             )
         evaluates = self.trainer_args.get("eval_strategy", "no") != "no"
         for name, has_some in (("env", self.envs), ("data", self.data.eval)):
@@ -111,22 +111,6 @@ class SFTRunConfig(RunConfig):
                     f"{self.source(name)}: [{name}] is there for evaluations, and there are none: "
                     'set eval_strategy = "steps" and eval_steps in [trainer.args]'
                 )
-
-    def _names(self, name: str) -> list[str]:
-        value = self.tree["data"][name]  # type: ignore[index]
-        names = value.value if isinstance(value, Value) else None
-        names = [names] if isinstance(names, str) else names
-        is_list = isinstance(names, list) and all(isinstance(n, str) and n for n in names)
-        if not isinstance(value, Value) or not is_list or not names:
-            raise TomlError(
-                f"{self.place('data', name)} {name}: must be a path or a name on the hub, or a "
-                "list of several"
-            )
-        found = []
-        for one in names:
-            path = Path(os.path.normpath(folder_of(value) / Path(one).expanduser()))
-            found.append(str(path) if is_file(one) else one)
-        return found
 
     def check_files(self) -> None:
         """Raise TomlError if a file of the data is not there or lacks the split."""
@@ -190,6 +174,14 @@ class SFTRunConfig(RunConfig):
             held_out = []
         env = self.load_envs() if self.envs else None
         return self.trainer_class()(self.model, args, train, held_out, env=env)
+
+
+def _as_path(name: str, folder: Path) -> str:
+    """Return the absolute path of a file, which is relative to this folder; a name on the hub as it
+    is.
+    """
+    path = os.path.normpath(folder / Path(name).expanduser())
+    return path if is_file(name) else name
 
 
 def main() -> None:
