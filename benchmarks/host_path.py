@@ -204,7 +204,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
 
     from examples.warm_start import make_tokenizer
     from verifiers_rl.inference.engine import SampledTokens
-    from verifiers_rl.inference.generation import Request, TokenRequest
+    from verifiers_rl.inference.generation import Generation, TokenRequest
 
     tokenizer = make_tokenizer()
     asked: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
@@ -214,11 +214,11 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
     def serve(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
         fields = {"tokens": [1], "packed_tokens": way == "after"}
         tokens = TokenRequest(fields, VOCAB, 2 * MAX_TOKENS)
-        request = Request(tokens=tokens)
+        generation = Generation(tokens=tokens)
         processor = LogprobsProcessor.from_new_request(tokenizer, asked)
         if tokens.is_packed:
-            processor.logprobs, processor.tokenizer = SampledTokens(), None
-        request.state = SimpleNamespace(logprobs_processor=processor)
+            processor.logprobs, processor.tokenizer = SampledTokens(False), None
+        generation.state = SimpleNamespace(logprobs_processor=processor)
         ranks = np.ones(1, np.int32)
         for at in range(length):  # the engine sends one token a step
             here = slice(at, at + 1)
@@ -226,7 +226,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
                 LogprobsLists(token_ids[here, None], logprobs[here, None], ranks)
             )
         ids = token_ids.tolist()
-        request.end(SimpleNamespace(token_ids=ids, weight_versions=None))
+        generation.end(SimpleNamespace(token_ids=ids, weight_versions=None))
         content = None
         if not tokens.is_packed:
             content = chat._create_chat_logprobs(
@@ -239,8 +239,7 @@ def cost_in_server(way: str, num_rollouts: int, length: int) -> dict[str, float]
         )  # fmt: skip
         response = ChatCompletionResponse(model="m", choices=[choice], usage=UsageInfo())
         body = JSONResponse(response.model_dump()).body
-        request.splice({"type": "http.response.start", "status": 200, "headers": []})
-        return request.splice({"type": "http.response.body", "body": body})["body"]
+        return generation.splice(bytes(body))
 
     inputs = [sampled_by_the_server(length, seed) for seed in range(4)]
     serve(*inputs[0])

@@ -656,7 +656,7 @@ def test_listening_beyond_this_machine_is_warned_of(vf_vllm, model_folder):
 
     beyond = output("--host", "0.0.0.0", "--middleware", "mine.Routes")
     # The last is the first that a request meets: routes of one's own are served.
-    assert beyond.rstrip().endswith("WeightSyncRoutes', 'mine.Routes']")
+    assert beyond.rstrip().endswith("Gateway', 'mine.Routes']")
     assert "WARNING: --host 0.0.0.0 lets other machines reach this server" in beyond
     assert "vLLM would listen on 0.0.0.0" in beyond
     alone = output()
@@ -696,7 +696,7 @@ def test_a_bad_flag_of_vllm_and_a_taken_port_are_one_line(vf_vllm, model_folder)
     assert (bad.returncode, taken.returncode) == (2, 1)
     line = "vf-vllm: error: --max-modle-len: no such flag; did you mean --max-model-len?"
     assert said[0][-1] == line and not any("usage:" in line for line in said[0])
-    message = f"vf-vllm: cannot listen on 127.0.0.1:{port}: process {os.getpid()}, a vf-rl or "
+    message = f"vf-vllm: cannot listen on 127.0.0.1:{port}: another vf-rl or vf-vllm has reserved "
     assert said[1][-1].startswith(message)
 
 

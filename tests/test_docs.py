@@ -352,7 +352,7 @@ def server_flags():
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
     sources = [Path(folder) / "engine" / "arg_utils.py"]
     sources += sorted(Path(folder).rglob("cli_args.py"))
-    flags = {"--help", "--join"}  # the latter is our own
+    flags = {"--help"}
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and str(node.value).startswith("--"):

@@ -17,6 +17,7 @@ from tests.conftest import running_server
 from tests.helpers import at_bucket, load_example, make_tiny_model
 from tests.troubled_env import num_letters
 from verifiers_rl import RLConfig, RLTrainer, env_from
+from verifiers_rl.inference.client import InferenceClient
 from verifiers_rl.inference.pool import State
 
 pytestmark = pytest.mark.e2e
@@ -97,8 +98,10 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
         return thread
 
     def bring_another():
-        flags = ("--join", servers[0].url)
-        joined.append(start(stack, model_folder, tmp_path / "joined.log", *flags))
+        joined.append(start(stack, model_folder, tmp_path / "joined.log"))
+        known = InferenceClient("127.0.0.1", servers[0].port)
+        known.join("127.0.0.1", joined[0].port)
+        known.close()
 
     def kill_when_it_generates(server, pid, name):
         while not num_running(server):

@@ -300,8 +300,8 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
         ({"tokens": pack_ids([5, -1])}, "-1 is no token id"),
         ({"tokens": pack_ids([5] * 400)}, "a prompt of 400 is longer than"),
         ({"packed_tokens": 1}, "packed_tokens=1: must be true or false"),
-        ({"packed_tokens": True, "stream": True}, "a streamed reply has no packed tokens"),
-        ({"packed_tokens": True, "n": 2}, "only a reply of one completion"),
+        ({"packed_tokens": True, "stream": True}, "only a whole reply of one completion"),
+        ({"packed_tokens": True, "n": 2}, "only a whole reply of one completion"),
     ):
         status, reply = post(server, body | fields)
         assert status == 400 and message in reply["error"], reply

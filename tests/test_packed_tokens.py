@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verifiers_rl.inference.generation import Request, TokenRequest
+from verifiers_rl.inference.generation import Generation, TokenRequest
 from verifiers_rl.inference.packed_tokens import (
     pack_ids,
     pack_sampled,
@@ -62,7 +62,7 @@ def test_a_prompt_is_a_list_or_packed():
         ({"tokens": ["3"]}, "'3' is no token id"),
         ({"tokens": pack_ids([3] * 5)}, "a prompt of 5 is longer than .* \\(--max-model-len 5"),
         ({"packed_tokens": "yes"}, "packed_tokens='yes': must be true or false"),
-        ({"packed_tokens": True, "stream": True}, "a streamed reply"),
+        ({"packed_tokens": True, "stream": True}, "only a whole reply of one completion"),
         ({"packed_tokens": True, "n": 2}, "one completion"),
         ({"packed_tokens": True, "use_beam_search": True}, "one completion"),
     ],
@@ -74,37 +74,30 @@ def test_what_cannot_be_served_is_refused(fields, message):
 
 def answered(request, token_ids, logprobs, spans=((0, "3"),)):
     """Let a request end as vLLM would, with these tokens."""
-    kept = SimpleNamespace(logprobs=logprobs, start_indices=[*range(len(logprobs))])
+    kept = SimpleNamespace(logprobs=logprobs, counts=[], allowed=[])
     request.state = SimpleNamespace(logprobs_processor=SimpleNamespace(logprobs=kept))
     versions = [SimpleNamespace(start=start, version=version) for start, version in spans]
     request.end(SimpleNamespace(token_ids=token_ids, weight_versions=versions))
     return request
 
 
-def reply_of(request, body=b'{"id":"1"}', status=200):
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    start = {"type": "http.response.start", "status": status, "headers": headers}
-    rest = {"type": "http.response.body", "body": body}
-    start, rest = request.splice(start), request.splice(rest)
-    assert int(dict(start["headers"])[b"content-length"]) == len(rest["body"])
-    return json.loads(rest["body"])
+def reply_of(request):
+    return json.loads(request.splice(b'{"id":"1"}'))
 
 
-def test_sampled_tokens_are_spliced_into_the_reply_and_into_no_error():
+def test_sampled_tokens_are_spliced_into_the_reply():
     packed = make_request(packed_tokens=True)
-    request = answered(Request(tokens=packed), [7, 8], [-0.5, -np.inf])
+    request = answered(Generation(tokens=packed), [7, 8], [-0.5, -np.inf])
     assert reply_of(request) == {"id": "1", "packed_tokens": pack_sampled([7, 8], [-0.5, -9999.0])}
-    request = answered(Request(tokens=packed), [7], [-0.5])
-    assert reply_of(request, b'{"error":"x"}', status=500) == {"error": "x"}
-    assert reply_of(answered(Request(tokens=make_request()), [7], [-0.5])) == {"id": "1"}
+    assert reply_of(answered(Generation(tokens=make_request()), [7], [-0.5])) == {"id": "1"}
 
 
 def test_only_tokens_of_a_known_policy_have_versions():
-    of_two = answered(Request(), [7, 8, 9], [], [(0, "3"), (2, "4")])
+    of_two = answered(Generation(), [7, 8, 9], [], [(0, "3"), (2, "4")])
     assert of_two.versions == "0:3,2:4"
     for label in ("default", "none"):  # before the first push; while a push mixes two
-        assert answered(Request(), [7], [], [(0, "3"), (1, label)]).versions is None
-    assert answered(Request(), [], [], []).versions is None
+        assert answered(Generation(), [7], [], [(0, "3"), (1, label)]).versions is None
+    assert answered(Generation(), [], [], []).versions is None
 
 
 def test_a_packed_request_asks_vllm_for_nothing_else_a_token():

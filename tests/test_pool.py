@@ -28,7 +28,6 @@ from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool
 from verifiers_rl.inference import pool as pool_module
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
-from verifiers_rl.inference.joining import join_error
 from verifiers_rl.inference.pool import Replica, ReplicaPool, State, choose
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.requests import Places
@@ -446,23 +445,6 @@ def test_a_server_that_two_threads_find_at_once_is_taken_in_once(make_pool):
     goes_on.set()
     late.join(10)
     assert states(pool) == ["serving"] and clients[0].has_weights_of is replica.sync
-
-
-@pytest.mark.parametrize(
-    ("url", "host", "problem"),
-    [
-        ("http://127.0.0.1:8000", "127.0.0.1", None),
-        ("http://10.0.0.5:8000", "10.0.0.6", None),
-        ("http://10.0.0.5:8000", "127.0.0.1", "set --host"),
-        ("10.0.0.5:8000", "10.0.0.6", "of the form http://host:port"),
-        ("http://10.0.0.5:x", "10.0.0.6", "of the form http://host:port"),
-        ("http://10.0.0.1:8000", "0.0.0.0", "set --host to one of them"),
-        ("http://127.0.0.1:8000", "::", "set --host to one of them"),
-    ],
-)
-def test_a_server_that_could_not_be_reached_does_not_join(url, host, problem):
-    found = join_error(url, host)
-    assert found is None if problem is None else problem in found
 
 
 def test_servers_that_never_come_are_an_error_and_one_is_a_warning(make_pool, caplog):

@@ -26,7 +26,7 @@ from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli import children, ray_engine, resolved, rl, supervise
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE
-from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
@@ -256,7 +256,7 @@ def test_a_process_that_does_not_start_in_time_is_one_error_that_names_its_machi
 
 
 def test_a_server_whose_machine_is_lost_joins_elsewhere_a_few_times_only(run_with, capfd):
-    ray, run = run_with
+    (ray, run), told = run_with, []
     second = ("SPREAD", 1, 1)
 
     def lose(times):
@@ -272,6 +272,7 @@ def test_a_server_whose_machine_is_lost_joins_elsewhere_a_few_times_only(run_wit
         time.sleep(0.5)  # they are looked at, and answer
         with pytest.MonkeyPatch.context() as patch:  # from here on only the first answers
             patch.setattr(ray_engine, "answers", lambda host, port: host == "10.0.0.0")
+            patch.setattr(InferenceClient, "join", lambda known, *new: told.append((known, new)))
             lose(children.MAX_RESTARTS)
             ray.script[second].put("lost")
             time.sleep(0.5)
@@ -282,9 +283,11 @@ def test_a_server_whose_machine_is_lost_joins_elsewhere_a_few_times_only(run_wit
     playing.start()
     assert run("inference_nodes = 2\n") == 0
     playing.join()
-    again = [words for at, _, words, _ in ray.started if at == second][1:]
+    again = [at for at, *_ in ray.started if at == second][1:]
     assert len(again) == children.MAX_RESTARTS
-    assert all(words[-2:] == ["--join", "http://10.0.0.0:7000"] for words in again)
+    # The trainer hears of each new address from the other server.
+    assert {known.base_url for known, _ in told} == {"http://10.0.0.0:7000"}
+    assert len({new for _, new in told}) == children.MAX_RESTARTS
     said = capfd.readouterr()
     assert "inference-1 is lost with its machine, 10.0.0." in said.out
     assert "and is not restarted" in said.err
@@ -427,6 +430,6 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
             machine = next(one for one in found if one.address == servers[lost])
             machine.set_link("down")
             run.wait_for(rf"{lost} is lost with its machine, {machine.address}; starting it again")
-            run.wait_for(rf"\[{lost}\] serving at {other} --join http://{other}")
+            run.wait_for(rf"\[{lost}\] serving at {other}")
             (tmp_path / "end").touch()
             assert run.process.wait(60) == 0, run.said()

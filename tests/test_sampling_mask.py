@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers import sent
 from verifiers_rl import RLConfig
-from verifiers_rl.inference.generation import TokenRequest, possible_tokens
+from verifiers_rl.inference.generation import TokenRequest
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_mask
 from verifiers_rl.logprobs import chunked_logprobs_and_entropy, token_logprobs_and_entropy
 from verifiers_rl.packing import collate
@@ -147,8 +147,7 @@ def keep(with_mask, *positions):
     """What is kept of positions, each as vLLM gives them: token ids and their logprobs."""
     from verifiers_rl.inference.engine import SampledTokens
 
-    kept = SampledTokens()
-    kept.has_mask = with_mask
+    kept = SampledTokens(with_mask)
     for token_ids, logprobs in positions:
         kept.append_fast(token_ids, logprobs, iter(()), iter(()))
     return kept
@@ -162,9 +161,10 @@ def test_the_possible_tokens_are_those_whose_probability_is_not_0():
         ([3, 3, 8, 2, 4], [0.0, 0.0, -INF, -INF, -INF]),
         ([6, 1, 2, 3, 4], [-2.0, -1.0, -1.5, -2.0, -2.0]),  # as likely as tokens left out
     ]
-    assert rows_of(possible_tokens(keep(True, *positions))) == [[5, 7], [3], [6, 1, 2, 3, 4]]
-    assert keep(False, *positions).token_ids == [7, 3, 6]
-    assert possible_tokens(keep(True)).counts.tolist() == []
+    kept = keep(True, *positions)
+    assert (kept.counts, kept.allowed) == ([2, 1, 5], [5, 7, 3, 1, 2, 3, 4, 6])
+    assert kept.logprobs == keep(False, *positions).logprobs == [-1.0, 0.0, -2.0]
+    assert keep(False, *positions).counts == keep(True).counts == []
 
 
 def test_the_option_asks_for_the_mask_and_bounds_top_k(tmp_path):

@@ -7,6 +7,10 @@ parts of torchvision that vLLM and transformers import do not. So if the library
 module declares the operators without a kernel. Calling one of them raises torchvision's own error
 about missing operators.
 
+This module goes when torchvision looks at its own `extension._has_ops()` before it adds gradients
+and shapes (`_autograd_registrations`, `_meta_registrations`), or when the package index has a
+torchvision for torch's CPU builds.
+
 The package imports this module first. So does each process that a vf-vllm starts
 (inference/startup). A script imports this package before transformers. The module does nothing
 until torchvision is imported.

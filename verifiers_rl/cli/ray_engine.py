@@ -55,7 +55,11 @@ from verifiers_rl.cli.plan import (
 )
 from verifiers_rl.cli.resolved import write_code
 from verifiers_rl.cli.supervise import supervise
-from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.inference.client import (
+    TOKEN_VARIABLE,
+    InferenceClient,
+    InferenceServerError,
+)
 from verifiers_rl.process.waiting import WaitingLine
 
 READ_S = 1.0  # between two looks at the output of a process
@@ -335,10 +339,10 @@ class RayMachines:
         def plan(address: ADDRESS) -> tuple[list[str], dict[str, str]]:
             words = server_command(self._config, *address)
             if before is not None and before != address:
-                # The trainer hears of the new address from a server that it knows.
-                known = (one for one in list(self._addresses.values()) if answers(*one))
-                if one := next(known, None):
-                    words += ["--join", f"http://{host_and_port(*one)}"]
+                # The trainer hears of the new address from the servers that it knows.
+                for known in list(self._addresses.values()):
+                    with suppress(InferenceServerError):  # lost too
+                        InferenceClient(*known).join(*address)
             self._addresses[number] = address
             env = server_env(self._config, "", number)
             return words, self._env(env, self._config.inference_gpus)

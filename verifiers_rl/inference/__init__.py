@@ -9,13 +9,9 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.client import Hold as Hold
     from verifiers_rl.inference.client import InferenceClient as InferenceClient
     from verifiers_rl.inference.client import InferenceServerError as InferenceServerError
-    from verifiers_rl.inference.client import RequestRefusedError as RequestRefusedError
     from verifiers_rl.inference.client import ServerLostError as ServerLostError
     from verifiers_rl.inference.client import WeightRequest as WeightRequest
-    from verifiers_rl.inference.client import find_token as find_token
     from verifiers_rl.inference.client import generation_key as generation_key
-    from verifiers_rl.inference.client import save_token as save_token
-    from verifiers_rl.inference.client import token_file as token_file
     from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
     from verifiers_rl.inference.packed_tokens import unpack_experts as unpack_experts
     from verifiers_rl.inference.packed_tokens import unpack_mask as unpack_mask
@@ -32,7 +28,6 @@ HOME = {
     "Hold": "client",
     "InferenceClient": "client",
     "InferenceServerError": "client",
-    "RequestRefusedError": "client",
     "RolloutSession": "session",
     "SessionLostError": "session",
     "derive_seed": "session",
@@ -40,12 +35,9 @@ HOME = {
     "ServerLostError": "client",
     "TOKEN_VARIABLE": "client",
     "WeightRequest": "client",
-    "find_token": "client",
     "generation_key": "client",
     "pack_ids": "packed_tokens",
     "policy_versions": "rollout_client",
-    "save_token": "client",
-    "token_file": "client",
     "unpack_experts": "packed_tokens",
     "unpack_mask": "packed_tokens",
     "unpack_sampled": "packed_tokens",

@@ -102,22 +102,13 @@ def model_error(name: str) -> str | None:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return f"model {name!r}: no such folder"
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError
 
     try:
         hf_hub_download(name, "config.json", etag_timeout=10)
-    except LocalEntryNotFoundError:
+    except (OSError, HFValidationError) as error:  # OSError: no such model, or the hub is away
         return (
-            f"model {name!r}: neither a folder here nor in the local cache, "
-            "and the hub could not be reached"
-        )
-    except (EntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
-        return (
-            f"model {name!r}: neither a folder here nor a model on the hub ({type(error).__name__})"
+            f"model {name!r}: neither a folder here nor a model on the hub, as far as the hub "
+            f"could be reached ({type(error).__name__})"
         )
     return None

@@ -165,7 +165,7 @@ class InferenceClient:
             time.sleep(0.25)
 
     def status(self) -> dict[str, Any]:
-        """GET /weight_sync/status: see `server.WeightSyncRoutes.status`."""
+        """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
         return self._call("GET", "/weight_sync/status")
 
     def check_model(self, config: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verifiers_rl.sync import full_sources, in_checkpoint_form
-from verifiers_rl.sync.plan import TransferPlan
+from verifiers_rl.sync.plan import TransferPlan, needs_lora_flag
 
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
@@ -42,16 +42,28 @@ def expected_shapes(config: Any, kind: Literal["full", "adapter"]) -> dict[str, 
     return {name: source.shape for name, source in sources.items()}
 
 
-def reason_against_full_weights(config: Any) -> str | None:
-    """Return why a server of a checkpoint of this config takes no full weights, or None."""
+def fit_to_server(plan: TransferPlan, vllm_config: Any) -> TransferPlan:
+    """Check that a server with vLLM's config takes this plan; return it with the tensors under the
+    names that the served class loads.
+
+    Raises:
+        ValueError: the server does not take it; says what to change.
+    """
+    config, lora = vllm_config.model_config.hf_config, vllm_config.lora_config
+    if plan.kind == "adapter" and (lora is None or lora.max_lora_rank < plan.adapter["r"]):
+        raise ValueError(needs_lora_flag(plan.adapter["r"]))
+    if plan.kind == "full" and lora is not None:
+        raise ValueError("the trainer sends full weights; start vf-vllm without --enable-lora")
     quantization = getattr(config, "quantization_config", None)
-    if not isinstance(quantization, dict):
-        return None
-    return (
-        f"the trainer sends full weights, and the served checkpoint is quantised "
-        f"({quantization.get('quant_method')}), so vLLM has no place for them; serve a checkpoint "
-        "that is not quantised, or train an adapter with lora_sync='adapter'"
-    )
+    if plan.kind == "full" and isinstance(quantization, dict):
+        raise ValueError(
+            "the trainer sends full weights, and the served checkpoint is quantised "
+            f"({quantization.get('quant_method')}), so vLLM has no place for them; serve a "
+            "checkpoint that is not quantised, or train an adapter with lora_sync='adapter'"
+        )
+    dtype = lora.lora_dtype if plan.kind == "adapter" else vllm_config.model_config.dtype
+    check_plan(plan, expected_shapes(config, plan.kind), str(dtype).removeprefix("torch."))
+    return as_served(plan, config)
 
 
 def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
@@ -109,10 +121,6 @@ def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: st
         shapes: from `expected_shapes`, for the plan's kind.
         dtype: of the server's weights, or of its adapters.
     """
-    names = [spec.name for spec in plan.tensors]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"tensor {twice!r} comes twice")
     expected = shapes if plan.kind == "full" else _adapter_shapes(plan, shapes)
     for spec in plan.tensors:
         if spec.name not in expected:
@@ -124,7 +132,7 @@ def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: st
             )
         if spec.dtype != dtype:
             raise ValueError(f"tensor {spec.name!r} has dtype {spec.dtype!r}, not {dtype!r}")
-    if missing := sorted(expected.keys() - set(names)):
+    if missing := sorted(expected.keys() - {spec.name for spec in plan.tensors}):
         raise ValueError(f"no weights for {missing[:5]}: is it another model?")
 
 

@@ -1,8 +1,12 @@
 """A generation request at `vf-vllm`: what is read of it before vLLM handles it, and what is told
 beside vLLM's reply.
 
-    fields of a request ──► TokenRequest ──► the prompt's tokens take the place of the messages'
-    Request: arrival, first token, versions ──► headers, packed tokens
+    gateway.py ──► vLLM's handler ──► engine.py ──► vLLM's handler ──► gateway.py
+    TokenRequest    parses fields,      prompt, salt, first   message with       headers,
+    Generation      renders messages    token, versions       tool calls         packed tokens
+
+vLLM's handlers know nothing of this. The engine finds the `Generation` in a context variable of the
+request's task.
 """
 
 from __future__ import annotations
@@ -40,19 +44,19 @@ class TokenRequest:
         num_logprobs: the likeliest tokens, of which a sampling mask is made; 0 if it wants none.
     """
 
-    def __init__(self, fields: dict[str, Any], vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, fields: Any, vocab_size: int, max_model_len: int) -> None:
+        if not isinstance(fields, dict):
+            raise ValueError("the body must be a JSON object")
         self.token_ids = take_prompt(fields, vocab_size, max_model_len)
         self._room = max_model_len - len(self.token_ids)
-        self.is_packed = fields.pop(FIELD, False)
-        has_mask = fields.pop(MASK_FIELD, False)
+        self.is_packed, has_mask = fields.pop(FIELD, False), fields.pop(MASK_FIELD, False)
         for name, value in ((FIELD, self.is_packed), (MASK_FIELD, has_mask)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: must be true or false")
-        if self.is_packed and fields.get("stream"):
-            raise ValueError(f"{FIELD}: a streamed reply has no packed tokens")
-        if self.is_packed and (fields.get("n") not in (None, 1) or fields.get("use_beam_search")):
-            raise ValueError(f"{FIELD}: only a reply of one completion has packed tokens")
         self.num_logprobs = 0
+        of_several = fields.get("n") not in (None, 1) or fields.get("use_beam_search")
+        if self.is_packed and (of_several or fields.get("stream")):
+            raise ValueError(f"{FIELD}: only a whole reply of one completion has packed tokens")
         if has_mask:
             top_k = fields.get("top_k")
             if not self.is_packed:
@@ -105,23 +109,7 @@ def take_prompt(fields: dict[str, Any], vocab_size: int, max_model_len: int) -> 
     return tokens
 
 
-def possible_tokens(kept: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens could be sampled in place of each sampled one, from `SampledTokens`: how
-    many, (tokens,), and their ids, those of one token after the other.
-    """
-    starts, ends = np.asarray(kept.start_indices, int), np.asarray(kept.end_indices, int)
-    ids = np.asarray(kept.token_ids, np.int32)
-    is_first = np.zeros(len(ids), bool)
-    is_first[starts] = True
-    # The sampled token is also among the likeliest, unless many more are as likely as it is.
-    position = np.repeat(np.arange(len(starts)), ends - starts)
-    again = np.zeros(len(starts), bool)
-    again[position[(ids == ids[starts][position]) & ~is_first]] = True
-    is_first[starts] = again
-    return ends - starts - again, ids[~is_first]
-
-
-class Request:
+class Generation:
     """A generation request, from its arrival to its reply.
 
     Args:
@@ -134,7 +122,7 @@ class Request:
         num_completions: of its reply.
         versions: which policy sampled which tokens of the last completion, as a header says it;
             None if one of them is of no policy, or of two mixed.
-        packed: of its reply; None if it asks for none, or before its end.
+        packed: a JSON field for its reply; None if it asks for none, or before its end.
         state: what vLLM's output processor keeps of a request for one completion.
     """
 
@@ -143,7 +131,7 @@ class Request:
         self.deadline = asyncio.Timeout(None)
         self.queued_s: float | None = None
         self.versions: str | None = None
-        self.packed: dict[str, Any] | None = None
+        self.packed: bytes | None = None
         self.num_completions = 0
         self._arrived = time.monotonic()
         self._limit_s = limit_s
@@ -162,38 +150,20 @@ class Request:
         if spans and all(span.version.isdigit() for span in spans):
             self.versions = ",".join(f"{span.start}:{span.version}" for span in spans)
         if self.tokens is not None and self.tokens.is_packed:
-            kept = self.state.logprobs_processor.logprobs
-            logprobs = np.asarray(kept.logprobs, np.float32)[np.asarray(kept.start_indices, int)]
-            mask = possible_tokens(kept) if self.tokens.num_logprobs else None
-            self.packed = pack_sampled(
-                completion.token_ids, logprobs.clip(min=LOWEST_LOGPROB), mask
-            )
+            kept = self.state.logprobs_processor.logprobs  # `engine.SampledTokens`
+            logprobs = np.asarray(kept.logprobs, np.float32).clip(min=LOWEST_LOGPROB)
+            mask = (kept.counts, kept.allowed) if self.tokens.num_logprobs else None
+            packed = pack_sampled(completion.token_ids, logprobs, mask)
+            self.packed = f'"{FIELD}":{json.dumps(packed)},'.encode()
+
+    def splice(self, body: bytes) -> bytes:
+        """Return a reply, which is a JSON object, with its packed tokens, if it has any."""
+        return body[:1] + (self.packed or b"") + body[1:]
 
     @property
     def num_tokens(self) -> int:
         """Tokens sampled so far."""
         return 0 if self.state is None else self.state.detokenizer.num_output_tokens()
 
-    def splice(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return this ASGI message of vLLM's reply with the packed tokens, if it has any."""
-        if message["type"] == "http.response.start" and message["status"] != 200:
-            self.packed = None
-        if self.packed is None:
-            return message
-        # Behind the first byte of the reply, which is a JSON object.
-        spliced = f'"{FIELD}":{json.dumps(self.packed)},'.encode()
-        if message["type"] == "http.response.start":
-            headers = [
-                (name, str(int(value) + len(spliced)).encode())
-                if name.lower() == b"content-length"
-                else (name, value)
-                for name, value in message["headers"]
-            ]
-            return {**message, "headers": headers}
-        if body := message.get("body"):
-            self.packed = None
-            message = {**message, "body": body[:1] + spliced + body[1:]}
-        return message
 
-
-current_request: ContextVar[Request | None] = ContextVar("request", default=None)
+current_generation: ContextVar[Generation | None] = ContextVar("generation", default=None)

@@ -48,9 +48,11 @@ def unpack_ids(text: str) -> np.ndarray:
 def pack_sampled(
     token_ids: Sequence[int] | np.ndarray,
     logprobs: np.ndarray,
-    mask: tuple[np.ndarray, np.ndarray] | None = None,
+    mask: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> dict[str, str]:
-    """Return the value of the reply's `packed_tokens`. `mask`: see `possible_tokens`."""
+    """Return the value of the reply's `packed_tokens`. `mask`: how many tokens could be sampled, a
+    position, and their ids.
+    """
     as_bytes = np.asarray(logprobs, _LOGPROB).tobytes()
     packed = {"token_ids": pack_ids(token_ids), "logprobs": b64encode(as_bytes).decode()}
     if mask is not None:

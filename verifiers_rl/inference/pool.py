@@ -94,7 +94,8 @@ class ReplicaPool:
             the model's name there. Raises InferenceServerError if they differ. None: nothing is
             compared, as for a model that is split over ranks.
         timeout_s: how long to wait for servers, at the start and when all are lost.
-        make_client: makes the client of a server that joins the run (`vf-vllm --join`).
+        make_client: makes the client of a server that joins the run: Ray has placed a lost one
+            anew, at another address.
     """
 
     def __init__(

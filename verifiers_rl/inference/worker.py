@@ -1,20 +1,20 @@
 """What runs inside vLLM's worker processes: receive weights and put them into the running model.
 
 vLLM mixes `WeightSyncWorker` into its own worker class (`--worker-extension-cls`). The engine's
-collective RPC calls its methods, and only `server.WeightSyncRoutes` uses this RPC for them.
+collective RPC calls its methods, and only `weight_routes.WeightRoutes` uses this RPC for them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.config import set_current_vllm_config
 
@@ -47,49 +47,26 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 
 def die_with_server() -> None:
-    """When the API server dies in whatever way, end this worker, vLLM's engine above it, and the
-    server's other child process: the coordinator of data-parallel engines.
+    """When the API server dies in whatever way, end all processes that it has started: vLLM's
+    engines, their workers, and the coordinator of data-parallel engines.
 
-    Without this, vLLM's processes live on after their API server is killed, and hold the GPU's
-    memory. Only Linux can tell a process that another process died which is not its child.
+    Without this, they live on after their API server is killed, and hold the GPU's memory.
     """
-    server = int(os.environ.get("VERIFIERS_RL_SERVER_PID", 0))
     try:
-        if server not in (os.getppid(), _parent(os.getppid())):
-            return
-        death = os.pidfd_open(server)
-        children = _children(server)
-    except (OSError, AttributeError):
-        return  # no /proc, or the server is gone already
+        server = psutil.Process(int(os.environ["VERIFIERS_RL_SERVER_PID"]))
+        family = server.children(recursive=True)
+    except (KeyError, psutil.NoSuchProcess):
+        return  # this is no vf-vllm, or it has ended
 
     def wait() -> None:
-        select.select([death], [], [])
-        for child in children:
-            try:
-                signal.pidfd_send_signal(child, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has ended
+        server.wait()
+        for process in family:
+            if process.pid != os.getpid():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="die-with-server", daemon=True).start()
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _children(pid: int) -> list[int]:
-    """Return pidfds of all children of `pid` except this process. Not process ids, because the
-    system reuses those.
-    """
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if _parent(int(folder.name)) == pid and int(folder.name) != os.getpid():
-                found.append(os.pidfd_open(int(folder.name)))
-        except OSError:
-            pass  # it ended meanwhile
-    return found
 
 
 die_with_server()  # vLLM imports this module once in each worker process

@@ -1,0 +1,186 @@
+"""What stands before vLLM's HTTP server: who may use it, which routes there are, and what a
+generation request has and gets beside vLLM's own fields.
+
+    POST /v1/chat/completions/tokens  like /v1/chat/completions, but the prompt is the token ids in
+                                      "tokens", not the tokenised messages; with "packed_tokens",
+                                      tokens travel as packed_tokens.py says, also those that
+                                      could be sampled if "sampling_mask" asks for them
+
+Every whole reply to a generation request for one completion says which policy sampled its tokens,
+in a header: `X-Policy-Versions: 0:3,17:4` is version 3 from the first token on and version 4 from
+the 18th. vLLM labels the tokens itself.
+
+A request may limit the time of its reply: with the header `X-Reply-Timeout-S: 600`, a reply that is
+not complete 600 s after its first token ends with status 504. Time in vLLM's queue does not count.
+Replies say how long they waited for their first token: `X-Queued-S: 1.25`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.websockets import WebSocketClose
+
+from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.inference.generation import Generation, TokenRequest, current_generation
+from verifiers_rl.inference.weight_routes import WeightRoutes
+
+CHAT_PATH = "/v1/chat/completions"
+TOKENS_PATH = "/v1/chat/completions/tokens"
+GENERATION_PATHS = (CHAT_PATH, TOKENS_PATH, "/v1/completions", "/inference/v1/generate")
+PUBLIC_PATHS = ("/health", "/version", "/metrics")
+# vLLM's other routes are not served: some of them control vLLM without a token, and others generate
+# tokens in ways of their own.
+OTHER_PATHS = ("/v1/models", "/tokenize", "/detokenize", *PUBLIC_PATHS)
+VERSIONS_HEADER = "x-policy-versions"
+LIMIT_HEADER = "x-reply-timeout-s"  # of a request: counts from the first token on
+QUEUED_HEADER = "x-queued-s"  # of a reply: seconds until its first token
+LENGTH_HEADER = "x-num-tokens"  # of a reply with status 504: tokens that it had
+
+
+class Gateway:
+    """ASGI middleware, which vLLM's HTTP server lets one add."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.weights: WeightRoutes | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app_for(scope)(scope, receive, send)
+
+    def app_for(self, scope: Any) -> Any:
+        """Return what answers this request."""
+        if scope["type"] == "websocket":
+            return WebSocketClose()
+        if scope["type"] != "http":
+            return self.app
+        vllm, path = scope["app"].state, scope["path"].rstrip("/")
+        if refusal := refusal_of(scope, vllm.args, path):
+            return refusal
+        if path in OTHER_PATHS or scope["method"] == "OPTIONS":
+            return self.app
+        if path in GENERATION_PATHS:
+            return self.generate
+        if path.startswith("/weight_sync/"):
+            self.weights = self.weights or WeightRoutes(vllm)
+            return self.weights.app
+        served = ", ".join((*GENERATION_PATHS, *OTHER_PATHS))
+        return error(404, f"vf-vllm does not serve {path}, only {served}")
+
+    async def generate(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a generation request on to vLLM and say in its reply which policies sampled it."""
+        tokens = None
+        try:
+            limit_s = limit_of(scope)
+            if scope["path"] == TOKENS_PATH:
+                body = await Request(scope, receive).body()
+                fields, config = json.loads(body), scope["app"].state.engine_client.model_config
+                tokens = TokenRequest(fields, config.get_vocab_size(), config.max_model_len)
+                body = json.dumps(fields).encode()
+                scope, receive = with_body(scope | {"path": CHAT_PATH}, body, receive)
+        except ValueError as problem:
+            return await error(400, str(problem))(scope, receive, send)
+        except ClientDisconnect:
+            return None
+        generation, has_begun = Generation(limit_s, tokens), False
+
+        async def send_with_versions(message: Any) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                if message["status"] != 200:
+                    generation.packed = None
+                add_headers(MutableHeaders(scope=message), generation)
+            elif body := message.get("body"):
+                message = message | {"body": generation.splice(body)}
+                generation.packed = None  # it is in the first part
+            await send(message)
+
+        context = current_generation.set(generation)
+        try:
+            async with generation.deadline:
+                return await self.app(scope, receive, send_with_versions)
+        except TimeoutError:
+            if not generation.deadline.expired() or has_begun:
+                raise
+        finally:
+            current_generation.reset(context)
+        late = f"the reply took longer than {limit_s:g} s from its first token on, and had "
+        reply = error(504, f"{late}{generation.num_tokens} tokens")
+        reply.headers[QUEUED_HEADER] = f"{generation.queued_s:.4f}"
+        reply.headers[LENGTH_HEADER] = str(generation.num_tokens)
+        return await reply(scope, receive, send)
+
+
+def error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)
+
+
+def refusal_of(scope: Any, args: Any, path: str) -> JSONResponse | None:
+    """Return the reply to a request that may not be served, else None. Refused are requests
+    without a key, and requests of a web page that is not allowed: a browser names the page, and it
+    reaches 127.0.0.1 too.
+    """
+    headers = Headers(scope=scope)
+    origin = headers.get("origin")
+    if origin and not {"*", origin} & set(args.allowed_origins):
+        return error(403, f"web pages of {origin} may not use this server (--allowed-origins)")
+    if path.startswith("/weight_sync/"):
+        keys, key = [os.environ[TOKEN_VARIABLE]], "token"
+    else:
+        keys, key = args.generation_keys, "key"
+        if not keys or path in PUBLIC_PATHS or scope["method"] == "OPTIONS":  # which has no key
+            return None
+    given = headers.get("authorization", "").encode()
+    if any(secrets.compare_digest(given, f"Bearer {one}".encode()) for one in keys):
+        return None
+    fix = "" if key == "token" else ", or VLLM_API_KEY to an --api-key of this server"
+    return error(401, f"wrong or missing {key}: set {TOKEN_VARIABLE} to this server's token{fix}")
+
+
+def limit_of(scope: Any) -> float | None:
+    """Return the seconds that a reply may take from its first token on, None for no limit.
+
+    Raises:
+        ValueError: the header is no number above 0.
+    """
+    given = Headers(scope=scope).get(LIMIT_HEADER)
+    if given is None:
+        return None
+    try:
+        limit_s = float(given)
+    except ValueError:
+        limit_s = math.nan
+    if not 0 < limit_s < math.inf:
+        raise ValueError(f"{LIMIT_HEADER}={given!r}: must be seconds > 0")
+    return limit_s
+
+
+def with_body(scope: Any, body: bytes, receive: Any) -> tuple[Any, Any]:
+    """Return a request's ASGI `scope` and `receive`, with another body that has not been read."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    bodies = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Any:
+        return bodies.pop() if bodies else await receive()
+
+    return scope | {"headers": headers, "raw_path": scope["path"].encode()}, receive_again
+
+
+def add_headers(headers: MutableHeaders, generation: Generation) -> None:
+    """Say in a reply's headers what the engine has told of it."""
+    if generation.packed and "content-length" in headers:
+        length = int(headers["content-length"]) + len(generation.packed)
+        headers["content-length"] = str(length)
+    if generation.versions is not None and generation.num_completions == 1:
+        headers[VERSIONS_HEADER] = generation.versions
+    if generation.queued_s is not None:
+        headers[QUEUED_HEADER] = f"{generation.queued_s:.4f}"

@@ -1,0 +1,350 @@
+"""The routes by which a trainer takes a server and sends it weights. All need the run's token.
+
+POST /weight_sync/hold      the server belongs to this trainer until the connection ends
+POST /weight_sync/connect   what each push will carry, and NCCL's unique id
+POST /weight_sync/receive   take one push: the body of this request, or NCCL's messages;
+                            then drop cached prefixes and set the policy version
+POST /weight_sync/join      another server wants to take part in the trainer's run
+GET  /weight_sync/status    policy version, world size, dtype, model, servers that joined
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import reprlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import Base64Bytes, BaseModel, Field, PlainValidator, PositiveFloat, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from verifiers_rl.inference.client import PUSH_HEADER
+from verifiers_rl.inference.engine_calls import (
+    WorkerError,
+    answer_of,
+    call_engines,
+    call_workers,
+    is_dying,
+    paused,
+    steps_together,
+    tell_workers,
+    updating,
+)
+from verifiers_rl.inference.expected import fit_to_server
+from verifiers_rl.inference.holding import Hold, Trainer
+from verifiers_rl.sync.nccl import ID_BYTES
+from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan
+from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
+
+ROUTING_SCHEDULER = "verifiers_rl.inference.routed_experts.RoutingScheduler"
+CALL_DEADLINE_S = 60.0
+# How long a new trainer waits for the previous one to leave. When a process dies, its connection
+# ends at once, but this server may hear of the new trainer first.
+HOLDER_GRACE_S = 2.0
+
+
+class Connection(BaseModel):
+    """What a trainer will send, with each push.
+
+    Attributes:
+        timeout_s: deadline of connecting.
+        nccl_id: of the communicator that carries the weights; None if bodies of requests do.
+    """
+
+    trainer: str
+    timeout_s: PositiveFloat
+    plan: Annotated[TransferPlan, PlainValidator(TransferPlan.from_json)]
+    nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
+
+
+class Push(BaseModel):
+    """What a push says of itself, in its header `PUSH_HEADER`.
+
+    Attributes:
+        connection: its name, which `connect` has returned.
+        policy_version: of the weights that come.
+        in_flight: whether running requests compute their keys and values so far anew.
+        timeout_s: deadline of the push.
+    """
+
+    connection: str
+    policy_version: int
+    in_flight: Literal["recompute", "keep"]
+    timeout_s: PositiveFloat
+
+
+class Address(BaseModel):
+    host: str
+    port: int
+
+
+class WeightRoutes:
+    """The trainer's connection with this server, and the routes that change it.
+
+    Args:
+        vllm: what vLLM keeps for its own routes, `app.state`.
+
+    Attributes:
+        app: ASGI application of the routes.
+        policy_version: of the weights; None before the first push and while two are mixed.
+        holder: the trainer that has this server, or has left it.
+        connection: name of its last `connect`; None if there is none.
+    """
+
+    def __init__(self, vllm: Any) -> None:
+        self.vllm = vllm
+        self.policy_version: int | None = None
+        self.holder: Hold | None = None
+        self.connection: str | None = None
+        self._shared: SharedBuffers | None = None  # with the workers, for this connection
+        self._sizes: list[int] = []  # of the buckets in each push's body; none with NCCL
+        self._gpus: list[str | None] | None = None
+        self._joined: dict[tuple[str, int], None] = {}  # in the order of their coming
+        self._lock = asyncio.Lock()  # one update at a time
+        self.app = app = FastAPI(openapi_url=None, strict_content_type=False)
+        app.get("/weight_sync/status", response_model=None)(self.status)
+        for route in (self.hold, self.connect, self.receive, self.join):
+            app.post(f"/weight_sync/{route.__name__}", response_model=None)(route)
+        app.exception_handler(RequestValidationError)(self._refuse)
+        app.exception_handler(HTTPException)(self._refuse)
+        app.exception_handler(Exception)(self._fail)
+
+    async def _refuse(self, _: Request, error: Any) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            return JSONResponse({"error": error.detail}, error.status_code)
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])).removeprefix("body.")
+        return JSONResponse(
+            {"error": f"{field}={reprlib.repr(first.get('input'))}: {first['msg']}"}, 400
+        )
+
+    async def _fail(self, _: Request, error: Exception) -> JSONResponse:
+        """The trainer must see what went wrong in here, whatever it was; the log has the trace."""
+        if isinstance(error, WorkerError):
+            return JSONResponse({"error": str(error)}, 500)
+        # 503: the server is lost, as if its process had ended. After a 500 it keeps serving.
+        status = 503 if await is_dying(self.vllm.engine_client) else 500
+        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status)
+
+    async def status(self) -> dict[str, Any]:
+        engine = self.vllm.engine_client
+        if engine.errored:
+            raise HTTPException(503, "vLLM's engine is dead; see the server's log")
+        config, model = engine.vllm_config, engine.vllm_config.model_config
+        lora = config.lora_config
+        if self._gpus is None:
+            self._gpus = await call_workers(engine, CALL_DEADLINE_S, "weight_sync_gpu")
+        text = model.hf_config.get_text_config()
+        return {
+            "policy_version": self.policy_version,
+            "connection": self.connection,
+            "world_size": config.parallel_config.world_size_across_dp,
+            "device": config.device_config.device_type,
+            "gpus": self._gpus,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "lora_dtype": str(lora.lora_dtype).removeprefix("torch.") if lora else None,
+            "max_model_len": model.max_model_len,
+            "model": model.model,
+            "served_model_name": self.vllm.openai_serving_models.model_name(),
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "num_hidden_layers": text.num_hidden_layers,
+            "joined": list(self._joined),
+            "returns_experts": returns_experts(config),
+            "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
+            "takes_seeds": takes_seeds(config),
+        }
+
+    async def join(self, server: Address) -> None:
+        """Remember another server. The trainer of this one finds it in the status."""
+        self._joined[server.host, server.port] = None
+
+    async def hold(self, trainer: Trainer) -> Hold:
+        """Give the server to this trainer, unless another one has it."""
+        if self.holder is not None and self.holder.trainer != trainer.trainer:
+            with suppress(TimeoutError):  # refused below
+                await asyncio.wait_for(self.holder.left.wait(), HOLDER_GRACE_S)
+        before = self.holder  # perhaps another trainer that waited too
+        if before is not None and not before.left.is_set():
+            if before.trainer != trainer.trainer:
+                raise HTTPException(
+                    423,
+                    f"another trainer has this server: {before}. Give this run a server of its own "
+                    "(vllm_server_port), or end the other trainer",
+                )
+            before.left.set()
+        self.holder = Hold(trainer, lambda: self.vllm.server.should_exit)
+        return self.holder
+
+    async def connect(self, connection: Connection, request: Request) -> dict[str, str]:
+        """Let the workers know what each push will carry, and connect over NCCL."""
+        async with self._lock:
+            return await self._connect(connection, request)
+
+    async def _connect(self, new: Connection, request: Request) -> dict[str, str]:
+        holder = self.holder
+        if holder is None or holder.left.is_set() or holder.trainer != new.trainer:
+            raise HTTPException(
+                409, "this trainer does not hold the server: POST /weight_sync/hold"
+            )
+        engine = self.vllm.engine_client
+        config = engine.vllm_config
+        try:
+            plan = await asyncio.to_thread(fit_to_server, new.plan, config)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        sizes = plan.packed_sizes() if new.nccl_id is None else []
+        # Of an adapter all buckets are here before generation pauses, of full weights two.
+        num_buffers = len(sizes) if plan.kind == "adapter" else min(len(sizes), 2)
+        self.connection = self._shared = None  # of a previous trainer
+        await self._set_version(None)
+        num_workers = config.parallel_config.world_size_across_dp
+        with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
+            shared, address = found
+            async with paused(engine, new.timeout_s) if steps_together(engine) else nullcontext():
+                await self._let_work(
+                    *(left(request), shared, new.timeout_s, "weight_sync_connect"),
+                    *(asdict(plan), address, new.nccl_id, new.timeout_s),
+                )
+        self.connection, self._shared, self._sizes = secrets.token_hex(8), shared, sizes
+        if plan.kind == "adapter":
+            from vllm.lora.request import LoRARequest
+
+            from verifiers_rl.inference.worker import ADAPTER_ID
+
+            # Requests reach the adapter by its name. The path is never read.
+            self.vllm.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
+                lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
+            )
+        return {"connection": self.connection}
+
+    async def receive(self, request: Request) -> dict[str, int | None]:
+        """Let the workers take one push."""
+        try:
+            push = Push.model_validate_json(request.headers.get(PUSH_HEADER, ""))
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        async with self._lock:
+            if self.connection is None or self._shared is None:
+                raise HTTPException(409, "no trainer is connected: POST /weight_sync/connect first")
+            if push.connection != self.connection:
+                raise HTTPException(
+                    400, "another trainer has connected; give each run a server of its own"
+                )
+            length = request.headers.get("content-length")
+            if length != str(sum(self._sizes)):
+                raise HTTPException(
+                    400, f"a body of {length} bytes: this connection's plan has {sum(self._sizes)}"
+                )
+            shared, self._shared = self._shared, None  # if it fails, they hold a part of this push
+            await self._load(push, request, shared)
+            self._shared = shared
+            return {"policy_version": self.policy_version}
+
+    async def _load(self, push: Push, request: Request, shared: SharedBuffers) -> None:
+        """Let the workers load a push; from then on, requests continue on its weights."""
+        engine, timeout_s = self.vllm.engine_client, push.timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        filling = shared.fill(request.stream(), self._sizes)
+        for _ in range(shared.num_buffers):
+            await all_before(anext(filling), deadline, timeout_s)
+        async with updating(engine, timeout_s) as is_running:
+            await self._set_version(None)  # weights are mixed until all are here
+            coming = all_of(filling) if self._sizes else left(request)
+            await self._let_work(
+                *(all_before(coming, deadline, timeout_s), shared, timeout_s),
+                *("weight_sync_receive", timeout_s),
+            )
+            if is_running and push.in_flight == "recompute":
+                reset = engine.reset_prefix_cache(reset_running_requests=True)
+                if not await answer_of(engine, reset, CALL_DEADLINE_S, "reset_prefix_cache"):
+                    raise RuntimeError("vLLM could not drop the keys and values of the old policy")
+            await self._set_version(push.policy_version)
+
+    async def _let_work(
+        self, coming: Awaitable[None], shared: SharedBuffers, timeout_s: float, *call: Any
+    ) -> None:
+        """Let the workers run a method. If it fails in one of them, or `coming` fails meanwhile,
+        all hear that the push is given up.
+
+        Raises:
+            The error of `coming`, or what `tell_workers` raises.
+        """
+        waiting = asyncio.ensure_future(coming)
+        working = asyncio.ensure_future(tell_workers(self.vllm.engine_client, timeout_s, *call))
+        try:
+            await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
+            error = waiting.exception() if waiting.done() else None
+            if error is not None:
+                shared.give_up()
+            try:
+                await working
+            except WorkerError as of_worker:
+                raise error or of_worker from None  # of `coming`: the workers only heard of it
+        except BaseException:
+            shared.give_up()  # now, because an engine that waits for a worker cannot resume
+            raise
+        finally:
+            waiting.cancel()
+            working.cancel()
+
+    async def _set_version(self, policy_version: int | None) -> None:
+        """Let the engines label what they sample from here on; None: no policy's, or of several."""
+        engine, self.policy_version = self.vllm.engine_client, None
+        label = "none" if policy_version is None else str(policy_version)
+        await call_engines(engine, CALL_DEADLINE_S, "set_weight_version", label)
+        self.policy_version = policy_version
+        engine.cache_salt = secrets.token_hex(8)  # cached keys and values are of other weights
+
+
+async def left(request: Request) -> None:
+    """Wait until the client of this request has left; then raise HTTPException."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    raise HTTPException(400, "the trainer left")
+
+
+async def all_of(items: AsyncIterator[None]) -> None:
+    async for _ in items:
+        pass
+
+
+async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float) -> None:
+    """Wait for weights to come.
+
+    Raises:
+        HTTPException: the trainer left, or the loop's time is past the deadline.
+    """
+    try:
+        async with asyncio.timeout_at(deadline):
+            await coming
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the trainer left before all of the push was here") from error
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+    except TimeoutError as error:
+        raise HTTPException(
+            400, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
+        ) from error
+
+
+def takes_seeds(config: Any) -> bool:
+    """Return whether requests may have seeds. On a CPU, vLLM's engine dies when it sets back the
+    generator of a request whose prompt is prefilled in parts.
+    """
+    is_cpu = config.device_config.device_type == "cpu"
+    return not (is_cpu and config.scheduler_config.enable_chunked_prefill)
+
+
+def returns_experts(config: Any) -> bool:
+    """Return whether replies have the experts of their tokens."""
+    is_native = config.aux_output_config.enable_return_routed_experts
+    return is_native or config.scheduler_config.scheduler_cls == ROUTING_SCHEDULER
