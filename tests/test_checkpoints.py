@@ -175,15 +175,13 @@ def test_lines_of_logs_over_several_steps_are_those_of_an_unbroken_run(
 def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, capfd):
     """As with DeepSpeed, whose backward takes the optimizer's step."""
 
-    def fail():
-        raise ValueError("it broke")
-
     class Failing(RLTrainer):
         def _train_on(self, *args):
             loss = super()._train_on(*args)
             if self.state.global_step == 1:
-                self.checkpoints.weights_change()
-                self.checkpoints.save_on_error(fail)
+                self.checkpoints.can_repeat_step = False
+                with self.checkpoints.saving_on_error():
+                    raise ValueError("it broke")
             return loss
 
     trainer = make_trainer(kind=Failing, save_steps=100)

@@ -330,15 +330,17 @@ def test_reference_kl_is_zero_at_the_reference_and_pulls_towards_it():
 
 def test_the_weight_of_the_kl_follows_the_target_by_hand():
     term = AdaptiveKL(beta=0.1, target=0.5)
-    term.update(0.55)  # 10 % above: 0.1 * (1 + 0.1 * 0.1)
+    term.update({"reference_kl": 0.55})  # 10 % above: 0.1 * (1 + 0.1 * 0.1)
     assert term.beta == pytest.approx(0.101)
-    term.update(5.0)  # far above: the error is cut at 0.2
+    term.update({"reference_kl": 5.0})  # far above: the error is cut at 0.2
     assert term.beta == pytest.approx(0.101 * 1.02)
-    term.update(0.45)
+    term.update({"reference_kl": 0.45})
     assert term.beta == pytest.approx(0.101 * 1.02 * 0.99)
-    term.update(0.0)  # far below
+    term.update({"reference_kl": 0.0})  # far below
     assert term.beta == pytest.approx(0.101 * 1.02 * 0.99 * 0.98)
     beta = term.beta
+    term.update({})  # no loss token
+    assert term.beta == beta
     inputs = make_inputs([-1.0], [-1.0], [0.0], reference_logprobs=torch.tensor([-2.0]).double())
     outputs, fixed = term(inputs), reference_kl(inputs, beta)
     assert outputs.loss.item() == fixed.loss.item() == pytest.approx(beta * math.exp(-1))

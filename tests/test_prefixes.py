@@ -29,16 +29,15 @@ from verifiers_rl import attention as attention_module
 from verifiers_rl import model_trials
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, is_of_advantages
-from verifiers_rl.packing import Targets, collate, copy_to, plan_batch
+from verifiers_rl.packing import ModelSupport, Targets, collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
 from verifiers_rl.types import SampleSizes, order_by_beginning
 
 
 def plan_all(samples, max_tokens, **options):
     is_computed = np.ones(len(samples), bool)
-    return plan_batch(
-        SampleSizes.of(samples), is_computed, max_tokens, share_prefixes=True, **options
-    )
+    support = ModelSupport(shares_prefixes=True, **options)
+    return plan_batch(SampleSizes.of(samples), is_computed, max_tokens, 1, support)
 
 
 def paths_of(microbatch, samples, rows):
@@ -107,7 +106,7 @@ def test_every_sample_is_found_again_in_its_row(max_tokens, num_ranks):
         sizes = SampleSizes.of(samples)
         is_computed = np.arange(len(samples)) != seed
         plans, num_shared = plan_batch(
-            sizes, is_computed, max_tokens, num_ranks, share_prefixes=True
+            sizes, is_computed, max_tokens, num_ranks, ModelSupport(shares_prefixes=True)
         )
         seen, targets, num_tokens = [], 0, 0
         for rows in (rows for plan in plans for rows in plan):
@@ -397,7 +396,7 @@ def test_samples_without_gradient_are_not_computed_but_count(make_trainer):
             lambda module, args, kwargs: counted.append(kwargs["input_ids"].numel()),
             with_kwargs=True,
         )
-        trainer._layout = "padded"
+        trainer.support = ModelSupport("padded")
         loss, grads = batch_gradients(trainer, samples)
         return loss, grads, sum(counted), trainer._window.steps[0]
 
@@ -461,7 +460,7 @@ def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     trainer = make_trainer(
         loss=loss, loss_args=LOSS_OPTIONS[loss], use_lora=True, kl_beta=0.1, entropy_beta=0.1
     )
-    trainer._layout = trainer._choose_layout(trainer.model)
+    trainer.support = trainer._try_model(trainer.model)
     numbers = [[i] for i in range(3)] if "one" in rows else [[0, 1, 2], [3]]
     num_shared = None
     if "tree" in rows:
@@ -504,7 +503,7 @@ def test_a_step_that_computes_nothing_logs_no_means_over_tokens(make_trainer):
     for sample in samples:
         sample.set_advantage(0.0)
     trainer = make_trainer()
-    trainer._layout = "padded"
+    trainer.support = ModelSupport("padded")
     loss, _ = batch_gradients(trainer, samples)
     row = trainer._window.steps[0]
     assert loss == 0 and row["idle_sample_share"] == 1

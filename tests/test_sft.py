@@ -22,6 +22,7 @@ from tests.helpers import (
 from verifiers_rl import LossOutputs, RLConfig, WeightedEnv
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LossInputs, cross_entropy
+from verifiers_rl.packing import ModelSupport
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
 from verifiers_rl.sft import SFTConfig, SFTTrainer
@@ -117,7 +118,7 @@ def test_a_step_equals_a_float64_reference_however_rows_are_packed(
     trainer = make_trainer(
         make_model(), batch_size=8, max_tokens_per_microbatch=40, loss_normalization=normalization
     )
-    trainer._layout = layout
+    trainer.support = ModelSupport(layout)
     loss, grads = gradients_of_a_step(trainer)
     assert trainer._counts.num_microbatches > 1
     samples = trainer.batch.samples
@@ -143,7 +144,7 @@ def test_a_run_packed_equals_a_run_of_one_sample_a_row(make_trainer, tmp_path):
             output_dir=str(tmp_path / name), max_tokens_per_microbatch=tokens,
             num_train_epochs=2.0, optim="sgd", learning_rate=0.5,
         )  # fmt: skip
-        trainer._layout = layout
+        trainer.support = ModelSupport(layout)
         trainer.train()
         weights.append(trainer.model.state_dict())
     rows = [read_metrics(metrics_file(tmp_path / name))[:-1] for name in ("packed", "one")]

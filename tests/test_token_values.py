@@ -61,7 +61,7 @@ def test_values_are_those_of_a_forward_of_each_sample(make_trainer, options):  #
         rollouts_per_example=4, **options,
     )  # fmt: skip
     values = step_values(trainer)
-    assert trainer._shares_prefixes == (options.get("share_prefixes", True))
+    assert trainer.support.shares_prefixes == (options.get("share_prefixes", True))
     assert sorted(values) == list(range(len(samples)))
     model = make_tiny_model().double()
     for i, sample in enumerate(samples):

@@ -4,9 +4,11 @@ import os
 import random
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
@@ -40,7 +42,7 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.losses import MASKS, LossInputs, needs
-from verifiers_rl.packing import collate
+from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, TokenMeans, model_flops
@@ -185,7 +187,7 @@ def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, l
     samples = with_logprobs_near(make_model(), make_samples(6, seed=1, longest=14), 0.7)
     options = {"loss": loss, "loss_args": LOSS_OPTIONS[loss], "max_tokens_per_microbatch": 40}
     trainer = make_trainer(make_model(), temperature=0.7, **options)
-    trainer._layout = layout
+    trainer.support = ModelSupport(layout)
     check_against_reference(trainer, make_model, samples)
     share = trainer._window.steps[0].get(
         "clipped_share", trainer._window.steps[0].get("masked_share")
@@ -274,7 +276,7 @@ def test_the_auxiliary_loss_of_routers_is_that_of_transformers_where_the_config_
     samples[2].set_advantage(0.0)  # its tokens count for the load of the experts, too
     for asks in (False, True):
         trainer = make_trainer(moe_with_auxiliary_loss(asks), **options)
-        trainer._layout = layout
+        trainer.support = ModelSupport(layout)
         if options.get("gradient_checkpointing"):
             switch_checkpointing_on(trainer)
         torch.manual_seed(0)
@@ -487,7 +489,7 @@ def test_a_model_of_another_kind_is_trained_exactly_and_the_warning_says_why(
     loss = {"loss": "cispo", "loss_args": LOSS_OPTIONS["cispo"], "kl_beta": 0.1}
     trainer = make_trainer(make_model(), **loss, max_tokens_per_microbatch=40)
     check_against_reference(trainer, make_model, samples)
-    assert warning in caplog.text and trainer._layout == layout
+    assert warning in caplog.text and trainer.support.layout == layout
     assert caplog.text.count("full logits are held") + caplog.text.count("are padded") == 1
 
 
@@ -525,7 +527,7 @@ def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_l
         torch.manual_seed(0)
         options = {"gradient_checkpointing": checkpointing, "use_lora": use_lora}
         trainer = make_trainer(max_steps=1, overwrite_output_dir=True, **options)
-        trainer._layout = trainer._choose_layout(trainer.model)  # which runs the model too
+        trainer.support = trainer._try_model(trainer.model)  # which runs the model too
         counted = []
         layer = trainer._base_of(trainer.model).model.layers[0].input_layernorm
         layer.register_forward_hook(lambda *_: counted.append(1))
@@ -588,7 +590,7 @@ def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, los
     samples[2].inference_logprobs[-1] = 0.0
     samples[-1].loss_mask[:] = False
     trainer = make_trainer(loss=loss, loss_args=LOSS_OPTIONS[loss], max_tokens_per_microbatch=1)
-    trainer._layout = layout
+    trainer.support = ModelSupport(layout)
     value, grads = batch_gradients(trainer, samples)
     assert math.isfinite(value) and all(torch.isfinite(grad).all() for grad in grads.values())
     assert any(grad.any() for grad in grads.values())
@@ -668,7 +670,7 @@ def test_the_head_never_sees_more_than_a_chunk(make_trainer, monkeypatch, use_lo
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: 7)
     rows = []
     trainer = make_trainer(use_lora=use_lora)
-    trainer._layout = trainer._choose_layout(trainer.model)
+    trainer.support = trainer._try_model(trainer.model)
     real = torch.nn.functional.linear
 
     def linear(hidden, weight, bias=None):
@@ -996,7 +998,7 @@ def test_logged_values_by_hand(make_trainer):
     samples = make_samples(4, seed=1)
     by_length = sorted(samples, key=lambda sample: -len(sample.token_ids))
     trainer = make_trainer(max_tokens_per_microbatch=10_000)
-    trainer._layout = "padded"
+    trainer.support = ModelSupport("padded")
     trainer._window.on_step_begin(None, None, None)
     batch_gradients(trainer, samples)
     trainer._window.on_step_end(None, None, None)
@@ -1225,6 +1227,18 @@ def test_a_custom_loss_replaces_cispo(make_trainer):
     assert math.isclose(twice, 2 * loss, rel_tol=1e-6)
     assert sum(calls) == sum(s.num_loss_tokens for s in samples)
     assert trainer._window.steps[0]["my_metric"] == pytest.approx(7.0)
+
+
+def test_a_custom_loss_reads_the_extras_that_were_given_to_the_samples(make_trainer):
+    def weighed(inputs: LossInputs) -> LossOutputs:
+        return cispo(replace(inputs, advantages=inputs.advantages * inputs.extras["factor"]))
+
+    samples = make_samples(4)
+    loss, _ = batch_gradients(make_trainer(), samples)
+    for sample in samples:
+        sample.extras["factor"] = np.full(len(sample.token_ids), 3, np.float32)
+    thrice, _ = batch_gradients(make_trainer(loss_fn=weighed), samples)
+    assert math.isclose(thrice, 3 * loss, rel_tol=1e-6)
 
 
 def test_a_loss_of_ones_own_and_a_named_one_exclude_each_other(make_trainer):

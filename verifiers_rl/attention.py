@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from verifiers_rl.packing import Layout, Microbatch
+from verifiers_rl.packing import Microbatch, ModelSupport
 
 KEYWORD = "sample_segments"  # the parameter of `attention` below that takes `SampleSegments`
 # What a call of SDPA costs beside its work, in pairs of a query and a key, forward and backward.
@@ -182,22 +182,19 @@ def wrap_attention(implementation: str) -> None:
         AttentionInterface.register(implementation, wrapped)
 
 
-def attention_inputs(
-    microbatch: Microbatch, config: Any, layout: Layout, masks_are_known: bool
-) -> dict[str, Any]:
+def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport) -> dict[str, Any]:
     """Return what a forward needs, beside `input_ids`, to keep the samples of a microbatch apart.
 
     Args:
         microbatch: on the device of the model.
         config: of the model.
-        layout: of its rows.
-        masks_are_known: whether `model_trials.reason_against_sharing_prefixes` has found none. If
-            not, transformers tells the samples of a row apart by positions that restart at 0.
+        support: of the model. If it shares no prefixes, transformers tells the samples of a row
+            apart by positions that restart at 0.
     """
-    if layout == "padded":
+    if support.layout == "padded":
         columns = torch.arange(microbatch.input_ids.shape[1], device=microbatch.input_ids.device)
         return {"attention_mask": (columns < microbatch.visible_until[:, :1]).long()}
-    if not masks_are_known:
+    if not support.shares_prefixes:
         return {"position_ids": microbatch.position_ids}
     implementation = str(config._attn_implementation)
     num_samples = sum(not segment.is_padding for segment in microbatch.segments)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,7 +47,6 @@ from verifiers_rl.report.run_folder import (
 from verifiers_rl.sync.sources import check_adapter
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 SAVE_S = 1800.0  # deadline for the slowest rank to write its part of a checkpoint
 
@@ -72,6 +71,8 @@ class Checkpoints(TrainerCallback):
     Attributes:
         kept: parts whose state is in each checkpoint, by name. Rank 0's state is saved, and every
             rank that has the part loads it. Add a part before `train()`.
+        can_repeat_step: the weights are those of a whole step. A step that changes them before its
+            end sets this to False until then: if it is broken off, nothing is saved.
         run_dir: where Trainer writes now in place of output_dir; None while nothing is saved.
     """
 
@@ -86,10 +87,10 @@ class Checkpoints(TrainerCallback):
         }
         if trainer.orchestrator is not None:
             self.kept["orchestrator"] = trainer.orchestrator
+        self.can_repeat_step = True
         self.run_dir: str | None = None
         self._resumed: str | None = None
         self._saved_step: int | None = None  # of the newest checkpoint of this run
-        self._changed_in: int | None = None  # the step that has changed weights before its end
         self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and the state when it began
 
     # --- The run ----------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Checkpoints(TrainerCallback):
     def of_run(self, hosts: HostGroup | None, resume: str | None) -> Iterator[None]:
         """Enter this around a run from the checkpoint `resume`, or from the start."""
         self._hosts, self._resumed, self._is_running = hosts, resume, True
-        self._saved_step = self._changed_in = self._rng = None
+        self._saved_step, self._rng, self.can_repeat_step = None, None, True
         # A step that was broken off in this process has left it at False, and FSDP2 would not load
         # the optimizer.
         self._trainer.accelerator.gradient_state._set_sync_gradients(True)
@@ -122,16 +123,8 @@ class Checkpoints(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._rng = (state.global_step, rng_state())
 
-    def weights_change(self) -> None:
-        """Say that the weights change now, before the end of the step: from here on, a step that
-        is broken off cannot be repeated.
-        """
-        self._changed_in = self._trainer.state.global_step
-
-    @property
-    def can_repeat_step(self) -> bool:
-        """Whether the weights are still those with which this step began."""
-        return self._changed_in != self._trainer.state.global_step
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.can_repeat_step = True
 
     # --- Saving -----------------------------------------------------------------------------------
 
@@ -187,10 +180,11 @@ class Checkpoints(TrainerCallback):
                 else f"the run ends at step {step}; nothing of its steps is saved"
             )
 
-    def save_on_error(self, work: Callable[[], _T]) -> _T:
-        """Run `work`. If it fails, save a checkpoint of the steps so far, then raise the error."""
+    @contextmanager
+    def saving_on_error(self) -> Iterator[None]:
+        """If what is inside fails, save a checkpoint of the steps so far, then raise the error."""
         try:
-            return work()
+            yield
         except Exception:
             self.save_unfinished()
             raise

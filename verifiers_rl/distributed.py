@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -91,23 +91,24 @@ def _views(flat: np.ndarray, columns: Columns, num_tokens: int) -> dict[str, np.
 
 
 def broadcast_outcome(
-    outcome: dict[str, Any] | Interrupted | None, device: torch.device
+    outcome: dict[str, Any] | BaseException | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return rank 0's numbers and texts on every rank. Rank 0 passes what interrupted it in their
-    place, or None if it failed, and then raises that itself; the others raise it here.
+    """Return rank 0's numbers and texts on every rank. Where rank 0 passes an error (or None),
+    which it raises itself, the other ranks raise here.
 
     Raises:
         Interrupted: on the other ranks, when rank 0 was interrupted.
         RuntimeError: on the other ranks, when rank 0 failed.
     """
-    message = outcome.number if isinstance(outcome, Interrupted) else outcome
-    if distributed.is_initialized():
-        message = _broadcast_json(message, device)
-        if distributed.get_rank() > 0 and message is None:
-            raise RuntimeError("rank 0 has failed; its error is in its own output")
-        if distributed.get_rank() > 0 and isinstance(message, int):
-            raise Interrupted(message)
-    return message if isinstance(message, dict) else {}
+    if not distributed.is_initialized():  # one process
+        return outcome if isinstance(outcome, dict) else {}
+    signal = outcome.number if isinstance(outcome, Interrupted) else None
+    told = _broadcast_json(outcome if isinstance(outcome, dict) else signal, device)
+    if isinstance(told, dict) or distributed.get_rank() == 0:
+        return told if isinstance(told, dict) else {}
+    if told is not None:
+        raise Interrupted(told)
+    raise RuntimeError("rank 0 has failed; its error is in its own output")
 
 
 def _broadcast_json(value: Any, device: torch.device) -> Any:
@@ -297,16 +298,24 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def reduces_each_microbatch(accelerator: Any, args: RLConfig, has_adapter: bool) -> bool:
-    """Return whether gradients are reduced over the ranks in each backward of a batch. Otherwise
-    they are in the last one, which is less traffic. Until then FSDP2 keeps them unreduced and
-    whole on each rank, 4 bytes a trained weight; so with all weights, the default there is to
-    reduce in each. `sync_each_batch` in the `gradient_accumulation_kwargs` of `accelerator_config`
-    chooses. DeepSpeed decides by its stage.
+@contextmanager
+def accumulating(
+    accelerator: Any, args: RLConfig, model: torch.nn.Module, is_last: bool
+) -> Iterator[None]:
+    """Enter this around each forward and backward of a batch. Gradients are reduced over the ranks
+    in the last one only, which is less traffic. Until then FSDP2 keeps them unreduced and whole on
+    each rank, 4 bytes a trained weight; so with all weights, the default there is to reduce in
+    each. `sync_each_batch` in the `gradient_accumulation_kwargs` of `accelerator_config` chooses.
+    DeepSpeed decides by its stage.
     """
     config: Any = args.accelerator_config
-    chosen = (config.gradient_accumulation_kwargs or {}).get("sync_each_batch")
-    return accelerator.is_fsdp2 and not has_adapter if chosen is None else bool(chosen)
+    reduces_each = (config.gradient_accumulation_kwargs or {}).get("sync_each_batch")
+    if reduces_each is None:
+        has_adapter = hasattr(accelerator.unwrap_model(model), "peft_config")
+        reduces_each = accelerator.is_fsdp2 and not has_adapter
+    accelerator.gradient_state._set_sync_gradients(is_last)
+    with nullcontext() if is_last or reduces_each else accelerator.no_sync(model):
+        yield
 
 
 def let_gloo_threads_finish() -> None:

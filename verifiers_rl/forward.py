@@ -17,7 +17,7 @@ from verifiers_rl.logprobs import (
     hidden_states_in_place_of_logits,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.packing import Layout, Microbatch
+from verifiers_rl.packing import Microbatch, ModelSupport
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS
 
@@ -27,9 +27,7 @@ def predict_targets(
     base: Any,
     microbatch: Microbatch,
     args: RLConfig,
-    layout: Layout,
-    shares_prefixes: bool,
-    needs_full_logits: bool,
+    support: ModelSupport,
     entropy: Entropy = "value",
 ) -> tuple[Tensor, Tensor]:
     """Compute the logprob of each target, and the entropy of its prediction, (N,) each.
@@ -39,17 +37,16 @@ def predict_targets(
         base: the Hugging Face model inside it.
         microbatch: on the device of the model.
         args: temperature and `head_dtype`.
-        layout, shares_prefixes: of the microbatch, from `model_trials.choose_layout`.
-        needs_full_logits: the model changes its logits, so they are not made in chunks.
+        support: of the model.
         entropy: see `Entropy`.
     """
     temperature, targets = args.temperature, microbatch.targets
     replay_experts(base, microbatch.extras.get(ROUTED_EXPERTS))
-    attention = attention_inputs(microbatch, base.config, layout, shares_prefixes)
+    attention = attention_inputs(microbatch, base.config, support)
     model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
     vocab_size = base.config.get_text_config().vocab_size
     chunk_size = chunk_size_for(vocab_size)
-    if needs_full_logits:
+    if support.needs_full_logits:
         logits = model(**model_inputs).logits  # (B, T, vocabulary)
         return token_logprobs_and_entropy(
             logits[targets.rows, targets.columns],

@@ -42,6 +42,8 @@ class LossInputs:
             gradient if the loss is marked `@needs("entropy_gradient")`.
         reference_logprobs: (N,) float32 without gradient, under the model that training started
             from; None unless the loss is marked `@needs("reference_logprobs")`.
+        extras: columns of the tokens that their samples have besides, (N, ...) by the name that
+            they have in `Sample.extras`.
     """
 
     trainer_logprobs: Tensor
@@ -51,6 +53,7 @@ class LossInputs:
     sequence_ids: Tensor
     entropy: Tensor
     reference_logprobs: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -561,14 +564,13 @@ class AdaptiveKL:
         beta = torch.full_like(inputs.weights, self.beta)
         return LossOutputs(outputs.loss, {**outputs.metrics, "kl_beta": beta})
 
-    def update(self, kl: float) -> None:
-        """Change the weight for the next step.
-
-        Args:
-            kl: mean of `reference_kl` over the loss tokens of this step, nats.
+    def update(self, token_means: Mapping[str, float]) -> None:
+        """Change the weight for the next step, by the `reference_kl` of this one: its mean over
+        the loss tokens, nats. Without loss tokens the weight stays.
         """
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.beta *= 1 + 0.1 * error
+        if "reference_kl" in token_means:
+            error = min(max(token_means["reference_kl"] / self.target - 1, -0.2), 0.2)
+            self.beta *= 1 + 0.1 * error
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the weight for a checkpoint; see `checkpoints.Kept`."""
@@ -576,6 +578,12 @@ class AdaptiveKL:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.beta = state["beta"]
+
+
+def adaptive_kl_of(loss_fn: LossFn) -> AdaptiveKL | None:
+    """Return the `AdaptiveKL` among the terms of a loss, see `add_terms`; None if it has none."""
+    terms = getattr(loss_fn, "terms", ())
+    return next((term for term in terms if isinstance(term, AdaptiveKL)), None)
 
 
 @needs("entropy_gradient")

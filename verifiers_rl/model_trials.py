@@ -20,15 +20,14 @@ from verifiers_rl.attention import (
 )
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.logprobs import hidden_states_in_place_of_logits
-from verifiers_rl.packing import Layout, collate, copy_to
+from verifiers_rl.packing import ModelSupport, collate, copy_to
 from verifiers_rl.types import Sample
 
 logger = logging.getLogger(__name__)
 
 
-def choose_layout(model: nn.Module, base: Any, args: RLConfig) -> tuple[Layout, bool, str | None]:
-    """Return the layout of this model's rows, whether its samples share their beginnings, and why
-    its full logits are held in memory (None if they are not). Warn of what it does not support.
+def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
+    """Return what this model supports. Warn of what it does not.
 
     Args:
         model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
@@ -55,8 +54,13 @@ def choose_layout(model: nn.Module, base: Any, args: RLConfig) -> tuple[Layout, 
         if why_unshared:
             logger.warning("what samples begin with is computed for each: %s", why_unshared)
     is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
-    layout: Layout = "padded" if why_padded else "flat" if is_flash else "packed"
-    return layout, why_unshared is None, why_full_logits
+    return ModelSupport(
+        layout="padded" if why_padded else "flat" if is_flash else "packed",
+        shares_prefixes=why_unshared is None,
+        needs_full_logits=why_full_logits is not None,
+        hidden_size=getattr(base.config.get_text_config(), "hidden_size", 1024),
+        attention=str(base.config.get_text_config()._attn_implementation),
+    )
 
 
 def _difference(given: Tensor, expected: Tensor) -> float:

@@ -27,7 +27,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -124,6 +124,38 @@ class Microbatch:
     num_tokens: int
     sample_ids: list[int] = field(default_factory=list)
     extras: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSupport:
+    """What a model can compute at once. `model_trials.try_model` finds it.
+
+    Attributes:
+        layout: of its rows.
+        shares_prefixes: tokens that samples have in common are computed once.
+        needs_full_logits: its logits cannot be made in chunks from its last hidden states.
+        hidden_size: the longer a row is relative to it, the more attention costs.
+        attention: its implementation. "eager" computes whole rows, so those stay narrow.
+    """
+
+    layout: Layout = "packed"
+    shares_prefixes: bool = False
+    needs_full_logits: bool = False
+    hidden_size: int = 1024
+    attention: str = "sdpa"
+
+
+class Plan(NamedTuple):
+    """How a batch is computed.
+
+    Attributes:
+        of_ranks: for each rank, for each of its microbatches, the rows.
+        num_shared: (S,) int64, how many tokens at its beginning each sample has in common with the
+            sample before it in its row.
+    """
+
+    of_ranks: list[list[Rows]]
+    num_shared: np.ndarray
 
 
 def plan_microbatches(
@@ -231,34 +263,29 @@ def plan_batch(
     sizes: SampleSizes,
     is_computed: np.ndarray,
     max_tokens: int,
-    num_ranks: int = 1,
-    layout: Layout = "packed",
-    hidden_size: int = 1024,
-    share_prefixes: bool = False,
-    attention: str = "sdpa",
-) -> tuple[list[list[Rows]], np.ndarray]:
-    """Do as `plan_microbatches`, for the samples of a batch and their common beginnings.
+    num_ranks: int,
+    support: ModelSupport,
+) -> Plan:
+    """Do as `plan_microbatches`, for the samples of a batch and their common beginnings. Samples
+    with a common beginning go into one row, where that saves time.
 
     Args:
         sizes: of the samples.
         is_computed: (S,) bool, the samples to plan.
-        max_tokens, num_ranks, layout, hidden_size: see `plan_microbatches`.
-        share_prefixes: lay samples with a common beginning into one row, where that saves time.
-        attention: the model's implementation. "eager" computes whole rows, so they stay narrow.
-
-    Returns:
-        The plan, and `num_shared`: (S,) int64, how many tokens at its beginning each sample has in
-        common with the sample before it in its row.
+        max_tokens, num_ranks: see `plan_microbatches`.
+        support: of the model.
     """
-    widest = max_tokens if share_prefixes else 0  # no row is narrow enough for a second sample
-    if attention == "eager":
+    widest = max_tokens if support.shares_prefixes else 0  # no row has room for a second sample
+    if support.attention == "eager":
         widest = min(widest, MAX_MASKED_WIDTH)
+    hidden_size = support.hidden_size
     bundles, widths, num_shared = _bundle(sizes, is_computed, widest, hidden_size)
-    plan = plan_microbatches(widths, max_tokens, num_ranks, layout, hidden_size)
-    return [
-        [[[i for bundle in row for i in bundles[bundle]] for row in rows] for rows in of_rank]
-        for of_rank in plan
-    ], num_shared
+    plans = plan_microbatches(widths, max_tokens, num_ranks, support.layout, hidden_size)
+    of_ranks = [
+        [[[i for bundle in row for i in bundles[bundle]] for row in rows] for rows in plan]
+        for plan in plans
+    ]
+    return Plan(of_ranks, num_shared)
 
 
 def _bundle(
@@ -317,6 +344,7 @@ def collate(
         pad_token_id: fills the rest of each row.
         num_shared: from `plan_batch`; by default, no sample shares tokens.
     """
+    used = [samples[i] for row in rows for i in row]
     shares = {i: int(num_shared[i]) for row in rows for i in row} if num_shared is not None else {}
     # At least 2, because a row of one token predicts nothing.
     width = max([2, *(sum(len(samples[i].token_ids) - shares.get(i, 0) for i in r) for r in rows)])
@@ -325,15 +353,14 @@ def collate(
     positions = np.arange(width)
     position_ids = np.tile(positions, (shape[0], 1))
     visible_until = np.full(shape, width)
-    segments: list[Segment] = []
-    columns = columns_of([samples[i] for row in rows for i in row])
+    columns = columns_of(used)
     extras = {
-        n: np.full((*shape, *columns[n].shape), -1, columns[n].base)
-        for n in OF_INPUTS
-        if n in columns
+        name: np.full((*shape, *columns[name].shape), -1, columns[name].base)
+        for name in OF_INPUTS
+        if name in columns
     }
-    parts: list[tuple[np.ndarray, ...]] = []  # of the targets
-    sample_ids: list[int] = []
+    segments: list[Segment] = []
+    in_loss: list[tuple[int, int, np.ndarray]] = []  # sample, row, columns of its tokens
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -353,10 +380,8 @@ def collate(
             if stop > start:
                 segments.append(Segment(r, start, stop, path))
                 start_of_last = start
-            targets = _targets_of(sample, r, path, len(parts), weights[i])
-            if len(targets[0]):
-                parts.append(targets)
-                sample_ids.append(i)
+            if sample.loss_mask.any():
+                in_loss.append((i, r, path))
         num_tokens += stop
         if stop < width:
             segments.append(Segment(r, stop, width, positions[stop:], is_padding=True))
@@ -364,59 +389,66 @@ def collate(
         # looks like one sequence.
         first = position_ids[r, start_of_last]
         position_ids[r, start_of_last:] = first + positions[: width - start_of_last]
-    has_loss = bool(parts)
-    if not has_loss:
+    if in_loss:
+        targets = _targets_of(samples, in_loss, weights, columns)
+    else:
         # The head must take part in every backward, or DDP waits for its gradient. So one token is
         # predicted, and its loss is not used.
-        number, value = np.zeros(1, np.int64), np.zeros(1, np.float32)
-        parts = [(number, number, input_ids[0, 1:2], number, value, value, value)]
+        number, value = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+        token = torch.from_numpy(input_ids[0, 1:2])
+        targets = Targets(number, number, token, number, value, value, value)
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
-        targets=Targets(
-            *(torch.from_numpy(np.concatenate(field)) for field in zip(*parts, strict=True)),
-            extras=_extras_of_targets([samples[i] for i in sample_ids], columns),
-        ),
-        has_loss=has_loss,
+        targets=targets,
+        has_loss=bool(in_loss),
         segments=segments,
         shares_prefixes=any(shares.values()),
         num_tokens=num_tokens,
-        sample_ids=sample_ids,
+        sample_ids=[i for i, _, _ in in_loss],
         extras={name: torch.from_numpy(grid) for name, grid in extras.items()},
     )
 
 
 def _targets_of(
-    sample: Sample, row: int, path: np.ndarray, number: int, weight: float
-) -> tuple[np.ndarray, ...]:
-    """Return the fields of `Targets` for a sample whose tokens are at the columns `path`."""
-    (at,) = sample.loss_mask.nonzero()  # its first token is not in the loss
-    return (
-        np.full(len(at), row),
-        path[at - 1],
-        sample.token_ids[at].astype(np.int64),
-        np.full(len(at), number),
-        sample.inference_logprobs[at],
-        sample.advantages[at],
-        np.full(len(at), weight, np.float32),
+    samples: Mapping[int, Sample] | Sequence[Sample],
+    in_loss: Sequence[tuple[int, int, np.ndarray]],
+    weights: Sequence[float],
+    columns: Columns,
+) -> Targets:
+    """Return the loss tokens of these samples, one sample after the other.
+
+    Args:
+        in_loss: the index of each sample, its row, and the columns of all of its tokens there.
+        columns: of the samples.
+    """
+    ids, rows, paths = zip(*in_loss, strict=True)
+    at = [samples[i].loss_mask.nonzero()[0] for i in ids]  # never a sample's first token
+    counts = [len(places) for places in at]
+
+    def take(name: str) -> Tensor:
+        own = [samples[i].column(name) for i in ids]
+        parts = [None if c is None else c[places] for c, places in zip(own, at, strict=True)]
+        column = join_column(list(zip(counts, parts, strict=True)))
+        assert column is not None
+        return torch.from_numpy(column)
+
+    return Targets(
+        torch.from_numpy(np.repeat(rows, counts)),
+        torch.from_numpy(np.concatenate([p[k - 1] for p, k in zip(paths, at, strict=True)])),
+        take("token_ids").long(),
+        torch.from_numpy(np.repeat(np.arange(len(ids)), counts)),
+        take("inference_logprobs"),
+        take("advantages"),
+        torch.from_numpy(np.repeat(np.array([weights[i] for i in ids], np.float32), counts)),
+        extras={
+            name: take(name)
+            for name in columns
+            if name not in (*Sample.DTYPES, *OF_INPUTS)
+            and any(name in samples[i].extras for i in ids)
+        },
     )
-
-
-def _extras_of_targets(samples: Sequence[Sample], columns: Columns) -> dict[str, Tensor]:
-    """Return the extras of the loss tokens of these samples, one sample after the other."""
-    extras = {}
-    for name in columns:
-        if name in Sample.DTYPES or name in OF_INPUTS:
-            continue
-        parts = []
-        for sample in samples:
-            column = sample.extras.get(name)
-            own = None if column is None else column[sample.loss_mask]
-            parts.append((sample.num_loss_tokens, own))
-        if (joined := join_column(parts)) is not None:
-            extras[name] = torch.from_numpy(joined)
-    return extras
 
 
 def copy_to(part: Any, device: torch.device) -> Any:

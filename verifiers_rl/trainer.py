@@ -23,11 +23,12 @@ import atexit
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -39,6 +40,7 @@ from verifiers_rl.checkpoints import Checkpoints, check_final
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
+    accumulating,
     broadcast_batch,
     broadcast_outcome,
     host_group,
@@ -46,7 +48,6 @@ from verifiers_rl.distributed import (
     prepare_sharding,
     raise_if_gradient_not_finite,
     raise_if_not_finite,
-    reduces_each_microbatch,
     scatter_samples,
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
@@ -56,17 +57,17 @@ from verifiers_rl.hub import SavingTrainer
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import (
-    AdaptiveKL,
     LossFn,
     LossInputs,
+    adaptive_kl_of,
     is_of_advantages,
     needs_of,
     weigh_samples,
 )
-from verifiers_rl.model_trials import choose_layout
+from verifiers_rl.model_trials import try_model
 from verifiers_rl.models import absolute_path, check_policy, load_policy
 from verifiers_rl.orchestrator import Orchestrator
-from verifiers_rl.packing import Layout, Microbatch, collate, copy_to, plan_batch
+from verifiers_rl.packing import Microbatch, ModelSupport, Plan, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.report.metrics import (
     EarlyWarnings,
@@ -136,65 +137,69 @@ class RLTrainer(SavingTrainer):
         check_arguments(model, env, args, processing_class, replaced, trainer_kwargs)
         model = absolute_path(model)
         if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(
-                model if isinstance(model, str) else model.name_or_path
-            )
+            named = model if isinstance(model, str) else model.name_or_path
+            processing_class = AutoTokenizer.from_pretrained(named)
         self.loss_fn = args.complete_loss(loss_fn)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
         check_final(policy, args)
-        self.batch: Batch | None = None  # the batch that is being trained on
         self._env = env
-        self._sync_metrics: dict[str, float] = {}
-        self._waited_s = 0.0  # for this step's batch
-        self._is_serving = False
+        self.batch: Batch | None = None  # that is being trained on
+        self.support: ModelSupport | None = None  # what the model can compute; see `training_step`
+        self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
         self.orchestrator: BatchSource | None = None  # on rank 0 only, like weight_sync
         self.weight_sync: WeightSink | None = None
         # Called once, after the first push, with the model and its name at the server.
         self._check_agreement: Callable[[nn.Module, str], None] | None = None
+        self._is_serving = False
         if args.process_index == 0:
             from verifiers_rl.server_side import connect
 
             server_side = connect(policy, env, args, processing_class, replaced, Orchestrator)
             self.orchestrator, self.weight_sync, self._check_agreement = server_side
-        self.evaluations = Evaluations(args)
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
+        self.loss_is_scaled_for_ga = True  # training_step does it once, for the whole batch
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
-        if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
-            atexit.register(let_gloo_threads_finish)
-        self.loss_is_scaled_for_ga = True  # training_step does it once, for the whole batch
-        if not args.disable_tqdm:
-            replace_progress_bar(self)
+        self._adaptive_kl = adaptive_kl_of(self.loss_fn)
+        self._reference = self._copy_reference()
+        self._make_callbacks()
+
+    # --- Setting up -------------------------------------------------------------------------------
+
+    def _copy_reference(self) -> nn.Module | None:
+        """Return a frozen copy of the model, if the loss needs a reference. With LoRA, the adapter
+        is switched off instead. Both are done before the model is prepared for training.
+        """
+        has_adapter = hasattr(self.model, "disable_adapter")
+        needs_copy = "reference_logprobs" in needs_of(self.loss_fn) and not has_adapter
+        prepare_sharding(self.accelerator, self.args, needs_copy)
+        model = cast(nn.Module, self.model)
+        return copy.deepcopy(model).requires_grad_(False).eval() if needs_copy else None
+
+    def _make_callbacks(self) -> None:
         self._interrupts, self._window = Interrupts(), StepWindow()
+        self.evaluations = Evaluations(self.args)
         self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
-        own = (RunFilesCallback(lambda: self.evaluations.due), EarlyWarnings(self._window))
-        terms = getattr(self.loss_fn, "terms", ())
-        self._adaptive_kl = next((term for term in terms if isinstance(term, AdaptiveKL)), None)
         if self._adaptive_kl is not None:
             self.checkpoints.kept["adaptive_kl"] = self._adaptive_kl
+        own = (RunFilesCallback(lambda: self.evaluations.due), EarlyWarnings(self._window))
+        if not self.args.disable_tqdm:
+            replace_progress_bar(self)
         for callback in (self.checkpoints, self._files, *own, self._window):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
-        self._why_full_logits: str | None = None
-        self._layout: Layout | None = None  # set in the first step
-        self._shares_prefixes = False  # also set there
-        self._counts = StepCounts()  # of the last step
-        self._needs = needs_of(self.loss_fn)
-        has_adapter = hasattr(self.model, "disable_adapter")
-        needs_copy = "reference_logprobs" in self._needs and not has_adapter
-        prepare_sharding(self.accelerator, args, needs_copy)
-        self._reduces_each = reduces_each_microbatch(self.accelerator, args, has_adapter)
-        self._reference: Any = None  # with LoRA: None, the adapter is switched off instead
-        if needs_copy:
-            reference = copy.deepcopy(cast(nn.Module, self.model))
-            self._reference = reference.requires_grad_(False).eval()
+        if self.args.world_size > 1 and torch.distributed.get_backend() == "gloo":
+            atexit.register(let_gloo_threads_finish)
 
-    # --- Setting up -------------------------------------------------------------------------------
+    def get_train_dataloader(self) -> DataLoader:
+        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
+        steps = [{"step": step} for step in range(self.args.max_steps)]
+        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
 
     def _base_of(self, model: Any) -> Any:
         """Return the Hugging Face model inside DDP and PEFT."""
@@ -238,8 +243,282 @@ class RLTrainer(SavingTrainer):
             # First, because the server may be lost below.
             self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
             with suppress(Interrupted):  # the model is saved; `handled` raises it
-                self._on_server(lambda orchestrator: self._sync_weights())
+                self._on_rank_0(lambda orchestrator: self._sync_weights())
         return result
+
+    # --- The step ---------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run forward and backward on this step's batch. Trainer then takes the optimizer's step.
+
+        Returns:
+            Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
+            batch's loss.
+        """
+        if self.support is None:  # now that the model is wrapped and split as for training
+            self.support = self._try_model(model)
+        self._counts, self._metrics = StepCounts(), {}
+        self.batch = batch = self._next_batch()
+        start = time.monotonic()
+        means = TokenMeans(self._files.values_of(batch))
+        loss = self._train_on(model, batch, means)
+        # This waits for the device.
+        token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
+        if self._adaptive_kl is not None:
+            self._adaptive_kl.update(token_means)  # the same on all ranks
+        self._window.add(
+            {**batch.metrics, **self._metrics, **token_means}
+            | self._counts.metrics(batch, self._base_of(model))
+            | self._device_metrics(time.monotonic() - start)
+        )
+        return loss
+
+    def _train_on(self, model: nn.Module, batch: Batch, means: TokenMeans) -> Tensor:
+        """Run forward and backward on this rank's share of a batch, and return its loss.
+
+        The loss of each microbatch is a sum. This method divides it once, by a number that belongs
+        to the batch on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
+        factor `world_size` undoes this. So the gradient does not depend on how the batch was split.
+        """
+        args, sizes = self.args, batch.sizes
+        weights, denominator = weigh_samples(
+            sizes.num_loss_tokens.tolist(),
+            sizes.rollout_ids.tolist(),
+            args.loss_normalization,
+            args.batch_size * args.max_seq_len,
+        )
+        # Samples without gradient count in the denominator, but are not computed.
+        is_computed = sizes.num_loss_tokens > 0
+        if is_of_advantages(self.loss_fn) and not has_balance(self._base_of(model)):
+            is_computed &= sizes.has_advantage > 0
+        plan = self._plan(batch, is_computed)
+        self._counts.add_samples(sizes, is_computed, plan.num_shared)
+        model.train()
+        batch_loss = torch.zeros((), device=args.device)
+        for microbatch, is_last in self._microbatches(batch, plan, weights):
+            self._stop_if_asked()
+            self._counts.add_microbatch(microbatch)
+            with accumulating(self.accelerator, args, model, is_last):
+                with self.compute_loss_context_manager():
+                    loss = self.microbatch_loss(model, microbatch, means)
+                    loss = loss * args.world_size / denominator
+                batch_loss += loss.detach()
+                if is_last:
+                    self._before_last_backward(batch_loss)
+                self.accelerator.backward(loss)
+        with self.checkpoints.saving_on_error():
+            raise_if_gradient_not_finite(model, args.world_size)
+        return batch_loss
+
+    def microbatch_loss(
+        self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
+    ) -> Tensor:
+        """Compute logprobs of a microbatch's loss tokens only, and their loss: a scalar, a sum."""
+        targets, needs = microbatch.targets, needs_of(self.loss_fn)
+        entropy_mode: Entropy = "gradient" if "entropy_gradient" in needs else "value"
+        logprobs, entropy = self.token_logprobs(model, microbatch, entropy_mode)
+        has_reference = "reference_logprobs" in needs
+        inputs = LossInputs(
+            trainer_logprobs=logprobs,
+            # NaN marks tokens that no policy sampled (mask_env_responses=False). Their ratio is 1.
+            inference_logprobs=torch.where(
+                targets.inference_logprobs.isnan(), logprobs.detach(), targets.inference_logprobs
+            ),
+            advantages=targets.advantages,
+            weights=targets.weights,
+            sequence_ids=targets.sequence_ids,
+            entropy=entropy,
+            reference_logprobs=self.reference_logprobs(microbatch) if has_reference else None,
+            extras=targets.extras,
+        )
+        outputs = add_balance_loss(self.loss_fn(inputs), self._base_of(model), microbatch)
+        means.add(inputs, outputs.metrics, microbatch)
+        return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
+
+    def token_logprobs(
+        self, model: nn.Module, microbatch: Microbatch, entropy: Entropy = "value"
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the logprob of each target, and the entropy of its prediction, (N,) each. See
+        forward.py.
+        """
+        assert self.support is not None
+        # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
+        with self.accelerator.autocast():
+            return predict_targets(
+                model, self._base_of(model), microbatch, self.args, self.support, entropy
+            )
+
+    @torch.no_grad()
+    def reference_logprobs(self, microbatch: Microbatch) -> Tensor:
+        """Compute the targets' logprobs (N,) under the reference: the model without its adapter, or
+        the frozen copy of the model at the start.
+        """
+        if self._reference is not None:
+            return self.token_logprobs(self._reference, microbatch, "none")[0]
+        model: Any = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        try:
+            with model.disable_adapter():
+                return self.token_logprobs(model, microbatch, "none")[0]
+        finally:
+            model.train()
+
+    # --- Around a microbatch ----------------------------------------------------------------------
+
+    def _try_model(self, model: nn.Module) -> ModelSupport:
+        with self.accelerator.autocast():  # as in each step
+            return try_model(model, self._base_of(model), self.args)
+
+    def _plan(self, batch: Batch, is_computed: np.ndarray) -> Plan:
+        """Deal the samples of a batch to the microbatches of all ranks."""
+        args = self.args
+        assert self.support is not None
+        return plan_batch(
+            batch.sizes, is_computed, args.token_budget, args.world_size, self.support
+        )
+
+    def _microbatches(
+        self, batch: Batch, plan: Plan, weights: Sequence[float]
+    ) -> Iterator[tuple[Microbatch, bool]]:
+        """Give this rank's microbatches on its device, each with whether it is the last one. A
+        batch without loss tokens has none: without a gradient, the optimizer changes nothing.
+        """
+        samples = scatter_samples(batch, plan.of_ranks, self.args.device)
+        pad = cast(Any, self.processing_class).pad_token_id or 0
+        own = plan.of_ranks[self.args.process_index] if batch.num_loss_tokens else []
+        for number, rows in enumerate(own, 1):
+            microbatch = collate(samples, rows, weights, pad, plan.num_shared)
+            yield copy_to(microbatch, self.args.device), number == len(own)
+
+    def _stop_if_asked(self) -> None:
+        """Raise what ends the run between two microbatches: a signal, or an error of the rollouts.
+        Of several ranks, the others would wait for this rank's gradients, so there `_next_batch`
+        raises the error on all.
+        """
+        if self.checkpoints.can_repeat_step:
+            self._interrupts.check_all(waits=False)
+        if self.orchestrator is not None and self.args.world_size == 1:
+            with self.checkpoints.saving_on_error():
+                self.orchestrator.raise_if_failed()
+
+    def _before_last_backward(self, batch_loss: Tensor) -> None:
+        """Look at the loss of the batch, before a backward in which DeepSpeed takes its step."""
+        with self.checkpoints.saving_on_error():
+            raise_if_not_finite(batch_loss, self.args.world_size)
+        if self.is_deepspeed_enabled:
+            self.checkpoints.can_repeat_step = False
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count the operations of forward and backward for this rank's share of the batch."""
+        computed = self._counts.num_tokens, self._counts.num_loss_tokens
+        return model_flops(self._base_of(self.model), *computed) // self.args.world_size
+
+    def _device_metrics(self, train_s: float) -> dict[str, float]:
+        num_flops = self.floating_point_ops({})
+        return device_metrics(self.args.device, num_flops, train_s) | {"train_s": train_s}
+
+    # --- Batches and weights ----------------------------------------------------------------------
+
+    def _next_batch(self) -> Batch:
+        """Return this step's batch on every rank, and request the batches ahead."""
+        self._on_rank_0(self._take_batch, self._request_ahead)
+        is_here = self.orchestrator is not None
+        return broadcast_batch(self.batch if is_here else None, self.args.device)
+
+    def _take_batch(self, orchestrator: BatchSource) -> None:
+        if not orchestrator.num_pending:  # first step, lost server, or max_off_policy_steps = 0
+            self._sync_weights()
+            self._request(self.state.global_step)
+        start = time.monotonic()
+        self.batch = orchestrator.get()
+        self._metrics["wait_s"] = time.monotonic() - start
+
+    def _request_ahead(self, orchestrator: BatchSource) -> None:
+        """Send the weights that this step starts from. Request the batches of the next
+        max_off_policy_steps steps, except those that are pending already.
+        """
+        step, num_ahead = self.state.global_step, self.args.max_off_policy_steps
+        if num_ahead and self.evaluations.due is not None:  # also where no batch is requested
+            self._sync_weights()
+        last = min(step + num_ahead, self.args.max_steps - 1)
+        for ahead in range(step + 1 + orchestrator.num_pending, last + 1):
+            self._sync_weights()
+            self._request(ahead)
+
+    def _request(self, step: int) -> None:
+        assert self.orchestrator is not None and self.weight_sync is not None
+        version = self.weight_sync.policy_version or 0
+        self.orchestrator.submit(step, self.weight_sync.model_name, version)
+
+    def _sync_weights(self) -> None:
+        """Send the weights of this step to the server, unless the server has them, and begin the
+        evaluation that is due. The policy version is the step's number.
+        """
+        version = self.state.global_step
+        if self.weight_sync is None or self.orchestrator is None:
+            return
+        if self.weight_sync.policy_version != version:
+            self.evaluations.end(self.orchestrator)  # all of its rollouts have one version
+            model = self.accelerator.unwrap_model(self.model)
+            # What the server still computes for pending batches keeps its cached tokens.
+            is_idle = self.orchestrator.num_pending == 0
+            cached: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
+            self._metrics |= self.weight_sync.push(model, version, cached)
+            if self._check_agreement is not None and not is_split(model):  # it needs all ranks
+                self._check_agreement(model, self.weight_sync.model_name)
+            self._check_agreement = None
+        self.evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
+
+    def _on_rank_0(
+        self, *jobs: Callable[[BatchSource], None], prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Do these jobs on rank 0, one after the other, while the other ranks help to gather split
+        weights. Each is done again when the server was lost meanwhile and came back. An error is
+        raised behind a checkpoint of the steps so far.
+
+        Returns:
+            On every rank, the metrics of the evaluation of the current weights, if it has ended;
+            this method has logged them, with this prefix.
+
+        Raises:
+            Interrupted: a signal has come to a rank.
+            RuntimeError: on the other ranks, when a job has failed on rank 0.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        with self.checkpoints.saving_on_error():
+            self._interrupts.check_all(waits=True)
+            try:
+                with self._serving(), gathering(model, self._lora_sync):
+                    if self.orchestrator is not None:
+                        for job in jobs:
+                            self._retry_when_server_lost(partial(job, self.orchestrator))
+            except BaseException as error:
+                broadcast_outcome(error, self.args.device)  # the others wait
+                raise
+            ended = broadcast_outcome(self.evaluations.take_ended(), self.args.device)
+        return log_results(self, ended, prefix)
+
+    def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
+        """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
+        which then sends the weights again.
+
+        Raises:
+            InferenceServerError: the server did not come back within vllm_server_timeout, or was
+                lost in three attempts at this job.
+        """
+        for attempts_left in (2, 1, 0):
+            try:
+                return job()
+            except ServerLostError as error:
+                if self.weight_sync is None or self.orchestrator is None or not attempts_left:
+                    raise
+                logger.warning("%s; waiting for it to come back", error)
+                self.orchestrator.discard()
+                self.evaluations.begin_again(self.state.global_step)
+                self.weight_sync.wait_for_server()
+                logger.warning("the inference server is back; its weights are sent again")
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
@@ -259,301 +538,7 @@ class RLTrainer(SavingTrainer):
             finally:
                 self.weight_sync.close()
 
-    # --- The step ---------------------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
-        steps = [{"step": step} for step in range(self.args.max_steps)]
-        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
-
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Run forward and backward on this step's batch. Trainer then takes the optimizer's step.
-
-        Returns:
-            Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
-            batch's loss.
-        """
-        if self._layout is None:
-            self._layout = self._choose_layout(model)
-        model.train()
-        self._sync_metrics, self._waited_s = {}, 0.0
-        self.batch = batch = self.checkpoints.save_on_error(self._next_batch)
-        start = time.monotonic()
-        means, self._counts = TokenMeans(self._files.values_of(batch)), StepCounts()
-        batch_loss = self._train_on(model, batch, means)
-        # This waits for the device.
-        token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
-        if self._adaptive_kl is not None and "reference_kl" in token_means:
-            self._adaptive_kl.update(token_means["reference_kl"])  # the same on all ranks
-        train_s = time.monotonic() - start
-        metrics = {
-            **batch.metrics,
-            **self._sync_metrics,
-            **token_means,
-            **device_metrics(self.args.device, self.floating_point_ops({}), train_s),
-            **self._counts.metrics(batch, self._base_of(model)),
-            "wait_s": self._waited_s,
-            "train_s": train_s,
-        }
-        self._window.add(metrics)
-        return batch_loss
-
-    def _train_on(self, model: nn.Module, batch: Batch, means: TokenMeans) -> Tensor:
-        """Run forward and backward on this rank's share of a batch, and return its loss.
-
-        The loss of each microbatch is a sum. This method divides it once, by a number that belongs
-        to the batch on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
-        factor `world_size` undoes this. So the gradient does not depend on how the batch was split.
-        """
-        args, tokenizer, sizes = self.args, cast(Any, self.processing_class), batch.sizes
-        weights, denominator = weigh_samples(
-            sizes.num_loss_tokens.tolist(),
-            sizes.rollout_ids.tolist(),
-            args.loss_normalization,
-            args.batch_size * args.max_seq_len,
-        )
-        # Samples without gradient count in the denominator, but are not computed.
-        is_computed = sizes.num_loss_tokens > 0
-        if is_of_advantages(self.loss_fn) and not has_balance(self._base_of(model)):
-            is_computed &= sizes.has_advantage > 0
-        config = self._base_of(self.model).config.get_text_config()
-        plans, num_shared = plan_batch(
-            sizes,
-            is_computed,
-            args.token_budget,
-            args.world_size,
-            cast(Layout, self._layout),
-            getattr(config, "hidden_size", 1024),
-            self._shares_prefixes,
-            config._attn_implementation,
-        )
-        samples = scatter_samples(batch, plans, args.device)
-        # Without loss tokens there is no gradient, so the optimizer changes nothing.
-        plan = plans[args.process_index] if sizes.num_loss_tokens.any() else []
-        self._counts.add_samples(sizes, is_computed, num_shared)
-        batch_loss = torch.zeros((), device=args.device)
-        for number, rows in enumerate(plan):
-            if self.checkpoints.can_repeat_step:
-                self._interrupts.check_all(waits=False)
-            if self.orchestrator is not None and args.world_size == 1:
-                # Stop now if the next batch has failed. With several ranks, the others would wait
-                # for this rank's gradients, so there _next_batch raises the error on all.
-                self.checkpoints.save_on_error(self.orchestrator.raise_if_failed)
-            microbatch = copy_to(
-                collate(samples, rows, weights, tokenizer.pad_token_id or 0, num_shared),
-                args.device,
-            )
-            self._counts.add_microbatch(microbatch)
-            is_last = number == len(plan) - 1
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            reduces = is_last or self._reduces_each  # gradients over ranks
-            with nullcontext() if reduces else self.accelerator.no_sync(model):
-                with self.compute_loss_context_manager():
-                    loss = self.microbatch_loss(model, microbatch, means)
-                    loss = loss * args.world_size / denominator
-                batch_loss += loss.detach()
-                if is_last:  # before the backward in which DeepSpeed takes its step
-                    self.checkpoints.save_on_error(
-                        partial(raise_if_not_finite, batch_loss, args.world_size)
-                    )
-                    if self.is_deepspeed_enabled:
-                        self.checkpoints.weights_change()
-                self.accelerator.backward(loss)
-        self.checkpoints.save_on_error(
-            partial(raise_if_gradient_not_finite, model, args.world_size)
-        )
-        return batch_loss
-
-    def _choose_layout(self, model: nn.Module) -> Layout:
-        """Test what the model supports, after it is wrapped and split as for training."""
-        with self.accelerator.autocast():  # as in each step
-            layout, self._shares_prefixes, self._why_full_logits = choose_layout(
-                model, self._base_of(model), self.args
-            )
-        return layout
-
-    def microbatch_loss(
-        self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
-    ) -> Tensor:
-        """Compute logprobs of a microbatch's loss tokens only, and their loss: a scalar, a sum."""
-        targets = microbatch.targets
-        logprobs, entropy = self.token_logprobs(
-            model, microbatch, "gradient" if "entropy_gradient" in self._needs else "value"
-        )
-        has_reference = "reference_logprobs" in self._needs
-        reference_logprobs = self.reference_logprobs(microbatch) if has_reference else None
-        inputs = LossInputs(
-            trainer_logprobs=logprobs,
-            # NaN marks tokens that no policy sampled (mask_env_responses=False). Their ratio is 1.
-            inference_logprobs=torch.where(
-                targets.inference_logprobs.isnan(), logprobs.detach(), targets.inference_logprobs
-            ),
-            advantages=targets.advantages,
-            weights=targets.weights,
-            sequence_ids=targets.sequence_ids,
-            entropy=entropy,
-            reference_logprobs=reference_logprobs,
-        )
-        outputs = add_balance_loss(self.loss_fn(inputs), self._base_of(model), microbatch)
-        means.add(inputs, outputs.metrics, microbatch)
-        return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
-
-    def token_logprobs(
-        self, model: nn.Module, microbatch: Microbatch, entropy: Entropy = "value"
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the logprob of each target, and the entropy of its prediction, (N,) each. See
-        forward.py.
-        """
-        # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
-        with self.accelerator.autocast():
-            return predict_targets(
-                model,
-                self._base_of(model),
-                microbatch,
-                self.args,
-                cast(Layout, self._layout),
-                self._shares_prefixes,
-                bool(self._why_full_logits),
-                entropy,
-            )
-
-    @torch.no_grad()
-    def reference_logprobs(self, microbatch: Microbatch) -> Tensor:
-        """Compute the targets' logprobs (N,) under the reference: the model without its adapter, or
-        the frozen copy of the model at the start.
-        """
-        if self._reference is not None:
-            return self.token_logprobs(self._reference, microbatch, "none")[0]
-        model: Any = self.accelerator.unwrap_model(self.model)
-        model.eval()
-        try:
-            with model.disable_adapter():
-                return self.token_logprobs(model, microbatch, "none")[0]
-        finally:
-            model.train()
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Count the operations of forward and backward for this rank's share of the batch."""
-        if self.batch is None:
-            return 0
-        computed = self._counts.num_tokens, self._counts.num_loss_tokens
-        return model_flops(self._base_of(self.model), *computed) // self.args.world_size
-
-    # --- Batches and weights ----------------------------------------------------------------------
-
-    def _next_batch(self) -> Batch:
-        """Return this step's batch on every rank, and request the batches ahead."""
-
-        batch: Batch | None = None
-
-        def take(orchestrator: BatchSource) -> dict[str, Any]:
-            nonlocal batch
-            batch = self._retry_when_server_lost(partial(self._take_batch, orchestrator))
-            if self.args.max_off_policy_steps > 0:
-                self._retry_when_server_lost(partial(self._submit_ahead, orchestrator))
-            return self.evaluations.take_ended()
-
-        log_results(self, self._on_rank_0(take))
-        return broadcast_batch(batch, self.args.device)
-
-    def _on_rank_0(self, work: Callable[[BatchSource], dict[str, Any]]) -> dict[str, Any]:
-        """Run `work` on rank 0, while the others help to gather weights. Return its result, numbers
-        and texts, on every rank, or raise Interrupted there if a signal has come.
-        """
-        self._interrupts.check_all(waits=True)
-        outcome: dict[str, Any] | Interrupted | None = None
-        try:
-            with self._serving(), self._gathering():
-                if self.orchestrator is not None:
-                    outcome = work(self.orchestrator)
-        except Interrupted as interrupted:
-            outcome = interrupted
-            raise
-        finally:  # also after an error: the others wait
-            told = broadcast_outcome(outcome, self.args.device)
-        return told
-
-    def _take_batch(self, orchestrator: BatchSource) -> Batch:
-        if not orchestrator.num_pending:  # first step, lost server, or max_off_policy_steps = 0
-            self._sync_weights()
-            self._submit(self.state.global_step)
-        start = time.monotonic()
-        batch = orchestrator.get()
-        self._waited_s = time.monotonic() - start
-        return batch
-
-    def _submit_ahead(self, orchestrator: BatchSource) -> None:
-        """Send the weights that this step starts from. Request the batches of the next
-        max_off_policy_steps steps, except those that are pending already.
-        """
-        step = self.state.global_step
-        if self.evaluations.due is not None:  # also where no batch is requested any more
-            self._sync_weights()
-        first, last = step + 1 + orchestrator.num_pending, step + self.args.max_off_policy_steps
-        for ahead in range(first, min(last, self.args.max_steps - 1) + 1):
-            self._sync_weights()
-            self._submit(ahead)
-
-    def _retry_when_server_lost(self, work: Callable[[], _T]) -> _T:
-        """Run `work`. If the server is lost meanwhile, wait until the server is back and run `work`
-        again, which then sends the weights again.
-
-        Raises:
-            InferenceServerError: the server did not come back within vllm_server_timeout, or was
-                lost in three attempts at this work.
-        """
-        for attempt in range(1, 4):
-            try:
-                return work()
-            except ServerLostError as error:
-                if self.weight_sync is None or self.orchestrator is None or attempt == 3:
-                    raise
-                logger.warning("%s; waiting for it to come back", error)
-                self.orchestrator.discard()
-                self.evaluations.begin_again(self.state.global_step)
-                self.weight_sync.wait_for_server()
-                logger.warning("the inference server is back; its weights are sent again")
-        raise AssertionError("unreachable")
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
-        if self.args.eval_strategy != "no":
-            log_results(self, self._on_server(self.evaluations.end))
-        checkpoint = self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
-        if self.args.push_to_hub:
-            self.push_checkpoint(checkpoint)
-
-    def _submit(self, step: int) -> None:
-        assert self.orchestrator is not None and self.weight_sync is not None
-        self.orchestrator.submit(
-            step, self.weight_sync.model_name, self.weight_sync.policy_version or 0
-        )
-
-    def _gathering(self) -> AbstractContextManager[None]:
-        """Enter this where rank 0 may send weights: other ranks help to gather a split model."""
-        return gathering(self.accelerator.unwrap_model(self.model), self._lora_sync)
-
-    def _sync_weights(self) -> None:
-        """Send the weights of this step to the server, unless the server has them, and begin the
-        evaluation that is due. The policy version is the step's number.
-        """
-        version = self.state.global_step
-        if self.weight_sync is None or self.orchestrator is None:
-            return
-        if self.weight_sync.policy_version != version:
-            self.evaluations.end(self.orchestrator)  # all of its rollouts have one version
-            model = self.accelerator.unwrap_model(self.model)
-            is_idle = self.orchestrator.num_pending == 0
-            in_flight: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
-            self._sync_metrics = self.weight_sync.push(model, version, in_flight)
-            if self._check_agreement is not None and not is_split(model):  # it needs all ranks
-                self._check_agreement(model, self.weight_sync.model_name)
-            self._check_agreement = None
-        self.evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
-
-    # --- Evaluation, logs -------------------------------------------------------------------------
+    # --- Evaluations, checkpoints, logs -----------------------------------------------------------
 
     def evaluate(
         self,
@@ -577,7 +562,7 @@ class RLTrainer(SavingTrainer):
             self._sync_weights()
             self.evaluations.end(orchestrator)
 
-        return log_results(self, self._on_server(now), metric_key_prefix)
+        return self._on_rank_0(now, prefix=metric_key_prefix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -593,13 +578,7 @@ class RLTrainer(SavingTrainer):
             self.evaluations.due = self.state.global_step
         if self.args.metric_for_best_model is not None:
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        return {}
-
-    def log_ended_evaluations(self) -> None:
-        """Log the evaluations that have ended on rank 0 by now. Every rank calls this."""
-        if self.args.eval_strategy != "no":
-            ended = self.evaluations.take_ended()
-            log_results(self, broadcast_outcome(ended, self.args.device))
+        return {}  # `_on_rank_0` logs the result later
 
     def _end_evaluations(self) -> None:
         """Wait for the evaluations that run or are due, and log them."""
@@ -610,21 +589,23 @@ class RLTrainer(SavingTrainer):
             self.evaluations.end(orchestrator)
 
         if self.args.eval_strategy != "no":
-            log_results(self, self._on_server(end))
+            self._on_rank_0(end)
 
-    def _on_server(self, work: Callable[[BatchSource], None]) -> dict[str, dict[str, float]]:
-        """Run `work` on rank 0. Return the results of evaluations that then have ended."""
+    def log_ended_evaluations(self) -> None:
+        """Log the evaluations that have ended on rank 0 by now. Every rank calls this."""
+        ended = broadcast_outcome(self.evaluations.take_ended(), self.args.device)
+        log_results(self, ended)
 
-        def run(orchestrator: BatchSource) -> dict[str, dict[str, float]]:
-            self._retry_when_server_lost(partial(work, orchestrator))
-            return self.evaluations.take_ended()
-
-        return self.checkpoints.save_on_error(partial(self._on_rank_0, run))
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
+        if self.args.eval_strategy != "no":
+            self._on_rank_0(self.evaluations.end)
+        checkpoint = self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
+        if self.args.push_to_hub:
+            self.push_checkpoint(checkpoint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add means over the steps since the last line to Trainer's numbers."""
         if "loss" in logs and self._window.steps:
             logs |= self._window.take()
-        if "train_loss" in logs:  # of the whole run; Trainer's is of the steps since it was resumed
-            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)

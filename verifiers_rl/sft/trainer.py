@@ -23,10 +23,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
-from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, scatter_samples
+from verifiers_rl.distributed import broadcast_batch, broadcast_outcome
 from verifiers_rl.losses import LossFn
 from verifiers_rl.models import absolute_path
-from verifiers_rl.packing import collate, copy_to, plan_batch
 from verifiers_rl.report.run_folder import rl_state_of
 from verifiers_rl.sft.config import SFTConfig, is_loss
 from verifiers_rl.sft.conversations import Tokenization, Tokens, make_samples
@@ -309,14 +308,14 @@ class SFTTrainer(RLTrainer):
             self._window.steps[-1].pop(name, None)
         return loss
 
-    def _take_batch(self, orchestrator: BatchSource) -> Batch:
+    def _take_batch(self, orchestrator: BatchSource) -> None:
         """Take the next batch. The weights are sent only where an evaluation is to begin."""
         if self.evaluations.due is not None:
             self._sync_weights()
         elif getattr(orchestrator, "has_evaluated", False):  # and its results are to be logged
             self.evaluations.end(orchestrator)
         orchestrator.submit(self.state.global_step, "", self.state.global_step)
-        return orchestrator.get()
+        self.batch = orchestrator.get()
 
     # --- Evaluation, logs -------------------------------------------------------------------------
 
@@ -375,7 +374,8 @@ class SFTTrainer(RLTrainer):
 
     def _log_held_out_loss(self, prefix: str) -> dict[str, float]:
         start = time.monotonic()
-        loss = self.checkpoints.save_on_error(self.held_out_loss)
+        with self.checkpoints.saving_on_error():
+            loss = self.held_out_loss()
         metrics = {f"{prefix}_loss": loss, f"{prefix}_loss_s": time.monotonic() - start}
         self.log(metrics)
         return metrics
@@ -394,35 +394,19 @@ class SFTTrainer(RLTrainer):
         rank calls this.
         """
         args, model = self.args, self.model_wrapped
-        if self._layout is None:
-            self._layout = self._choose_layout(model)
+        if self.support is None:
+            self.support = self._try_model(model)
         batch = Batch(0, 0, self._held_out) if args.process_index == 0 else None
         batch = broadcast_batch(batch, args.device)
         sizes = batch.sizes
-        config = self._base_of(self.model).config.get_text_config()
-        plans, num_shared = plan_batch(
-            sizes,
-            sizes.num_loss_tokens > 0,
-            args.token_budget,
-            args.world_size,
-            self._layout,
-            getattr(config, "hidden_size", 1024),
-            self._shares_prefixes,
-            config._attn_implementation,
-        )
-        samples = scatter_samples(batch, plans, args.device)
-        weights, pad = [1.0] * len(sizes.lengths), cast(Any, self.processing_class).pad_token_id
+        plan = self._plan(batch, sizes.num_loss_tokens > 0)
         total = torch.zeros((), dtype=torch.float64, device=args.device)
         was_training = model.training
         model.eval()
         try:
-            for rows in plans[args.process_index]:
+            for microbatch, _ in self._microbatches(batch, plan, [1.0] * len(sizes.lengths)):
                 self._interrupts.check_all(waits=False)
-                microbatch = copy_to(
-                    collate(samples, rows, weights, pad or 0, num_shared), args.device
-                )
-                with self.accelerator.autocast():
-                    logprobs, _ = self.token_logprobs(model, microbatch, "none")
+                logprobs, _ = self.token_logprobs(model, microbatch, "none")
                 if microbatch.has_loss:
                     total -= logprobs.double().sum()
         finally:

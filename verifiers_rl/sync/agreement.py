@@ -14,7 +14,7 @@ from torch import nn
 from verifiers_rl.forward import predict_targets
 from verifiers_rl.inference import InferenceClient, InferenceServerError
 from verifiers_rl.model_trials import reason_against_chunking
-from verifiers_rl.packing import collate, copy_to
+from verifiers_rl.packing import ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.types import Sample
 
@@ -128,14 +128,13 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
         replay_experts(base, None)  # of the last microbatch
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             needs_full_logits = reason_against_chunking(model, base) is not None
+            support = ModelSupport("padded", needs_full_logits=needs_full_logits)
             for sample in samples:
                 if not sample.num_loss_tokens:
                     found.append(np.zeros(0, np.float32))
                     continue
                 row = copy_to(collate([sample], [[0]], [1.0], 0), device)
-                logprobs = predict_targets(
-                    model, base, row, args, "padded", False, needs_full_logits, "none"
-                )[0]
+                logprobs = predict_targets(model, base, row, args, support, "none")[0]
                 found.append(logprobs.float().cpu().numpy())
     finally:
         replay_experts(base, None)
