@@ -635,7 +635,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_optimizer(make_trainer, 
         save_strategy="steps",
         save_steps=100,
     )
-    message = r"the gradient of this batch is infinite or NaN \(of \d+ parameters, '.*weight' first"
+    message = "the gradient of this batch is infinite or NaN, and its loss is not"
     with pytest.raises(FloatingPointError, match=message):
         trainer.train()
     assert trainer.weight_sync.pushed == [0, 1]  # the weights of step 0 and of step 1

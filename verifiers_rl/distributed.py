@@ -224,34 +224,22 @@ def raise_if_gradient_not_finite(model: torch.nn.Module, world_size: int) -> Non
     """
     norm_of_deepspeed: Any = getattr(model, "get_global_grad_norm", None)
     if norm_of_deepspeed is not None:  # its engine has taken the step already, or skipped it
-        norm = norm_of_deepspeed()
-        if norm is not None and not math.isfinite(norm):
-            raise _gradient_error("by DeepSpeed's norm")
-        return
-    grads = {
-        name: grad.to_local() if hasattr(grad, "to_local") else grad  # this rank's part under FSDP2
-        for name, parameter in model.named_parameters()
-        if (grad := parameter.grad) is not None
-    }
-    largest = torch.nn.utils.get_total_norm(
-        [grad for grad in grads.values() if grad.numel()], norm_type=math.inf
-    )
+        largest = torch.as_tensor(norm_of_deepspeed() or 0.0)
+    else:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        # Under FSDP2, this rank's part.
+        own = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        largest = torch.nn.utils.get_total_norm([g for g in own if g.numel()], norm_type=math.inf)
     # Moved to the model's device: without any gradient, the norm is on the CPU.
     is_bad = (~torch.isfinite(largest)).float().to(next(model.parameters()).device)
     if world_size > 1:
         distributed.all_reduce(is_bad, distributed.ReduceOp.MAX)
     if is_bad:
-        bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
-        where = f"of {len(bad)} parameters, {bad[0]!r} first" if bad else "on another rank"
-        raise _gradient_error(where)
-
-
-def _gradient_error(where: str) -> FloatingPointError:
-    return FloatingPointError(
-        f"the gradient of this batch is infinite or NaN ({where}), and its loss is not; no step is "
-        "taken with it. Look at what the derivative of loss_fn is where the importance ratio is 1: "
-        "that of a square root or a norm is infinite at 0"
-    )
+        raise FloatingPointError(
+            "the gradient of this batch is infinite or NaN, and its loss is not; no step is taken "
+            "with it. Look at what the derivative of loss_fn is where the importance ratio is 1: "
+            "that of a square root or a norm is infinite at 0"
+        )
 
 
 def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:

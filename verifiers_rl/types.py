@@ -251,25 +251,20 @@ class Rollout:
             ValueError: there are more or fewer advantages than tokens.
         """
         values = np.asarray(advantage, np.float64)
+        lengths = [len(sample.token_ids) for sample in self.samples]
+        if values.ndim and len(values) != sum(lengths):
+            raise ValueError(
+                f"{len(values)} advantages for a rollout whose samples have {sum(lengths)} tokens"
+            )
+        parts = np.split(np.broadcast_to(values, sum(lengths)), np.cumsum(lengths)[:-1])
+        for sample, part in zip(self.samples, parts, strict=False):
+            sample.set_advantage(part)
         if values.ndim == 0:
             self.advantage = float(values)
-            for sample in self.samples:
-                sample.set_advantage(values)
             return
-        num_tokens = sum(len(sample.token_ids) for sample in self.samples)
-        if len(values) != num_tokens:
-            raise ValueError(
-                f"{len(values)} advantages for a rollout whose samples have {num_tokens} tokens"
-            )
-        start = 0
-        total = 0.0
-        for sample in self.samples:
-            end = start + len(sample.token_ids)
-            sample.set_advantage(values[start:end])
-            total += float(values[start:end][sample.loss_mask].sum())
-            start = end
+        of_loss = [p[s.loss_mask].sum() for p, s in zip(parts, self.samples, strict=False)]
         num_loss_tokens = sum(sample.num_loss_tokens for sample in self.samples)
-        self.advantage = total / max(num_loss_tokens, 1)
+        self.advantage = float(sum(of_loss)) / max(num_loss_tokens, 1)
 
     def leave_out_of_loss(self) -> None:
         """Take all its tokens out of the loss; they stay in the batch."""
