@@ -26,7 +26,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.distributed import HostGroup, mean_over_ranks
+from verifiers_rl.distributed import HostGroup, reduce_over_ranks
 from verifiers_rl.merging import save_merged
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
 from verifiers_rl.process.interrupts import say
@@ -297,7 +297,7 @@ class Position:
         trainer = self._trainer
         return {
             "window": self._window.state(),
-            "loss": mean_over_ranks(trainer._tr_loss, trainer.args.world_size),
+            "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
             "last_logged": trainer._globalstep_last_logged,
             "total_loss": trainer._total_loss_scalar,
         }

@@ -30,19 +30,16 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
     if not distributed.is_initialized():  # one process
         assert batch is not None
         return batch
-    header: Any = None
+    told: Any = None
     if batch is not None:
         columns = [(n, d.base.str, d.shape) for n, d in batch.sizes.columns.items()]
-        header = (batch.step, batch.policy_version, len(batch.samples), columns)
-    step, policy_version, num_samples, columns = _broadcast_json(header, device)
-    numbers = torch.empty((SampleSizes.NUM_ARRAYS, num_samples), dtype=torch.int64, device=device)
-    if batch is not None:
-        numbers = torch.from_numpy(np.stack(batch.sizes.arrays())).to(device)
-    distributed.broadcast(numbers, 0)
+        arrays = [array.tolist() for array in batch.sizes.arrays()]
+        told = (batch.step, batch.policy_version, columns, arrays)
+    step, policy_version, columns, arrays = _broadcast_json(told, device)
     if batch is not None:
         return batch
     of_token = {name: np.dtype((base, tuple(shape))) for name, base, shape in columns}
-    sizes = SampleSizes(of_token, *numbers.cpu().numpy())
+    sizes = SampleSizes(of_token, *(np.array(array, np.int64) for array in arrays))
     return Batch(step, policy_version, [], known_sizes=sizes)
 
 
@@ -189,28 +186,19 @@ def host_group(args: RLConfig) -> Iterator[HostGroup | None]:
         group.close()
 
 
-def max_over_ranks(number: int, device: torch.device) -> int:
-    """Return the largest of the ranks' numbers, on every rank."""
-    largest = torch.tensor(number, device=device)
-    distributed.all_reduce(largest, distributed.ReduceOp.MAX)
-    return int(largest)
+def reduce_over_ranks(numbers: torch.Tensor, op: Any = distributed.ReduceOp.SUM) -> torch.Tensor:
+    """Return the sum of the ranks' numbers, or another reduction, on every rank."""
+    reduced = numbers.detach().clone()
+    if distributed.is_initialized():
+        distributed.all_reduce(reduced, op)
+    return reduced
 
 
-def mean_over_ranks(number: torch.Tensor, world_size: int) -> float:
-    """Return the mean of the ranks' scalars, on every rank."""
-    total = number.detach().clone()
-    if world_size > 1:
-        distributed.all_reduce(total)
-    return total.item() / world_size
-
-
-def raise_if_not_finite(loss: torch.Tensor, world_size: int) -> None:
+def raise_if_not_finite(loss: torch.Tensor) -> None:
     """Raise FloatingPointError on every rank if any rank's loss is infinite or NaN. The optimizer
     would carry it into all weights.
     """
-    total = loss.clone()
-    if world_size > 1:
-        distributed.all_reduce(total)
+    total = reduce_over_ranks(loss)
     if not torch.isfinite(total):
         raise FloatingPointError(
             f"the loss of this batch is {total.item()}; no step is taken with it. Look at what "
@@ -218,7 +206,7 @@ def raise_if_not_finite(loss: torch.Tensor, world_size: int) -> None:
         )
 
 
-def raise_if_gradient_not_finite(model: torch.nn.Module, world_size: int) -> None:
+def raise_if_gradient_not_finite(model: torch.nn.Module) -> None:
     """Raise FloatingPointError on every rank if any rank's gradient is infinite or NaN, even though
     its loss is finite. Clipping would turn all gradients into NaN, and the optimizer all weights.
     """
@@ -232,9 +220,7 @@ def raise_if_gradient_not_finite(model: torch.nn.Module, world_size: int) -> Non
         largest = torch.nn.utils.get_total_norm([g for g in own if g.numel()], norm_type=math.inf)
     # Moved to the model's device: without any gradient, the norm is on the CPU.
     is_bad = (~torch.isfinite(largest)).float().to(next(model.parameters()).device)
-    if world_size > 1:
-        distributed.all_reduce(is_bad, distributed.ReduceOp.MAX)
-    if is_bad:
+    if reduce_over_ranks(is_bad):
         raise FloatingPointError(
             "the gradient of this batch is infinite or NaN, and its loss is not; no step is taken "
             "with it. Look at what the derivative of loss_fn is where the importance ratio is 1: "

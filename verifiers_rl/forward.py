@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from verifiers_rl.attention import attention_inputs
 from verifiers_rl.config import RLConfig
-from verifiers_rl.distributed import max_over_ranks
+from verifiers_rl.distributed import reduce_over_ranks
 from verifiers_rl.logprobs import (
     Entropy,
     chunk_size_for,
@@ -63,7 +64,8 @@ def predict_targets(
     min_chunks = 1
     if any(hasattr(p, "ds_id") for p in head):  # ZeRO-3: each chunk needs all ranks
         num_chunks = -(-len(targets.token_ids) // chunk_size)
-        min_chunks = max_over_ranks(num_chunks, args.device)
+        own = torch.tensor(num_chunks, device=args.device)
+        min_chunks = int(reduce_over_ranks(own, ReduceOp.MAX))
     return chunked_logprobs_and_entropy(
         hidden,
         to_logits,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -206,7 +207,10 @@ def ratio_mask(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.
         inputs: one microbatch.
         min_ratio, max_ratio: the interval, 0 <= min_ratio < max_ratio.
     """
-    ratio = log_importance_ratio(inputs).exp()
+    return _leaves(log_importance_ratio(inputs).exp(), min_ratio, max_ratio)
+
+
+def _leaves(ratio: Tensor, min_ratio: float, max_ratio: float) -> Tensor:
     return (ratio < min_ratio) | (ratio > max_ratio)
 
 
@@ -264,8 +268,7 @@ def sequence_mean_mask(
         inputs: one microbatch.
         min_ratio, max_ratio: the interval, 0 <= min_ratio < max_ratio.
     """
-    ratio = sequence_log_ratios(inputs)[0].exp()
-    return (ratio < min_ratio) | (ratio > max_ratio)
+    return _leaves(sequence_log_ratios(inputs)[0].exp(), min_ratio, max_ratio)
 
 
 @torch.no_grad()
@@ -279,8 +282,8 @@ def sequence_product_mask(
         inputs: one microbatch.
         min_ratio, max_ratio: the interval, 0 <= min_ratio < max_ratio.
     """
-    ratio = sequence_log_ratios(inputs)[1].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return (ratio < min_ratio) | (ratio > max_ratio)
+    log_ratio = sequence_log_ratios(inputs)[1].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return _leaves(log_ratio.exp(), min_ratio, max_ratio)
 
 
 # By the name that `RLConfig(gradient_masks=...)` takes.
@@ -490,33 +493,27 @@ def bind_options(function: Callable[..., _R], what: str, options: Any) -> Callab
     """
     if not isinstance(options, dict):
         raise ValueError(f"{what}: {options!r} must be a table such as {{eps_high = 4.0}}")
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    known = [parameter.name for parameter in parameters]
-    is_ours = function in (*LOSSES.values(), *MASKS.values())
-    for option, value in options.items():
-        if option not in known and not takes_any:
-            raise ValueError(
-                f"{what}: there is no {option!r}; there is {', '.join(known) or 'none'}"
-            )
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_ours and not (is_number and value >= 0):
-            raise ValueError(f"{what}: {option}={value!r} must be a number >= 0")
-    bound = partial(function, **options)
+    signature = inspect.signature(function)
+    if unknown := [*options.keys() - signature.parameters.keys()]:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        known = ", ".join([*signature.parameters][1:]) or "none"
+        if not takes_any:
+            raise ValueError(f"{what}: there is no {unknown[0]!r}; there is {known}")
     try:
-        inspect.signature(bound).bind(None)  # the inputs
+        values = signature.bind(None, **options)  # the inputs
     except TypeError as error:
-        raise ValueError(f"{what}: a value is missing: {error}") from error
-    if is_ours:
-        values = {p.name: p.default for p in inspect.signature(bound).parameters.values()}
-        if values.get("eps_low", 0) >= 1:
-            raise ValueError(f"{what}: eps_low={values['eps_low']!r} must be below 1")
-        if "min_ratio" in values and values["min_ratio"] >= values["max_ratio"]:
+        raise ValueError(f"{what}: {error}") from error
+    if function in (*LOSSES.values(), *MASKS.values()):
+        for option, value in options.items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+                raise ValueError(f"{what}: {option}={value!r} must be a number >= 0")
+        values.apply_defaults()
+        of = values.arguments
+        if of.get("eps_low", 0) >= 1 or of.get("min_ratio", 0) >= of.get("max_ratio", math.inf):
             raise ValueError(
-                f"{what}: min_ratio={values['min_ratio']!r} must be below "
-                f"max_ratio={values['max_ratio']!r}"
+                f"{what}: {options!r}: eps_low must be below 1, and min_ratio below max_ratio"
             )
-    return bound
+    return partial(function, **options)
 
 
 # --- Terms beside the loss ------------------------------------------------------------------------

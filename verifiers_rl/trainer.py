@@ -67,7 +67,7 @@ from verifiers_rl.losses import (
 from verifiers_rl.model_trials import try_model
 from verifiers_rl.models import absolute_path, check_policy, load_policy
 from verifiers_rl.orchestrator import Orchestrator
-from verifiers_rl.packing import Microbatch, ModelSupport, Plan, collate, copy_to, plan_batch
+from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.report.metrics import (
     EarlyWarnings,
@@ -293,13 +293,10 @@ class RLTrainer(SavingTrainer):
         is_computed = sizes.num_loss_tokens > 0
         if is_of_advantages(self.loss_fn) and not has_balance(self._base_of(model)):
             is_computed &= sizes.has_advantage > 0
-        plan = self._plan(batch, is_computed)
-        self._counts.add_samples(sizes, is_computed, plan.num_shared)
         model.train()
         batch_loss = torch.zeros((), device=args.device)
-        for microbatch, is_last in self._microbatches(batch, plan, weights):
+        for microbatch, is_last in self._microbatches(batch, is_computed, weights):
             self._stop_if_asked()
-            self._counts.add_microbatch(microbatch)
             with accumulating(self.accelerator, args, model, is_last):
                 with self.compute_loss_context_manager():
                     loss = self.microbatch_loss(model, microbatch, means)
@@ -309,7 +306,7 @@ class RLTrainer(SavingTrainer):
                     self._before_last_backward(batch_loss)
                 self.accelerator.backward(loss)
         with self.checkpoints.saving_on_error():
-            raise_if_gradient_not_finite(model, args.world_size)
+            raise_if_gradient_not_finite(model)
         return batch_loss
 
     def microbatch_loss(
@@ -371,26 +368,28 @@ class RLTrainer(SavingTrainer):
         with self.accelerator.autocast():  # as in each step
             return try_model(model, self._base_of(model), self.args)
 
-    def _plan(self, batch: Batch, is_computed: np.ndarray) -> Plan:
-        """Deal the samples of a batch to the microbatches of all ranks."""
-        args = self.args
-        assert self.support is not None
-        return plan_batch(
-            batch.sizes, is_computed, args.token_budget, args.world_size, self.support
-        )
-
     def _microbatches(
-        self, batch: Batch, plan: Plan, weights: Sequence[float]
+        self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]
     ) -> Iterator[tuple[Microbatch, bool]]:
-        """Give this rank's microbatches on its device, each with whether it is the last one. A
-        batch without loss tokens has none: without a gradient, the optimizer changes nothing.
+        """Pack the samples of a batch, and count what is computed. Give this rank's microbatches on
+        its device, each with whether it is the last one. A batch without loss tokens has none:
+        without a gradient, the optimizer changes nothing.
+
+        Args:
+            is_computed: (S,) bool, the samples to pack.
+            weights: of the loss tokens of each sample.
         """
-        samples = scatter_samples(batch, plan.of_ranks, self.args.device)
+        args, counts, sizes = self.args, self._counts, batch.sizes
+        assert self.support is not None
+        plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
+        counts.add_samples(sizes, is_computed, plan.num_shared)
+        samples = scatter_samples(batch, plan.of_ranks, args.device)
+        own = plan.of_ranks[args.process_index] if batch.num_loss_tokens else []
         pad = cast(Any, self.processing_class).pad_token_id or 0
-        own = plan.of_ranks[self.args.process_index] if batch.num_loss_tokens else []
         for number, rows in enumerate(own, 1):
             microbatch = collate(samples, rows, weights, pad, plan.num_shared)
-            yield copy_to(microbatch, self.args.device), number == len(own)
+            counts.add_microbatch(microbatch)
+            yield copy_to(microbatch, args.device), number == len(own)
 
     def _stop_if_asked(self) -> None:
         """Raise what ends the run between two microbatches: a signal, or an error of the rollouts.
@@ -406,7 +405,7 @@ class RLTrainer(SavingTrainer):
     def _before_last_backward(self, batch_loss: Tensor) -> None:
         """Look at the loss of the batch, before a backward in which DeepSpeed takes its step."""
         with self.checkpoints.saving_on_error():
-            raise_if_not_finite(batch_loss, self.args.world_size)
+            raise_if_not_finite(batch_loss)
         if self.is_deepspeed_enabled:
             self.checkpoints.can_repeat_step = False
 

@@ -259,12 +259,11 @@ class Rollout:
         parts = np.split(np.broadcast_to(values, sum(lengths)), np.cumsum(lengths)[:-1])
         for sample, part in zip(self.samples, parts, strict=False):
             sample.set_advantage(part)
-        if values.ndim == 0:
-            self.advantage = float(values)
-            return
-        of_loss = [p[s.loss_mask].sum() for p, s in zip(parts, self.samples, strict=False)]
-        num_loss_tokens = sum(sample.num_loss_tokens for sample in self.samples)
-        self.advantage = float(sum(of_loss)) / max(num_loss_tokens, 1)
+        if values.ndim:
+            of_loss = [sample.advantages[sample.loss_mask] for sample in self.samples]
+            num_loss_tokens = sum(map(len, of_loss))
+            values = np.concatenate(of_loss).sum(dtype=np.float64) / max(num_loss_tokens, 1)
+        self.advantage = float(values)
 
     def leave_out_of_loss(self) -> None:
         """Take all its tokens out of the loss; they stay in the batch."""
@@ -302,8 +301,6 @@ class SampleSizes:
     has_advantage: np.ndarray
     order: np.ndarray
     num_shared: np.ndarray
-
-    NUM_ARRAYS: ClassVar[int] = 7
 
     def arrays(self) -> list[np.ndarray]:
         """Return the arrays, in the order in which the constructor takes them."""

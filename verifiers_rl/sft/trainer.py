@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
-from verifiers_rl.distributed import broadcast_batch, broadcast_outcome
+from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
 from verifiers_rl.losses import LossFn
 from verifiers_rl.models import absolute_path
 from verifiers_rl.report.run_folder import rl_state_of
@@ -399,21 +399,19 @@ class SFTTrainer(RLTrainer):
         batch = Batch(0, 0, self._held_out) if args.process_index == 0 else None
         batch = broadcast_batch(batch, args.device)
         sizes = batch.sizes
-        plan = self._plan(batch, sizes.num_loss_tokens > 0)
+        weights = [1.0] * len(sizes.lengths)
         total = torch.zeros((), dtype=torch.float64, device=args.device)
         was_training = model.training
         model.eval()
         try:
-            for microbatch, _ in self._microbatches(batch, plan, [1.0] * len(sizes.lengths)):
+            for microbatch, _ in self._microbatches(batch, sizes.num_loss_tokens > 0, weights):
                 self._interrupts.check_all(waits=False)
                 logprobs, _ = self.token_logprobs(model, microbatch, "none")
                 if microbatch.has_loss:
                     total -= logprobs.double().sum()
         finally:
             model.train(was_training)
-        if args.world_size > 1:
-            torch.distributed.all_reduce(total)
-        return total.item() / int(sizes.num_loss_tokens.sum())
+        return reduce_over_ranks(total).item() / int(sizes.num_loss_tokens.sum())
 
 
 def _warn_of_common_rows(train: list[list[Tokens]], held_out: list[list[Tokens]]) -> None:
