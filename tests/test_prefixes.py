@@ -5,6 +5,7 @@ import itertools
 import random
 import shutil
 import traceback
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -160,8 +161,12 @@ def test_with_eager_attention_rows_with_a_common_beginning_stay_narrow():
         assert sorted(sum(lengths[i] for i in row) for row in rows) == widths
 
 
-@pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
-@pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
+MODEL_OF_LOSS = list(
+    zip(sorted(LOSS_OPTIONS), cycle([make_tiny_model, make_tiny_llama]), strict=False)
+)
+
+
+@pytest.mark.parametrize(("loss", "make_model"), MODEL_OF_LOSS)
 def test_every_loss_with_shared_beginnings_equals_a_float64_reference(
     make_trainer, make_model, loss, attention
 ):
@@ -178,8 +183,9 @@ def test_every_loss_with_shared_beginnings_equals_a_float64_reference(
 
 
 @pytest.mark.parametrize("use_lora", [False, True])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("chunk_size", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("gradient_checkpointing", "chunk_size"), [(False, 10_000), (True, 7), (False, 1)]
+)
 def test_the_shared_step_equals_the_reference_under_every_option(
     make_trainer,
     monkeypatch,
@@ -450,8 +456,10 @@ def test_waiting_is_found():
     assert [name for name, _ in waits.found] == ["_local_scalar_dense"] * 2 + ["index"]
 
 
-@pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
-@pytest.mark.parametrize("rows", ["one sample a row", "several", "tree", "tree in calls"])
+ROWS = cycle(["one sample a row", "several", "tree", "tree in calls"])
+
+
+@pytest.mark.parametrize(("loss", "rows"), list(zip(sorted(LOSS_OPTIONS), ROWS, strict=False)))
 def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     make_trainer, monkeypatch, loss, rows
 ):

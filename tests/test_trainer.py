@@ -5,6 +5,7 @@ import random
 import re
 import signal
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,9 +181,12 @@ def with_logprobs_near(model, samples, temperature, seed=0):
     return samples
 
 
-@pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
+# Every loss once, every layout and model several times.
+LAYOUT_OF_LOSS = list(zip(sorted(LOSS_OPTIONS), cycle(["packed", "flat", "padded"]), strict=False))
+
+
+@pytest.mark.parametrize(("loss", "layout"), LAYOUT_OF_LOSS)
 @pytest.mark.parametrize("make_model", [make_tiny_model, make_tiny_llama])
-@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
 def test_every_loss_equals_a_float64_reference(make_trainer, make_model, loss, layout):
     samples = with_logprobs_near(make_model(), make_samples(6, seed=1, longest=14), 0.7)
     options = {"loss": loss, "loss_args": LOSS_OPTIONS[loss], "max_tokens_per_microbatch": 40}
@@ -242,12 +246,6 @@ def test_experts_under_a_loss_that_lets_no_token_go_draw_a_warning(
     warnings = [message for message in caplog.messages if "choose the experts" in message]
     assert len(warnings) == num_warnings
     assert all("gradient_masks" in message for message in warnings)
-
-
-def test_a_loss_of_ones_own_draws_no_warning_about_experts(make_trainer, caplog):
-    make_trainer(make_tiny_moe(), loss_fn=cispo)
-    make_trainer(make_tiny_model())
-    assert "experts a layer" not in caplog.text
 
 
 def moe_with_auxiliary_loss(asks, coefficient=0.5):
@@ -352,33 +350,23 @@ def test_lora_on_experts_is_trained_saved_and_merged(
             assert (model.eval()(input_ids=ids).logits - expected).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("use_lora", [False, True])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("chunk_size", [1, 7, 10_000])
-@pytest.mark.parametrize(
-    ("normalization", "loss", "make_base"),
-    [
-        ("token", "ppo", make_tiny_llama),
-        ("sequence", "gspo", make_tiny_model),
-        ("constant", "cispo", make_tiny_model),
-        ("token", "icepop", make_tiny_model),
-        ("token", "dppo", make_tiny_llama),
-        ("sequence", "truncated_is", make_tiny_llama),
-        ("sequence", "reinforce", make_tiny_model),
-    ],
-)
-def test_the_step_equals_the_reference_under_every_option(
-    make_trainer,
-    monkeypatch,
-    use_lora,
-    gradient_checkpointing,
-    chunk_size,
-    normalization,
-    loss,
-    make_base,
-):
+WAYS = product([False, True], [False, True], [1, 7, 10_000])
+KINDS = [
+    ("token", "ppo", make_tiny_llama),
+    ("sequence", "gspo", make_tiny_model),
+    ("constant", "cispo", make_tiny_model),
+    ("token", "icepop", make_tiny_model),
+    ("token", "dppo", make_tiny_llama),
+    ("sequence", "truncated_is", make_tiny_llama),
+    ("sequence", "reinforce", make_tiny_model),
+]
+
+
+@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, cycle(KINDS), strict=False)))
+def test_the_step_equals_the_reference_under_every_option(make_trainer, monkeypatch, way, kind):
     from verifiers_rl import forward as module
 
+    (use_lora, gradient_checkpointing, chunk_size), (normalization, loss, make_base) = way, kind
     monkeypatch.setattr(module, "chunk_size_for", lambda vocab_size: chunk_size)
     samples = with_logprobs_near(make_base(), make_samples(5, seed=3, longest=14), 1.0)
     samples[1].rollout_id = samples[3].rollout_id = 0  # a rollout broken into two samples
@@ -581,8 +569,7 @@ def test_no_update_is_made_with_a_batch_without_loss_tokens(make_trainer):
     assert [row["loss"] == 0.0 for row in rows] == [False, True, False]
 
 
-@pytest.mark.parametrize("layout", ["packed", "flat", "padded"])
-@pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
+@pytest.mark.parametrize(("loss", "layout"), LAYOUT_OF_LOSS)
 def test_extreme_samples_give_finite_gradients_and_are_counted(make_trainer, loss, layout):
     samples = make_samples(3, seed=1) + make_samples(1, longest=1, prompt=1) + make_samples(1)
     samples[0].inference_logprobs[-1] = -math.inf
@@ -1236,9 +1223,9 @@ def test_a_custom_loss_reads_the_extras_that_were_given_to_the_samples(make_trai
     samples = make_samples(4)
     loss, _ = batch_gradients(make_trainer(), samples)
     for sample in samples:
-        sample.extras["factor"] = np.full(len(sample.token_ids), 3, np.float32)
-    thrice, _ = batch_gradients(make_trainer(loss_fn=weighed), samples)
-    assert math.isclose(thrice, 3 * loss, rel_tol=1e-6)
+        sample.extras["factor"] = np.full(len(sample.token_ids), 2, np.float32)
+    twice, _ = batch_gradients(make_trainer(loss_fn=weighed), samples)
+    assert math.isclose(twice, 2 * loss, rel_tol=1e-6)
 
 
 def test_a_loss_of_ones_own_and_a_named_one_exclude_each_other(make_trainer):
@@ -1463,16 +1450,6 @@ def test_an_error_in_the_thread_stops_training_and_the_thread(make_trainer):
     with pytest.raises(ValueError, match="the environment broke"):
         make_trainer(source=source).train()
     assert not source.running
-
-
-def test_an_error_of_the_pending_batch_interrupts_the_step(make_trainer):
-    class FailsLater(StubSource):
-        def raise_if_failed(self):
-            if self.submitted[-1][0] == 1:
-                raise ValueError("the next batch broke")
-
-    with pytest.raises(ValueError, match="the next batch broke"):
-        make_trainer(source=FailsLater()).train()
 
 
 def test_an_error_in_mid_step_leaves_a_checkpoint_of_the_steps_before(make_trainer):
@@ -1721,13 +1698,6 @@ def test_with_deepspeed_a_second_train_is_refused(make_trainer):
         trainer.train()
 
 
-def test_warmup_steps_raise_the_learning_rate_even_with_a_constant_schedule(make_trainer):
-    trainer = make_trainer(warmup_steps=4)
-    trainer.train()
-    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
-    assert rates == pytest.approx([0.0, 0.25e-2, 0.5e-2])
-
-
 def test_the_seed_decides_over_a_new_adapter(make_trainer):
     def adapter(seed):
         model = make_trainer(use_lora=True, seed=seed).model
@@ -1735,34 +1705,6 @@ def test_the_seed_decides_over_a_new_adapter(make_trainer):
 
     assert torch.equal(adapter(1), adapter(1))
     assert not torch.equal(adapter(1), adapter(2))
-
-
-def test_lora_trains_and_saves_the_adapter_only(make_trainer, tmp_path):
-    trainer = make_trainer(use_lora=True)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    files = {path.name for path in (tmp_path / "saved").iterdir()}
-    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-
-
-def test_max_grad_norm_bounds_the_update(make_trainer):
-    def grad_norm_seen(max_grad_norm):
-        norms = []
-
-        class Spy(TrainerCallback):
-            def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-                norms.append(math.sqrt(sum(float(p.grad.norm()) ** 2 for p in model.parameters())))
-
-        make_trainer(
-            max_grad_norm=max_grad_norm,
-            max_steps=1,
-            overwrite_output_dir=True,
-            trainer_options={"callbacks": [Spy()]},
-        ).train()
-        return norms[0]
-
-    assert grad_norm_seen(0) > 0.02
-    assert grad_norm_seen(0.01) == pytest.approx(0.01, rel=1e-3)
 
 
 # --- What a loss may ask for --------------------------------------------------------------------
@@ -1847,16 +1789,6 @@ def test_a_head_that_cannot_be_called_alone_has_no_dtype_of_its_own(make_trainer
     trainer = make_trainer(head_dtype="float32")
     with pytest.raises(ConfigError, match=r"head_dtype='float32': this model's .*: it has no head"):
         batch_gradients(trainer, make_samples(4))
-
-
-def test_the_entropy_bonus_moves_the_policy_towards_indecision(make_trainer):
-    def entropy_after(beta):
-        trainer = make_trainer(max_steps=3, entropy_beta=beta, overwrite_output_dir=True)
-        trainer.train()
-        return trainer.state.log_history[2]["entropy"]
-
-    low, none, high = map(entropy_after, (0.0, 1e-9, 10.0))
-    assert low == pytest.approx(none, rel=1e-4) and high > low
 
 
 # --- What is logged -----------------------------------------------------------------------------
