@@ -461,10 +461,10 @@ class RLTrainer(SavingTrainer):
         if self.weight_sync.policy_version != version:
             self.evaluations.end(self.orchestrator)  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
-            # What the server still computes for pending batches keeps its cached tokens.
-            is_idle = self.orchestrator.num_pending == 0
-            cached: Literal["recompute", "keep"] = "recompute" if is_idle else "keep"
-            self._metrics |= self.weight_sync.push(model, version, cached)
+            # Requests that run meanwhile keep the keys and values of the tokens so far.
+            runs = self.orchestrator.num_pending > 0
+            in_flight: Literal["recompute", "keep"] = "keep" if runs else "recompute"
+            self._metrics |= self.weight_sync.push(model, version, in_flight)
             if self._check_agreement is not None and not is_split(model):  # it needs all ranks
                 self._check_agreement(model, self.weight_sync.model_name)
             self._check_agreement = None
