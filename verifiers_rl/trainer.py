@@ -169,83 +169,6 @@ class RLTrainer(SavingTrainer):
         self._reference = self._copy_reference()
         self._make_callbacks()
 
-    # --- Setting up -------------------------------------------------------------------------------
-
-    def _copy_reference(self) -> nn.Module | None:
-        """Return a frozen copy of the model, if the loss needs a reference. With LoRA, the adapter
-        is switched off instead. Both are done before the model is prepared for training.
-        """
-        has_adapter = hasattr(self.model, "disable_adapter")
-        needs_copy = "reference_logprobs" in needs_of(self.loss_fn) and not has_adapter
-        prepare_sharding(self.accelerator, self.args, needs_copy)
-        model = cast(nn.Module, self.model)
-        return copy.deepcopy(model).requires_grad_(False).eval() if needs_copy else None
-
-    def _make_callbacks(self) -> None:
-        self._interrupts, self._window = Interrupts(), StepWindow()
-        self.evaluations = Evaluations(self.args)
-        self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
-        if self._adaptive_kl is not None:
-            self.checkpoints.kept["adaptive_kl"] = self._adaptive_kl
-        own = (RunFilesCallback(lambda: self.evaluations.due), EarlyWarnings(self._window))
-        if not self.args.disable_tqdm:
-            replace_progress_bar(self)
-        for callback in (self.checkpoints, self._files, *own, self._window):
-            self.add_callback(callback)
-        self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
-        if self.args.world_size > 1 and torch.distributed.get_backend() == "gloo":
-            atexit.register(let_gloo_threads_finish)
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
-        steps = [{"step": step} for step in range(self.args.max_steps)]
-        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
-
-    def _base_of(self, model: Any) -> Any:
-        """Return the Hugging Face model inside DDP and PEFT."""
-        model = self.accelerator.unwrap_model(model)
-        return model.get_base_model() if hasattr(model, "peft_config") else model
-
-    def train(
-        self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Do as `Trainer.train`. At the end the server has the final weights, and `output_dir` has
-        the model or the adapter. The orchestrator stops in any case, also after an error.
-
-        Inside, on the main thread, the first SIGINT or SIGTERM ends the run when the microbatch is
-        done, with a checkpoint of the steps so far; a second one ends the process at once.
-
-        Raises:
-            RunFolderError: output_dir holds a run already, or there is no run to resume.
-            Interrupted: on every rank, after the checkpoint. It is a SystemExit with the status 128
-                + signal, and a KeyboardInterrupt.
-        """
-        if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
-            raise RuntimeError(
-                "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
-            )
-        resume = enter_run_folder(self.args, resume_from_checkpoint)
-        with (
-            host_group(self.args) as hosts,
-            self._interrupts.handled(hosts, self.is_world_process_zero()),
-            self._serving(),
-            self._files.open(),
-            self.checkpoints.of_run(hosts, resume),
-        ):
-            try:
-                result = super().train(resume, *args, **kwargs)
-            except Interrupted:
-                self.checkpoints.save_unfinished()
-                raise
-            is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
-            if is_best and self.weight_sync is not None:
-                self.weight_sync.policy_version = None  # the server has the last weights
-            # First, because the server may be lost below.
-            self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
-            with suppress(Interrupted):  # the model is saved; `handled` raises it
-                self._on_rank_0(lambda orchestrator: self._sync_weights())
-        return result
-
     # --- The step ---------------------------------------------------------------------------------
 
     def training_step(
@@ -536,6 +459,83 @@ class RLTrainer(SavingTrainer):
                 self.orchestrator.stop()
             finally:
                 self.weight_sync.close()
+
+    # --- The run ----------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Do as `Trainer.train`. At the end the server has the final weights, and `output_dir` has
+        the model or the adapter. The orchestrator stops in any case, also after an error.
+
+        Inside, on the main thread, the first SIGINT or SIGTERM ends the run when the microbatch is
+        done, with a checkpoint of the steps so far; a second one ends the process at once.
+
+        Raises:
+            RunFolderError: output_dir holds a run already, or there is no run to resume.
+            Interrupted: on every rank, after the checkpoint. It is a SystemExit with the status 128
+                + signal, and a KeyboardInterrupt.
+        """
+        if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
+            raise RuntimeError(
+                "with DeepSpeed, train() works once per RLTrainer; make a new one, or resume"
+            )
+        resume = enter_run_folder(self.args, resume_from_checkpoint)
+        with (
+            host_group(self.args) as hosts,
+            self._interrupts.handled(hosts, self.is_world_process_zero()),
+            self._serving(),
+            self._files.open(),
+            self.checkpoints.of_run(hosts, resume),
+        ):
+            try:
+                result = super().train(resume, *args, **kwargs)
+            except Interrupted:
+                self.checkpoints.save_unfinished()
+                raise
+            is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
+            if is_best and self.weight_sync is not None:
+                self.weight_sync.policy_version = None  # the server has the last weights
+            # First, because the server may be lost below.
+            self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
+            with suppress(Interrupted):  # the model is saved; `handled` raises it
+                self._on_rank_0(lambda orchestrator: self._sync_weights())
+        return result
+
+    def _copy_reference(self) -> nn.Module | None:
+        """Return a frozen copy of the model, if the loss needs a reference. With LoRA, the adapter
+        is switched off instead. Both are done before the model is prepared for training.
+        """
+        has_adapter = hasattr(self.model, "disable_adapter")
+        needs_copy = "reference_logprobs" in needs_of(self.loss_fn) and not has_adapter
+        prepare_sharding(self.accelerator, self.args, needs_copy)
+        model = cast(nn.Module, self.model)
+        return copy.deepcopy(model).requires_grad_(False).eval() if needs_copy else None
+
+    def _make_callbacks(self) -> None:
+        self._interrupts, self._window = Interrupts(), StepWindow()
+        self.evaluations = Evaluations(self.args)
+        self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
+        if self._adaptive_kl is not None:
+            self.checkpoints.kept["adaptive_kl"] = self._adaptive_kl
+        own = (RunFilesCallback(lambda: self.evaluations.due), EarlyWarnings(self._window))
+        if not self.args.disable_tqdm:
+            replace_progress_bar(self)
+        for callback in (self.checkpoints, self._files, *own, self._window):
+            self.add_callback(callback)
+        self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
+        if self.args.world_size > 1 and torch.distributed.get_backend() == "gloo":
+            atexit.register(let_gloo_threads_finish)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
+        steps = [{"step": step} for step in range(self.args.max_steps)]
+        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
+
+    def _base_of(self, model: Any) -> Any:
+        """Return the Hugging Face model inside DDP and PEFT."""
+        model = self.accelerator.unwrap_model(model)
+        return model.get_base_model() if hasattr(model, "peft_config") else model
 
     # --- Evaluations, checkpoints, logs -----------------------------------------------------------
 
