@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifiers_rl.types import ROUTED_EXPERTS, Columns, Sample, SampleSizes, columns_of, join_column
+from verifiers_rl.types import ROUTED_EXPERTS, Sample, SampleSizes, columns_of, join_column
 
 Layout = Literal["flat", "packed", "padded"]
 Rows = list[list[int]]  # for each row, the indices of its samples
@@ -47,6 +47,7 @@ MIN_COMMON = 32  # tokens in common that are worth a call of attention in each l
 # The extras that the model needs where it computes a token. All others go with the prediction of
 # the token, if it carries loss.
 OF_INPUTS = (ROUTED_EXPERTS,)
+OF_TARGETS = ("token_ids", "inference_logprobs", "advantages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +361,8 @@ def collate(
         if name in columns
     }
     segments: list[Segment] = []
-    in_loss: list[tuple[int, int, np.ndarray]] = []  # sample, row, columns of its tokens
+    targets: list[dict[str, np.ndarray]] = []  # of each sample that has any
+    sample_ids: list[int] = []
     num_tokens = 0
     for r, row in enumerate(rows):
         stop = start_of_last = 0
@@ -380,8 +382,19 @@ def collate(
             if stop > start:
                 segments.append(Segment(r, start, stop, path))
                 start_of_last = start
-            if sample.loss_mask.any():
-                in_loss.append((i, r, path))
+            (at,) = sample.loss_mask.nonzero()  # its first token is not in the loss
+            if len(at):
+                targets.append(
+                    {
+                        "rows": np.full(len(at), r),
+                        "columns": path[at - 1],
+                        "sequence_ids": np.full(len(at), len(sample_ids)),
+                        "weights": np.full(len(at), weights[i], np.float32),
+                        **{name: getattr(sample, name)[at] for name in OF_TARGETS},
+                        **{n: c[at] for n, c in sample.extras.items() if n not in OF_INPUTS},
+                    }
+                )
+                sample_ids.append(i)
         num_tokens += stop
         if stop < width:
             segments.append(Segment(r, stop, width, positions[stop:], is_padding=True))
@@ -389,66 +402,36 @@ def collate(
         # looks like one sequence.
         first = position_ids[r, start_of_last]
         position_ids[r, start_of_last:] = first + positions[: width - start_of_last]
-    if in_loss:
-        targets = _targets_of(samples, in_loss, weights, columns)
-    else:
+    if not targets:
         # The head must take part in every backward, or DDP waits for its gradient. So one token is
         # predicted, and its loss is not used.
-        number, value = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
-        token = torch.from_numpy(input_ids[0, 1:2])
-        targets = Targets(number, number, token, number, value, value, value)
+        nothing = {name: np.zeros(1, np.float32) for name in (*OF_TARGETS, "weights")}
+        zeros = dict.fromkeys(("rows", "columns", "sequence_ids"), np.zeros(1, np.int64))
+        targets.append({**nothing, **zeros, "token_ids": input_ids[0, 1:2]})
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         visible_until=torch.from_numpy(visible_until),
-        targets=targets,
-        has_loss=bool(in_loss),
+        targets=_join_targets(targets),
+        has_loss=bool(sample_ids),
         segments=segments,
         shares_prefixes=any(shares.values()),
         num_tokens=num_tokens,
-        sample_ids=[i for i, _, _ in in_loss],
+        sample_ids=sample_ids,
         extras={name: torch.from_numpy(grid) for name, grid in extras.items()},
     )
 
 
-def _targets_of(
-    samples: Mapping[int, Sample] | Sequence[Sample],
-    in_loss: Sequence[tuple[int, int, np.ndarray]],
-    weights: Sequence[float],
-    columns: Columns,
-) -> Targets:
-    """Return the loss tokens of these samples, one sample after the other.
-
-    Args:
-        in_loss: the index of each sample, its row, and the columns of all of its tokens there.
-        columns: of the samples.
-    """
-    ids, rows, paths = zip(*in_loss, strict=True)
-    at = [samples[i].loss_mask.nonzero()[0] for i in ids]  # never a sample's first token
-    counts = [len(places) for places in at]
-
-    def take(name: str) -> Tensor:
-        own = [samples[i].column(name) for i in ids]
-        parts = [None if c is None else c[places] for c, places in zip(own, at, strict=True)]
-        column = join_column(list(zip(counts, parts, strict=True)))
-        assert column is not None
-        return torch.from_numpy(column)
-
-    return Targets(
-        torch.from_numpy(np.repeat(rows, counts)),
-        torch.from_numpy(np.concatenate([p[k - 1] for p, k in zip(paths, at, strict=True)])),
-        take("token_ids").long(),
-        torch.from_numpy(np.repeat(np.arange(len(ids)), counts)),
-        take("inference_logprobs"),
-        take("advantages"),
-        torch.from_numpy(np.repeat(np.array([weights[i] for i in ids], np.float32), counts)),
-        extras={
-            name: take(name)
-            for name in columns
-            if name not in (*Sample.DTYPES, *OF_INPUTS)
-            and any(name in samples[i].extras for i in ids)
-        },
-    )
+def _join_targets(parts: Sequence[dict[str, np.ndarray]]) -> Targets:
+    """Return the targets of several samples, one behind the other. Each has columns by name."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    joined: dict[str, Any] = {
+        name: join_column([(len(part["rows"]), part.get(name)) for part in parts]) for name in names
+    }
+    tensors = {name: torch.from_numpy(column) for name, column in joined.items()}
+    tensors["token_ids"] = tensors["token_ids"].long()
+    own = {field.name: tensors.pop(field.name) for field in fields(Targets)[:-1]}
+    return Targets(**own, extras=tensors)
 
 
 def copy_to(part: Any, device: torch.device) -> Any:
