@@ -635,7 +635,7 @@ def test_in_two_panes_vf_rl_trains_an_edited_fork_with_code_of_ones_own(warm_sta
     config = "@dataclasses.dataclass\nclass MyConfig(RLConfig):\n    my_mark: float = 0.0\n\n\n"
     edit(
         tmp_path / "my_trainer.py",
-        ('    "wait_s": ', '    "my_mark": self.args.my_mark,\n            "wait_s": '),
+        ("**token_means}", '**token_means, "my_mark": self.args.my_mark}'),
         ("    config_class = RLConfig", "    config_class = MyConfig"),
         ("class RLTrainer(SavingTrainer):", f"{config}class RLTrainer(SavingTrainer):"),
         ("import copy\n", "import copy\nimport dataclasses\n"),

@@ -95,7 +95,7 @@ def test_the_copies_train_as_the_originals_and_an_edit_in_either_shows(
         assert [row[name] for row in copied] == [row[name] for row in original]
 
     edits = {
-        "my_trainer.py": ('    "wait_s": ', '    "my_wait": 6.0,\n            "wait_s": '),
+        "my_trainer.py": ("**token_means}", '**token_means, "my_wait": 6.0}'),
         "my_orchestrator.py": ("in rollouts for sample in", "in rollouts[:4] for sample in"),
     }
     for name, (old, new) in edits.items():
