@@ -95,18 +95,18 @@ def test_replayed_experts_are_used_and_weighed_by_the_models_own_scores(name):
         expected = model(input_ids=ids).logits
         other = copy.deepcopy(model)
         replay = RouterReplay(other)
-        replay.use(experts)
+        replay.experts = experts
         assert (other(input_ids=ids).logits - expected).abs().max() < 1e-6
         # Other experts give other logits, and -1 the router's own.
-        replay.use((experts + 1) % replay.routers[0][1].num_experts)
+        replay.experts = (experts + 1) % replay.routers[0][1].num_experts
         assert (other(input_ids=ids).logits - expected).abs().max() > 1e-4
-        replay.use(torch.full_like(experts, -1))
+        replay.experts = torch.full_like(experts, -1)
         assert torch.equal(other(input_ids=ids).logits, expected)
         # A router whose weights differ uses them.
         other = perturbed(model)
         replay = RouterReplay(other)
         assert not torch.equal(chosen_by(other, ids), experts)
-        replay.use(experts)
+        replay.experts = experts
         assert torch.equal(chosen_by(other, ids)[experts > 0], experts[experts > 0])
 
 

@@ -66,13 +66,13 @@ def routers_of(model: nn.Module) -> list[tuple[int, Any]]:
 
 def replay_experts(model: Any, experts: Tensor | None) -> None:
     """Let the routers of this model use these experts in the next forward and its backward, see
-    `RouterReplay.use`. Without experts, a model that never had any stays as it is.
+    `RouterReplay`. Without experts, a model that never had any stays as it is.
     """
     replay = model.__dict__.get("verifiers_rl_replay")
     if replay is None and experts is not None:
         replay = model.__dict__["verifiers_rl_replay"] = RouterReplay(model)
     if replay is not None:
-        replay.use(experts)
+        replay.experts = experts
 
 
 class RouterReplay:
@@ -82,6 +82,11 @@ class RouterReplay:
     Args:
         model: its routers are changed.
 
+    Attributes:
+        routers: each with the number of its layer.
+        experts: of the next forward and its backward: (B, T, layers, top_k) integers, -1 where
+            unknown. None: all routers choose.
+
     Raises:
         ValueError: it has no router.
     """
@@ -90,25 +95,17 @@ class RouterReplay:
         self.routers = routers_of(model)
         if not self.routers:
             raise ValueError(f"{type(model).__name__} has no router that chooses experts")
-        self._experts: Tensor | None = None
+        self.experts: Tensor | None = None
         for layer, router in self.routers:
             router.forward = self._replaying(layer, router)
-
-    def use(self, experts: Tensor | None) -> None:
-        """Set the experts of the next forward and its backward.
-
-        Args:
-            experts: (B, T, layers, top_k) integers, -1 where unknown; None: all choose.
-        """
-        self._experts = experts
 
     def _replaying(self, layer: int, router: Any) -> Any:
         forward = router.forward
 
         def replay(*args: Any, **kwargs: Any) -> Any:
-            if self._experts is None:
+            if self.experts is None:
                 return forward(*args, **kwargs)
-            experts = self._experts[:, :, layer].flatten(0, 1).long()
+            experts = self.experts[:, :, layer].flatten(0, 1).long()
             with _ReplacedChoice(experts, router.num_experts) as mode:
                 outputs = forward(*args, **kwargs)
             if mode.num_choices != 1:
