@@ -1745,7 +1745,7 @@ def test_a_microbatch_without_loss_tokens_adds_nothing_whatever_the_loss_makes_o
         return LossOutputs(loss)
 
     trainer = make_trainer(loss_fn=divided_by_a_spread)
-    means = TokenMeans()
+    trainer.support, means = ModelSupport(), TokenMeans()
     # What a rank gets that has no samples left.
     loss = trainer.microbatch_loss(trainer.model, collate({}, [], [], pad_token_id=0), means)
     loss.backward()
