@@ -303,8 +303,8 @@ def test_a_mask_of_another_shape_or_type_is_refused(mask, message):
         ({"tv": {}}, "gradient_masks=.*: must be one of ratio, ppo, ipo, .* or module:function"),
         ({"ipo": {"eps": 1}}, "gradient_masks='ipo': there is no 'eps'; there is max_divergence"),
         ({"ipo": {"max_divergence": -1}}, "max_divergence=-1 must be a number >= 0"),
-        ({"ratio": {"min_ratio": 5}}, "min_ratio=5 must be below max_ratio=5.0"),
-        ({"ppo": {"eps_low": 1}}, "eps_low=1 must be below 1"),
+        ({"ratio": {"min_ratio": 5}}, r"\{'min_ratio': 5\}: .*min_ratio below max_ratio"),
+        ({"ppo": {"eps_low": 1}}, r"\{'eps_low': 1\}: eps_low must be below 1"),
         ({"ipo": 0.1}, r"gradient_masks=.*: must be a table"),
         (["ipo"], "gradient_masks"),
     ],
@@ -388,7 +388,9 @@ def test_needs_add_up_and_a_misspelt_one_is_refused():
 def test_an_argument_that_a_loss_needs_is_missed_before_it_is_called():
     def own(inputs, beta): ...
 
-    with pytest.raises(ValueError, match=r"loss_args of m:own: a value is missing: .*'beta'"):
+    with pytest.raises(
+        ValueError, match=r"loss_args of m:own: missing a required argument: 'beta'"
+    ):
         bind_options(own, "loss_args of m:own", {})
     bind_options(own, "loss_args of m:own", {"beta": 1})
 
@@ -421,8 +423,8 @@ def test_weights_of_samples():
         ("reinforce", {"eps_high": 1}, "no 'eps_high'; there is none"),
         ("ppo", {"eps_low": -0.1}, "eps_low=-0.1 must be a number >= 0"),
         ("ppo", {"eps_low": "0.1"}, "eps_low='0.1' must be a number"),
-        ("ppo", {"eps_low": 1.5}, "eps_low=1.5 must be below 1"),
-        ("icepop", {"min_ratio": 6.0}, "min_ratio=6.0 must be below max_ratio=5.0"),
+        ("ppo", {"eps_low": 1.5}, r"\{'eps_low': 1.5\}: eps_low must be below 1"),
+        ("icepop", {"min_ratio": 6.0}, "and min_ratio below max_ratio"),
         ("cispo", 0.2, "loss_args=0.2: must be a table"),
     ],
 )

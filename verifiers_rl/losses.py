@@ -494,7 +494,7 @@ def bind_options(function: Callable[..., _R], what: str, options: Any) -> Callab
     if not isinstance(options, dict):
         raise ValueError(f"{what}: {options!r} must be a table such as {{eps_high = 4.0}}")
     signature = inspect.signature(function)
-    if unknown := [*options.keys() - signature.parameters.keys()]:
+    if unknown := [option for option in options if option not in signature.parameters]:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         known = ", ".join([*signature.parameters][1:]) or "none"
         if not takes_any:
