@@ -607,4 +607,6 @@ class RLTrainer(SavingTrainer):
         """Add means over the steps since the last line to Trainer's numbers."""
         if "loss" in logs and self._window.steps:
             logs |= self._window.take()
+        if "train_loss" in logs:  # of the whole run; Trainer's is of the steps since it was resumed
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
