@@ -961,15 +961,6 @@ def test_a_resumed_run_has_one_row_for_each_step(make_trainer, tmp_path):
     assert metric_steps(resumed.args.output_dir) == steps
 
 
-@pytest.mark.parametrize("use_lora", [True, False])
-def test_a_run_has_a_card_of_ours(use_lora, make_trainer):
-    trainer = make_trainer(use_lora=use_lora, max_steps=3)
-    trainer.train()
-    card = Path(trainer.args.output_dir, "README.md").read_text()
-    assert "- 3 steps with a batch size of 8" in card and "- reward: " in card
-    assert ("An adapter of" in card) == use_lora and "More Information Needed" not in card
-
-
 def test_logged_numbers_are_means_over_the_steps_between_two_lines(make_trainer):
     def history(logging_steps):
         options = {"logging_steps": logging_steps, "overwrite_output_dir": True}
@@ -1191,12 +1182,6 @@ def test_training_ends_with_the_final_model_saved_and_how_to_serve_it(
     lines = capfd.readouterr().out.strip().splitlines()
     assert lines[-2] == f"{'adapter' if use_lora else 'model'}: {folder}"
     assert lines[-1].startswith("serve it: ") and str(folder) in lines[-1]
-
-
-def test_report_to_reaches_transformers(make_trainer):
-    assert make_trainer().args.report_to == []
-    with pytest.raises(ConfigError, match="report_to='no_such_tracker': no such tracker"):
-        make_trainer(report_to="no_such_tracker")
 
 
 def test_a_custom_loss_replaces_cispo(make_trainer):

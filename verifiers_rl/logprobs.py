@@ -226,10 +226,13 @@ def _chunks(
     hidden: Tensor, targets: Tensor, allowed: Tensor | None, num_chunks: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Split hidden states (N, hidden_size), targets (N,) and what is allowed into chunks."""
-    parts = [] if allowed is None else allowed.tensor_split(num_chunks)
-    chunks = zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
-    for number, (chunk, chunk_targets) in enumerate(chunks):
-        yield chunk, chunk_targets, parts[number] if parts else None
+    nothing = [None] * num_chunks
+    return zip(
+        hidden.tensor_split(num_chunks),
+        targets.tensor_split(num_chunks),
+        nothing if allowed is None else allowed.tensor_split(num_chunks),
+        strict=True,
+    )
 
 
 # Number of logits in a chunk: 256 MB in float32.
