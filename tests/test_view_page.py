@@ -211,17 +211,6 @@ def test_rollouts_are_filtered_and_the_address_keeps_the_filter(open_page, addre
     until(page, "location.hash.includes('run=second')")
 
 
-def test_each_bar_of_the_histogram_leads_to_its_rollouts(open_page, tmp_path):
-    write_rows(tmp_path / "run", *(make_row(1, reward) for reward in (1 / 3, 2 / 3, 5 / 6)))
-    with serving(tmp_path / "run") as client:
-        page = open_page(f"{client.base_url}/?token=secret-token#/rollouts")
-        for number in range(3):
-            page.locator(".rollouts li").nth(2).wait_for()
-            page.locator(".histogram button:not([disabled])").nth(number).click()
-            until(page, "document.querySelector('.count').textContent.startsWith('1 of 3')")
-            page.get_by_role("button", name="Clear").click()
-
-
 def test_keys_go_through_the_list_the_tabs_and_the_group(open_page, address):
     page = open_page(address + "#/rollouts?run=first&kind=with_tokens&order=oldest")
     page.locator(".rollouts a").first.wait_for()

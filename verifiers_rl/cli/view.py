@@ -5,6 +5,7 @@ same page as one file, with a sample of the rollouts.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from verifiers_rl.cli.errors import fail
@@ -38,6 +39,8 @@ def look_at_runs(arguments: list[str]) -> int:
 
 
 def _view(options: argparse.Namespace) -> int:
+    # pyarrow's own allocators keep tens of MB that are needed for a moment.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     from verifiers_rl.view.runs import Runs, ViewError
 
     try:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from verifiers_rl.json_text import without_nan
+from verifiers_rl.report.rollouts import TOKENS
 from verifiers_rl.view.files import (
     HAS_ERROR,
     HAS_TOKENS,
@@ -169,17 +170,15 @@ def page_of(
     place = start = min(max(start, 0), len(numbers))
     shown: list[int] = []
     deadline = time.monotonic() + SEARCH_S
-    is_first = True
     while place < len(numbers) and len(shown) < count:
         number = int(numbers[place])
-        if wanted.text and not rollouts.was_searched(number, wanted.text):
-            if not is_first and time.monotonic() > deadline:
-                break
-            is_first = False
+        if wanted.text and place > start and time.monotonic() > deadline:
+            break
         if not wanted.text or rollouts.has_text(number, wanted.text):
             shown.append(number)
         place += 1
-    rows = zip(shown, rollouts.rows(shown), strict=True)
+    texts = ("messages", "other_branches") if wanted.text else ("messages",)
+    rows = zip(shown, rollouts.rows(shown, (*_IN_LIST, *texts)), strict=True)
     return {
         "rows": [summary_of(number, row, wanted.text) for number, row in rows],
         "num_chosen": len(numbers),
@@ -319,7 +318,7 @@ def tokens_of(
     """
     if not 0 <= number < len(rollouts) or not rollouts.index["flags"][number] & HAS_TOKENS:
         return None
-    columns = rollouts.tokens(number)
+    (columns,) = rollouts.rows([number], TOKENS.names)
     part = slice(max(start, 0), max(start, 0) + min(count, MAX_TOKENS))
     return {
         "num_tokens": len(columns["token_ids"]),

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verifiers_rl.report.rollouts import NUMBERS, TEXTS, TOKENS
+from verifiers_rl.report.rollouts import NUMBERS, TEXTS
 
 INDEX = np.dtype([
     ("step", "i4"), ("group", "i4"), ("example", "i8"), ("num_tokens", "i4"), ("reward", "f4"),
@@ -55,8 +55,7 @@ class RolloutFile:
         self.path, self.stamp = path, stamp
         self._index: np.ndarray | None = None
         self._matched: tuple[str, np.ndarray] | None = None
-        self.num_rows: int = 0
-        self.num_rows = self._read(lambda file: file.metadata.num_rows)
+        self.num_rows: int = self._read(lambda file: file.metadata.num_rows)
 
     def _read(self, what: Any) -> Any:
         with self.path.open("rb") as file:
@@ -72,18 +71,24 @@ class RolloutFile:
         """
         if self._index is None:
             table = self._read(lambda file: file.read(_KEPT, use_threads=False))
+            columns = {name: table[name].combine_chunks() for name in _KEPT}
             index = np.zeros(len(table), INDEX)
-            for name in ("step", "group", "example", "num_tokens", "reward"):
-                index[name] = table[name].to_numpy()
-            index["env"] = [envs.setdefault(env, len(envs)) for env in table["env"].to_pylist()]
+            for name in ("step", "group", "example", "num_tokens"):
+                index[name] = _numbers(columns[name])
+            scored = _numbers(pc.indices_nonzero(columns["reward"].is_valid()))
+            index["reward"] = np.nan
+            index["reward"][scored] = _numbers(columns["reward"])[scored]
+            by_name = columns["env"].dictionary_encode()
+            numbers = [envs.setdefault(env, len(envs)) for env in by_name.dictionary.to_pylist()]
+            index["env"] = np.array(numbers, "u2")[_numbers(by_name.indices)]
             for flag, values in (
-                (IS_EVAL, pc.equal(table["split"], "eval")),
-                (HAS_ERROR, pc.is_valid(table["error"])),
-                (IS_TRUNCATED, table["is_truncated"]),
-                (HAS_TOKENS, table["has_tokens"]),
-                (IN_LOSS, table["in_loss"]),
+                (IS_EVAL, pc.match_substring(columns["split"], "eval")),
+                (HAS_ERROR, columns["error"].is_valid()),
+                (IS_TRUNCATED, columns["is_truncated"]),
+                (HAS_TOKENS, columns["has_tokens"]),
+                (IN_LOSS, columns["in_loss"]),
             ):
-                index["flags"] |= np.uint16(flag) * values.to_numpy().astype(np.uint16)
+                index["flags"][_numbers(pc.indices_nonzero(values))] |= flag
             self._index = index
         return self._index
 
@@ -122,13 +127,22 @@ def _mark(found: np.ndarray, rows: np.ndarray, values: Any, text: str) -> None:
         rows: of each of the values, which may be lists and structs of strings.
     """
     if pa.types.is_list(values.type):
-        _mark(found, rows[pc.list_parent_indices(values)], pc.list_flatten(values), text)
+        _mark(found, rows[_numbers(pc.list_parent_indices(values))], pc.list_flatten(values), text)
     elif pa.types.is_struct(values.type):
         for part in values.flatten():
             _mark(found, rows, part, text)
     else:
         is_in = pc.match_substring(values, text, ignore_case=True)
-        found[rows[is_in.fill_null(False).to_numpy(zero_copy_only=False)]] = True
+        found[rows[_numbers(pc.indices_nonzero(is_in))]] = True
+
+
+def _numbers(values: pa.Array) -> np.ndarray:
+    """Return the memory of an array of numbers; where it is null, that is any number. pyarrow's
+    `to_numpy` imports pandas, which takes 40 MB and a third of a second.
+    """
+    kind = "f" if pa.types.is_floating(values.type) else "i"
+    dtype = np.dtype(f"{kind}{values.type.byte_width}")
+    return np.frombuffer(values.buffers()[1], dtype, len(values), values.offset * dtype.itemsize)
 
 
 class Rollouts:
@@ -157,15 +171,10 @@ class Rollouts:
         file = int(np.searchsorted(self._starts, number, "right")) - 1
         return file, number - int(self._starts[file])
 
-    def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the numbers and texts of these rollouts."""
-        return self._columns(numbers, (*NUMBERS.names, *TEXTS.names))
-
-    def tokens(self, number: int) -> dict[str, Any]:
-        """Return the columns of `TOKENS` of a rollout."""
-        return self._columns([number], TOKENS.names)[0]
-
-    def _columns(self, numbers: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+    def rows(
+        self, numbers: Sequence[int], columns: Sequence[str] = (*NUMBERS.names, *TEXTS.names)
+    ) -> list[dict[str, Any]]:
+        """Return columns of these rollouts; each column takes time."""
         places: dict[int, list[int]] = {}
         for number in numbers:
             file, place = self._place_of(number)
@@ -177,8 +186,3 @@ class Rollouts:
         """Return whether a text of a rollout contains this one, in any case."""
         file, place = self._place_of(number)
         return bool(self._files[file].matches(text)[place])
-
-    def was_searched(self, number: int, text: str) -> bool:
-        """Return whether `has_text` of this rollout takes no time."""
-        matched = self._files[self._place_of(number)[0]]._matched
-        return matched is not None and matched[0] == text

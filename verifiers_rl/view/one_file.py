@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import json
 import math
 import os
 import re
@@ -331,9 +330,3 @@ def _version() -> str:
         return version("verifiers-rl")
     except PackageNotFoundError:
         return "?"
-
-
-def data_of(page: bytes) -> dict[str, Any]:
-    """Return the data inside a page that `make_page` made."""
-    (packed,) = re.findall(rb'id="data">([^<]*)<', page)
-    return json.loads(gzip.decompress(base64.b64decode(packed)))

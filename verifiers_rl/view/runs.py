@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pyarrow
+
 from verifiers_rl.report.run_folder import METRICS, ROLLOUTS, RUN
 from verifiers_rl.view.files import RolloutFile, Rollouts, stamp_of
 
@@ -212,6 +214,8 @@ class Run:
                 return None if rollouts is None else question(rollouts)
             except FileNotFoundError as error:
                 replaced = error
+            finally:  # memory that the reads of this thread have left
+                pyarrow.default_memory_pool().release_unused()
         raise replaced
 
 
