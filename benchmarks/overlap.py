@@ -35,8 +35,6 @@ BATCH_SIZE, GROUP = 64, 8
 class Server:
     """An EnvRunner whose rollouts take `seconds(number)`; `places` of them run at a time."""
 
-    files_per_rollout = 0
-
     def __init__(self, seconds: Any, places: int = BATCH_SIZE) -> None:
         self.seconds = seconds
         self.places = places

@@ -396,10 +396,16 @@ def make_request(index=0, num_rollouts=1, split="train", policy_version=9, **fie
     )
 
 
+def only_runner(environments):
+    """The runner of the only environment of those that `make_runner` has made."""
+    (part,) = environments.parts["train"]
+    return part.runner
+
+
 class StubRunner:
     """What the orchestrator calls of an EnvRunner. Rollouts take, score and fail as told."""
 
-    files_per_rollout = 1
+    weights = (1.0,)
 
     def __init__(self, num_examples=10, outcome=None, delay_s=0.0):
         self.size = num_examples

@@ -170,7 +170,6 @@ def test_a_push_that_changes_the_server_otherwise_than_the_trainer_is_seen(
     preflight.client = server = Server(preflight, share_of_push)
     monkeypatch.setattr("verifiers_rl.sync.WeightSync", lambda *args: server)
     monkeypatch.setattr("verifiers_rl.sync.choose_lora_sync", lambda *args: "merged")
-    preflight.prompt_ids = [1, 2, 3]
     (line,) = lines(preflight, "sync")
     if share_of_push == 1.0:
         assert re.match(r"ok    sync: 1 MB in 0\.10 s; \S+ nats apart on average over 3 ", line)

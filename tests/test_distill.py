@@ -17,17 +17,13 @@ from verifiers_rl.distill import Distillation, Teacher, TeacherError
 from verifiers_rl.distill.scoring import teacher_advantages
 from verifiers_rl.distill.teacher import TeacherClient, check_vocabulary
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.make import longest_wait_s, make_runner
-from verifiers_rl.envs.mixed import MixedEnvironment, Part
+from verifiers_rl.envs.make import Environments, Part, make_runner
 from verifiers_rl.inference import TOKEN_VARIABLE, ServerLostError
 from verifiers_rl.types import Sample
 
 
 class NamedRunner(StubRunner):
     """A whole `EnvRunner`, of this name."""
-
-    description, weights, num_overlong_prompts = "", [1.0], 0
-    bounds_replies, first_prompt = True, []
 
     def __init__(self, name, **options):
         super().__init__(**options)
@@ -261,7 +257,7 @@ def taught(runner, distillation, url="http://127.0.0.1:1", tokenizer=None, examp
     options = RunnerOptions(url, tokenizer, 64, name=runner.name)
     args = RLConfig(use_cpu=True, temperature=1.0, max_seq_len=64, generation_timeout=5.0)
     distillation.connect(options, args, example)
-    return Part(runner, scorer=distillation)
+    return Part(WeightedEnv(runner, runner.name, scorer=distillation), runner)
 
 
 def generate(make_orchestrator, algorithm, runner=None, **options):
@@ -288,8 +284,9 @@ def generate(make_orchestrator, algorithm, runner=None, **options):
         teacher = Distillation(Teacher("big", result["url"]), algorithm, 0.5)
         parts = [taught(runner or NamedRunner("taught"), teacher)]
         if options.pop("mixes", False):
-            parts.insert(0, Part(NamedRunner("plain")))
-        orchestrator = make_orchestrator(MixedEnvironment(parts), **options)
+            plain = NamedRunner("plain")
+            parts.insert(0, Part(WeightedEnv(plain, "plain"), plain))
+        orchestrator = make_orchestrator(Environments(parts), **options)
         orchestrator.submit(0, "policy", 0)
         return orchestrator.get(), result["requests"]
     finally:
@@ -347,7 +344,7 @@ def test_evaluations_and_failed_rollouts_need_no_teacher():
     async def run(split):
         async with teaching() as (url, requests):
             runner = NamedRunner("taught", **outcome)
-            env = MixedEnvironment([taught(runner, Distillation(Teacher("big", url)))])
+            env = Environments([taught(runner, Distillation(Teacher("big", url)))])
             await env.open()
             try:
                 return await env.run_group(make_request(0, 4, split)), requests
@@ -378,7 +375,7 @@ def test_the_teacher_of_opsd_reads_the_hint_before_the_rollouts_own_tokens():
     async def run(text):
         async with teaching() as (url, requests):
             teacher = Distillation(algorithm="opsd", hint=text)
-            env = MixedEnvironment([taught(NamedRunner("env"), teacher, url, tokenizer, example)])
+            env = Environments([taught(NamedRunner("env"), teacher, url, tokenizer, example)])
             await env.open()
             try:
                 group = await env.run_group(make_request(6, 2, model="adapter"))
@@ -458,9 +455,14 @@ def test_a_scorer_of_evaluations_is_refused():
 
 def test_a_group_may_wait_for_the_slowest_teacher():
     slow = Distillation(Teacher("t", "http://host", timeout_s=400))
-    envs = [WeightedEnv("a", "a"), WeightedEnv("b", "b", scorer=Distillation(TEACHER)),
-            WeightedEnv("c", "c", scorer=slow)]  # fmt: skip
-    assert longest_wait_s(envs) == 400 and longest_wait_s("a") == longest_wait_s(envs[:1]) == 0
+    scorers = {"a": None, "b": Distillation(TEACHER), "c": slow}
+    runners = {name: NamedRunner(name) for name in scorers}
+    parts = [
+        Part(WeightedEnv(runners[name], name, scorer=scorer), runners[name])
+        for name, scorer in scorers.items()
+    ]
+    assert Environments(parts).scoring_timeout_s == 400
+    assert Environments(parts[:1]).scoring_timeout_s == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -127,7 +126,6 @@ def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
     sampling = args.sampling_args()
     if choices:
         sampling["extra_body"] |= {"structured_outputs": {"choice": choices}}
-    runner.options = replace(runner.options, sampling_args=sampling)
 
     async def run():
         await runner.open()
@@ -142,7 +140,9 @@ def roll_out(server, tokenizer, env, args, choices=None, num_rollouts=6):
             with patch.object(ServerClient, "post", recorded):
                 for _ in range(num_rollouts):
                     replies.clear()
-                    request = make_request(model=str(args.model_name), policy_version=3)
+                    request = make_request(
+                        model=str(args.model_name), policy_version=3, sampling_args=sampling
+                    )
                     group = await runner.run_group(request)
                     found.append((group[0], list(replies)))
         finally:

@@ -64,7 +64,7 @@ def train(tmp_path, monkeypatch):
     """
     tokenizer = load_example("warm_start").make_tokenizer()
     runner = StubRunner()
-    runner.weights, runner.bounds_replies = [1.0], True
+    runner.scoring_timeout_s = 0.0
     monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", Client)
     monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
 

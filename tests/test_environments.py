@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import StubRunner, make_request, make_samples
+from tests.helpers import StubRunner, make_request, make_samples, only_runner
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.envs.base import InvalidEnvironmentError, versions_of_tokens
-from verifiers_rl.envs.make import make_runner, warn_of_replies_beyond_use
-from verifiers_rl.envs.mixed import MixedEnvironment, Part
+from verifiers_rl.envs.make import Environments, Part, make_runner
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Rollout
 
@@ -28,21 +27,6 @@ from verifiers_rl.types import Rollout
 )
 def test_spans_give_each_token_its_version(spans, num_tokens, versions):
     assert versions_of_tokens(spans, num_tokens).tolist() == versions
-
-
-def test_only_replies_that_nothing_bounds_are_warned_of(caplog):
-    runners = [SimpleNamespace(bounds_replies=bounds) for bounds in (True, False)]
-    for options in (
-        {"max_seq_len": 64},
-        {"max_seq_len": 128},
-        {"max_seq_len": 64, "max_tokens": 9},
-    ):
-        for runner in runners:
-            caplog.clear()
-            args = RLConfig(use_cpu=True, **options)
-            warn_of_replies_beyond_use(runner, 128, args)
-            expected = options == {"max_seq_len": 64} and not runner.bounds_replies
-            assert ("start vf-vllm with --max-model-len 64" in caplog.text) == expected
 
 
 def test_a_group_that_failed_is_not_uniform():
@@ -87,37 +71,20 @@ def test_a_runner_of_ones_own_is_run_as_it_is(tmp_path):
     async def nothing(*args): ...
 
     own = SimpleNamespace(
-        name="mine", description="mine: two examples", weights=[1.0], num_overlong_prompts=0,
-        bounds_replies=True, files_per_rollout=1, first_prompt=[], sizes=lambda split: [2],
-        open=nothing, close=nothing, run_group=nothing,
-    )  # fmt: skip
+        weights=[1.0], sizes=lambda split: [2], open=nothing, close=nothing, run_group=nothing
+    )
     args, said = RLConfig(output_dir=str(tmp_path)), []
-    assert make_runner(own, "http://unused", None, args, said.append) is own
+    assert only_runner(make_runner(own, "http://unused", None, args, said.append)) is own
     assert said == [
-        "environment 'mine' runs in a thread of the trainer, which makes both slower: "
-        "SimpleNamespace has no method `recipe`",
-        "mine: two examples",
+        "environment runs in a thread of the trainer, which makes both slower: "
+        "SimpleNamespace has no method `recipe`"
     ]
     mix = [WeightedEnv(own, "mine", 3.0), WeightedEnv(SimpleNamespace(**vars(own)), "other")]
-    mix[1].env.name, mix[1].env.weights, mix[1].env.sizes = (
-        "other",
-        [1.0, 3.0],
-        lambda split: [2, 5],
-    )
+    mix[1].env.weights, mix[1].env.sizes = [1.0, 3.0], lambda split: [2, 5]
     mixed = make_runner(mix, "http://unused", None, args)
     assert (mixed.weights, mixed.sizes("train")) == ([3.0, 0.25, 0.75], [2, 2, 5])
-    for change, message in (
-        ({"weights": [1.0, 1.0]}, "2 weights and 1 sizes"),
-        ({"name": "yours"}, "environment 'mine' is an EnvRunner named 'yours'; give both the same"),
-    ):
-        wrong = SimpleNamespace(**vars(own) | change)
-        with pytest.raises(InvalidEnvironmentError, match=message):
-            make_runner([WeightedEnv(wrong, "mine"), mix[1]], "http://unused", None, args)
-    sampled = [WeightedEnv(own, "mine", sampling_args={"top_p": 0.5}), mix[1]]
-    with pytest.raises(InvalidEnvironmentError, match="sampling does nothing for an EnvRunner"):
-        make_runner(sampled, "http://unused", None, args)
-    del own.first_prompt, own.weights
-    message = "environment 'env': SimpleNamespace has no weights, first_prompt; requests.EnvRunner"
+    del own.open, own.weights
+    message = "environment 'env': SimpleNamespace has no weights, open; requests.EnvRunner"
     with pytest.raises(InvalidEnvironmentError, match=message):
         make_runner(own, "http://unused", None, args)
 
@@ -126,40 +93,42 @@ def test_an_environment_may_be_for_training_or_for_evaluations_only():
     asked = []
 
     class Named(StubRunner):
-        weights, description, bounds_replies, num_overlong_prompts = [1.0], "", True, 0
-
         def __init__(self, name):
             super().__init__(num_examples=10)
-            self.name, self.first_prompt = name, [name]
+            self.name = name
 
         async def run_group(self, request):
-            asked.append((self.name, request.split, request.index))
-            return []
+            asked.append((self.name, request.split, request.index, request.sampling_args))
+            return [Rollout(0, "")]
 
-    def part(name, **options):
-        return Part(Named(name), **options)
+    def part(name, sampling=None, **options):
+        runner = Named(name)
+        return Part(WeightedEnv(runner, name, **options), runner, sampling or {})
 
-    mixed = MixedEnvironment(
+    mixed = Environments(
         [
             part("held out", only="eval", eval_examples=3),
-            part("a", weight=2.0),
+            part("a", {"train": {"top_p": 0.5}}, weight=2.0),
             part("b", only="train"),
             part("b", only="eval"),  # the same name, but never beside the other
         ]
     )
     # Those that a stub has: 10 to train on, 4 to evaluate on.
     assert mixed.sizes("train") == [10, 10] and mixed.sizes("eval") == [3, 4, 4]
-    assert mixed.weights == [2.0, 1.0] and mixed.first_prompt == ["a"]
+    assert mixed.weights == [2.0, 1.0]
     for split, index in (("train", 0), ("train", 12), ("eval", 2), ("eval", 3), ("eval", 10)):
-        asyncio.run(mixed.run_group(make_request(index, split=split)))
+        request = make_request(index, split=split, sampling_args={"top_p": 1.0})
+        (rollout,) = asyncio.run(mixed.run_group(request))
+        assert (rollout.env, rollout.example_id) == (asked[-1][0], asked[-1][2])
+    of_run, own = {"top_p": 1.0}, {"top_p": 0.5}
     assert asked == [
-        ("a", "train", 0), ("b", "train", 2),
-        ("held out", "eval", 2), ("a", "eval", 0), ("b", "eval", 3),
+        ("a", "train", 0, own), ("b", "train", 2, of_run),
+        ("held out", "eval", 2, of_run), ("a", "eval", 0, of_run), ("b", "eval", 3, of_run),
     ]  # fmt: skip
     with pytest.raises(InvalidEnvironmentError, match="no environment is for training"):
-        MixedEnvironment([part("a", only="eval")])
+        Environments([part("a", only="eval")])
     with pytest.raises(InvalidEnvironmentError, match="two environments are named 'a'"):
-        MixedEnvironment([part("a"), part("a", only="eval"), part("b")])
+        Environments([part("a"), part("a", only="eval"), part("b")])
     for wrong, said in (
         ({"only": "test"}, "only='test' must be 'train' or 'eval'"),
         ({"eval_examples": 0}, "eval_examples=0 must be an integer >= 1"),

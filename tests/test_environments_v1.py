@@ -15,7 +15,7 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 
-from tests.helpers import load_example, make_env, make_request, serving, values_of
+from tests.helpers import load_example, make_env, make_request, only_runner, serving, values_of
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, text_of
@@ -24,7 +24,6 @@ from verifiers_rl.envs.v1 import V1Environment, load_v1_environment
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.orchestrator import Orchestrator
-from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.requests import Places
 from verifiers_rl.types import Rollout, Sample
 
@@ -113,9 +112,7 @@ def play(env, tokenizer, tmp_path, say, index=0, num_rollouts=1, split="train", 
     async def use(runner):
         try:
             await runner.open()
-            places = Places(
-                rollouts_at_once(options.get("max_concurrent", 4), runner.files_per_rollout)
-            )
+            places = Places(options.get("max_concurrent", 4))
             sampling = args.sampling_args() if split == "train" else args.eval_sampling_args()
             return await runner.run_group(
                 make_request(
@@ -544,8 +541,10 @@ def test_overlong_prompts_are_left_out(tokenizer, tmp_path):
 
 def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
     env = load(eval_taskset={"num_tasks": 2})
-    runner = make_runner(
-        env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = only_runner(
+        make_runner(
+            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+        )
     )
     assert (runner.sizes("train"), runner.sizes("eval")) == ([4], [2])
 
@@ -553,7 +552,7 @@ def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
 def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
     taskset = first(3, load(harness=None).taskset)
     args = RLConfig(output_dir=str(tmp_path), env_workers=0)
-    runner = make_runner(taskset, "http://unused", tokenizer, args)
+    runner = only_runner(make_runner(taskset, "http://unused", tokenizer, args))
     assert runner.sizes("train") == [3]
     assert runner.env.config.agent.harness.id == "verifiers_rl"
     (rollout,), _ = play(taskset, tokenizer, tmp_path, lambda _: "yes")
@@ -597,8 +596,10 @@ def test_what_was_set_on_an_environment_stays(tokenizer, tmp_path):
     env = load()
     env.index = {"a": 1}
     env.taskset = first(2, env.taskset)
-    runner = make_runner(
-        env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = only_runner(
+        make_runner(
+            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+        )
     )
     assert runner.env.index == {"a": 1} and runner.sizes("train") == [2]
 
@@ -611,8 +612,10 @@ def test_other_harnesses_and_runtimes_stay_as_they_are(tokenizer, tmp_path):
         ({"harness": {"id": "bash"}, "agent": agent}, "bash", "docker"),
     ):
         env = load(**{"harness": NULL} | table)
-        runner = make_runner(
-            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+        runner = only_runner(
+            make_runner(
+                env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+            )
         )
         agent_of_it = runner.env.config.agent
         assert (agent_of_it.harness.id, agent_of_it.runtime.type) == (harness, runtime)
@@ -681,8 +684,10 @@ def test_an_environments_own_timeout_is_not_taken_for_generation_timeout(tokeniz
     async def late(slot, context):
         raise TimeoutError("the database did not answer")
 
-    runner = make_runner(
-        env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = only_runner(
+        make_runner(
+            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+        )
     )
     runner.env.run_slot = late
     for outcome, said in ((late, "the database did not answer"), (asyncio.sleep, "0.05 s")):
@@ -738,8 +743,10 @@ def test_sampling_that_biases_logprobs_is_warned_of_once(tokenizer, tmp_path, ca
     ],
 )
 def test_what_a_harness_asks_for_is_warned_of_too(tokenizer, tmp_path, caplog, body, warns):
-    runner = make_runner(
-        load(), "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = only_runner(
+        make_runner(
+            load(), "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
+        )
     )
     for _ in range(2):
         runner.warn_of_bias("agent", body, {"temperature": 0.7, "top_p": 1.0})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, load_example, make_request, serving
+from tests.helpers import ROOT, load_example, make_request, only_runner, serving
 from tests.test_environments_v1 import Server, on_the_path  # noqa: F401
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.cli.config import TomlError, load_run_config
@@ -55,9 +55,9 @@ def test_rollouts_of_another_python_are_those_of_this_process(tokenizer, tmp_pat
     table = {"taskset": {"id": "small_tasks", "num_tasks": 3}, "harness": {"id": "null"}}
     foreign = WeightedEnv(table, "env", python=sys.executable, folders=[V1])
     groups, runner = roll_out([foreign], tokenizer, tmp_path, env_workers=0)  # here that is 1
-    here, own = roll_out("small_tasks", tokenizer, tmp_path, env_workers=0)
-    assert runner.sizes("train") == [3] and runner.first_prompt == own.first_prompt
-    assert runner.bounds_replies and "in rollout workers" in runner.description
+    here, _ = roll_out("small_tasks", tokenizer, tmp_path, env_workers=0)
+    assert runner.sizes("train") == [3]
+    assert "in rollout workers" in only_runner(runner).description
     for group, expected in zip(groups, here, strict=True):
         for rollout, other in zip(group, expected, strict=True):
             assert rollout.error is None, rollout.error

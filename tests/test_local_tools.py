@@ -10,6 +10,7 @@ import pytest
 import verifiers.v1 as vf
 
 from tests import test_environments_v1 as v1
+from tests.helpers import only_runner
 from tests.test_environments_v1 import check_tokens, load, play
 from verifiers_rl import RLConfig
 from verifiers_rl.envs.base import InvalidEnvironmentError
@@ -180,11 +181,13 @@ def test_tools_in_process_decides_whether_there_is_a_process(tokenizer, tmp_path
     for tools_in_process in (True, False):
         options = ROOM | {"tools_in_process": tools_in_process}
         env = load("glossary_like")
-        runner = make_runner(
-            env,
-            "http://unused",
-            tokenizer,
-            RLConfig(output_dir=str(tmp_path), env_workers=0, **options),
+        runner = only_runner(
+            make_runner(
+                env,
+                "http://unused",
+                tokenizer,
+                RLConfig(output_dir=str(tmp_path), env_workers=0, **options),
+            )
         )
         assert len(tool_servers(runner.env, tools_in_process)) == (not tools_in_process)
         assert runner.files_per_rollout == (1 if tools_in_process else 5)

@@ -656,7 +656,7 @@ def test_a_group_that_begins_again_in_another_worker_gets_servers_anew(tmp_path)
     router = Routing(["a", "b"])
 
     async def main():
-        env = WorkerEnvironment(TroubledEnv(tmp_path), WorkerPool(1, 8, 60.0))
+        env = WorkerEnvironment(TroubledEnv(tmp_path), WorkerPool(1, 60.0))
         await env.open()
         try:
             index = QUESTIONS.index("die once")

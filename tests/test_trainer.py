@@ -728,7 +728,7 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         wait_until_ready=lambda: STATUS,
         check_model=lambda config: None,
     )
-    runner = SimpleNamespace(weights=[1.0], bounds_replies=True)
+    runner = SimpleNamespace(weights=[1.0], scoring_timeout_s=0.0)
     monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", client)
     monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
     monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", recorded("orchestrator"))
@@ -797,7 +797,7 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
         made.update(options, runner=runner, check_server=check_server)
         return StubSource()
 
-    runner = SimpleNamespace(weights=[1.0], bounds_replies=True)
+    runner = SimpleNamespace(weights=[1.0], scoring_timeout_s=0.0)
     for name, part in (
         ("InferenceClient", Client),
         ("make_runner", lambda *args: runner),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import verifiers.v1 as vf
 
-from tests.helpers import load_example, make_request
+from tests.helpers import load_example, make_request, only_runner
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import ENDLESS, describe_sizes, order_examples
 from verifiers_rl.envs.base import InvalidEnvironmentError
@@ -31,7 +31,8 @@ def on_the_path(monkeypatch):
 
 def runner_of(env, tmp_path, tokenizer=None, **options):
     args = RLConfig(output_dir=str(tmp_path), env_workers=0, **options)
-    return make_runner(env, "http://unused", tokenizer, args)
+    made = make_runner(env, "http://unused", tokenizer, args)
+    return made if isinstance(env, list) else only_runner(made)
 
 
 def prompts(runner, positions, split="train"):
@@ -78,7 +79,7 @@ ENVIRONMENT
 
 def show(env):
     args = RLConfig(output_dir="OUT", use_cpu=True, env_workers=0)
-    runner = make_runner(env, "http://unused", None, args)
+    runner = only_runner(make_runner(env, "http://unused", None, args))
     task = asyncio.run(runner._task("train", 0))
     return [task.data.prompt, type(runner.env).__name__, runner.sizes("train"),
             [harness.id for harness in runner.env.config.agent_harnesses().values()]]
@@ -409,8 +410,8 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
         asked.append((await self._task(request.split, request.index)).data.prompt)
         return []
 
-    for part in runner.parts:
-        part.run_group = note.__get__(part)
+    for part in runner.parts["train"]:
+        part.runner.run_group = note.__get__(part.runner)
 
     async def ask():
         for index in order(range(40)):
@@ -467,10 +468,3 @@ def test_the_size_of_a_stream_is_told_in_words():
     assert describe_sizes([ENDLESS]) == "a stream" and describe_sizes([3, 4]) == "7"
     assert describe_sizes([ENDLESS, 7]) == "a stream and 7" and describe_sizes([0]) == "0"
     assert not re.search(r"\d{9}", describe_sizes([ENDLESS, ENDLESS]))
-
-
-def test_an_environment_that_speaks_first_has_a_stand_in_for_the_first_prompt(tmp_path):
-    assert runner_of("kuhn_like", tmp_path).first_prompt == [{"role": "user", "content": "?"}]
-    assert runner_of("stream_tasks", tmp_path, eval_examples=3).first_prompt == [
-        {"role": "user", "content": "task 3"}
-    ]

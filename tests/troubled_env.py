@@ -40,7 +40,7 @@ class TroubledEnv:
     """
 
     name, description = "env", ""
-    weights, num_overlong_prompts, bounds_replies, first_prompt = [1.0], 0, True, []
+    weights = (1.0,)
     options = RunnerOptions("http://unused", None, 100)
 
     def __init__(self, folder, makers=0, load_s=0.0):
@@ -57,7 +57,6 @@ class TroubledEnv:
 
 
 class Runner:
-    files_per_rollout = 1
     held: list[bytes] = []  # noqa: RUF012 - leaked on purpose
 
     def __init__(self, folder):

@@ -44,7 +44,6 @@ from verifiers_rl.groups import (
 )
 from verifiers_rl.inference import derive_seed
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.process.waiting import result_of
 from verifiers_rl.report.means import batch_metrics
@@ -66,7 +65,7 @@ class Orchestrator:
         batch_size: rollouts of a batch.
         rollouts_per_example: rollouts of a group.
         sampling_args: the sampling options in each rollout request.
-        max_concurrent: rollouts in flight at a time; fewer if too few files may be open.
+        max_concurrent: rollouts in flight at a time.
         eval_sampling_args: the sampling options of evaluations; default: `sampling_args`.
         rollout_timeout_s: deadline of one rollout. A batch runs in waves of `max_concurrent`
             rollouts, and each wave may take this long.
@@ -109,7 +108,7 @@ class Orchestrator:
         self.batch_size = batch_size
         self.rollouts_per_example = rollouts_per_example
         self.sampling_args = sampling_args
-        self.max_concurrent = rollouts_at_once(max_concurrent, env.files_per_rollout)
+        self.max_concurrent = max_concurrent
         self.eval_sampling_args = eval_sampling_args or sampling_args
         self.rollout_timeout_s = rollout_timeout_s
         self._wave_timeout_s = rollout_timeout_s + scoring_timeout_s

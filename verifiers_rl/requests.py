@@ -152,28 +152,16 @@ class EnvRunner(Protocol):
     with these members as it is; `envs/` has a class for each kind of environment.
 
     Examples are numbered consecutively over all its environments. A runner sets `Rollout.env` to
-    its name, ends each rollout at a deadline of its own, and returns at least one rollout for a
-    group. The run's `max_prompt_len`, `mask_env_responses` and `client_type` do not reach a runner
-    that a user passes.
+    the name of its environment, and `Rollout.example_id`, ends each rollout at
+    `GroupRequest.timeout_s`, and returns at least one rollout for a group. The run's
+    `max_prompt_len`, `mask_env_responses` and `client_type` do not reach a runner that a user
+    passes.
 
     Attributes:
-        name: name of its environment, the prefix of its metrics.
-        description: a line for the start of a run, or "".
         weights: share of the groups for each of its environments, up to a common factor.
-        num_overlong_prompts: examples left out because of `max_prompt_len`.
-        bounds_replies: whether it ends each reply at `max_seq_len`. If not, replies end at the
-            server's `max_model_len`.
-        files_per_rollout: sockets and pipes that one rollout holds in this process at most.
-        first_prompt: messages of the first training example.
     """
 
-    name: str
-    description: str
     weights: list[float]
-    num_overlong_prompts: int
-    bounds_replies: bool
-    files_per_rollout: int
-    first_prompt: list[Any]
 
     def sizes(self, split: Split) -> list[int]:
         """Return the size of this split in each environment; `data.ENDLESS` for a stream."""

@@ -15,15 +15,10 @@ from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import ExampleOrder, order_examples
-from verifiers_rl.envs.make import (
-    longest_wait_s,
-    make_runner,
-    warn_of_replies_beyond_use,
-)
+from verifiers_rl.envs.make import Environments, make_runner
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError
 from verifiers_rl.inference.pool import ReplicaPool
 from verifiers_rl.models import warn_of_experts
-from verifiers_rl.requests import EnvRunner
 from verifiers_rl.sync import (
     WeightSync,
     check_adapter,
@@ -117,7 +112,6 @@ def connect(
             client, args.weight_sync_backend, lora_sync, args.vllm_server_timeout
         )
     if runner is not None:
-        warn_of_replies_beyond_use(runner, status["max_model_len"], args)
         orchestrator = _orchestrate(
             make_orchestrator,
             runner,
@@ -125,7 +119,6 @@ def connect(
             args,
             advantage_fn,
             replaced.example_order,
-            longest_wait_s(env),
             pool,
         )
     assert orchestrator is not None
@@ -188,12 +181,11 @@ def _make_pool(clients: list[InferenceClient], policy: Any, tokenizer: Any, args
 
 def _orchestrate(
     make_orchestrator: Callable[..., BatchSource],
-    runner: EnvRunner,
+    runner: Environments,
     weight_sync: WeightSink,
     args: Any,
     advantage_fn: AdvantageFn | None,
     example_order: ExampleOrder | None,
-    scoring_timeout_s: float,
     pool: ReplicaPool | None,
 ) -> BatchSource:
     if example_order is None:
@@ -209,7 +201,7 @@ def _orchestrate(
         max_concurrent=args.max_concurrent,
         eval_sampling_args=args.eval_sampling_args(),
         rollout_timeout_s=args.generation_timeout,
-        scoring_timeout_s=scoring_timeout_s,
+        scoring_timeout_s=runner.scoring_timeout_s,
         example_order=example_order,
         group_filter=args.make_filter(),
         max_groups=args.max_groups_per_batch,

@@ -184,16 +184,12 @@ def test_a_group_is_rolled_out_and_scored():
     assert runner._client.requests == [("m", {"n": 1})] * 3
 
 
-def test_the_record_of_a_rollout_has_messages_turns_and_rewards():
+def test_the_record_of_a_rollout_has_its_messages():
     (rollout, *_), _ = run_group(make_env(), say_ok)
     record = json.loads(rollout.record)
     assert [(m["role"], m["content"]) for m in record["messages"]] == [
         ("user", "q1"), ("assistant", "ok"),
     ]  # fmt: skip
-    (turn,) = record["turns"]
-    assert turn["message"] == 1
-    assert (turn["num_prompt_tokens"], turn["num_sampled_tokens"]) == (2, 2)
-    assert (turn["policy_version"], turn["finish_reason"]) == (2, "stop")
     assert abs(record["begun_at"] - time.time()) < 60
 
 

@@ -78,7 +78,6 @@ class Preflight:
     model: Any
     tokenizer: Any
     runner: Any
-    prompt_ids: list[int]
     samples: list[Any]  # of the training environments' rollouts
 
     def __init__(self, config: RunConfig, resume: bool | str | None = None) -> None:
@@ -196,22 +195,10 @@ class Preflight:
         self.client = InferenceClient(host, port, self.args.vllm_server_timeout)
         self.runner = make_runner(envs, self.client.base_url, self.tokenizer, self.args)
         handle_signals(end_check)  # loading a verifiers environment replaced them
-        self.prompt_ids = self.tokenizer.apply_chat_template(
-            self.runner.first_prompt,
-            add_generation_prompt=True,
-            return_dict=False,
-            **self.args.chat_template_kwargs,
-        )
-        num_tokens, longest = len(self.prompt_ids), self.args.max_seq_len
-        if num_tokens >= longest:
-            raise Fix(
-                f"the first prompt has {num_tokens} tokens, and max_seq_len={longest} leaves none "
-                "for the reply; raise max_seq_len, or leave long prompts out with max_prompt_len"
-            )
         train, held_out = (describe_sizes(self.runner.sizes(split)) for split in ("train", "eval"))
         return (
             f"{', '.join(env.name for env in self.config.envs)}, {train} training examples, "
-            f"{held_out} for evaluation, {num_tokens} tokens in the first prompt"
+            f"{held_out} for evaluation"
         )
 
     # --- With the server --------------------------------------------------------------------------
@@ -251,7 +238,8 @@ class Preflight:
             for p in trained:
                 p += torch.randn_like(p) * (0.3 * float(p.float().std(correction=0)) or 0.06)
         self.sync.push(self.model, 0)
-        told = [sample(self.client, self.sync.model_name, self.prompt_ids, args)]
+        prompt_ids = self.tokenizer("The server answers.").input_ids
+        told = [sample(self.client, self.sync.model_name, prompt_ids, args)]
         pushed = compare(self.model, told, self.client, args)
         with torch.no_grad():
             for p, value in zip(trained, before, strict=True):

@@ -91,27 +91,27 @@ class Distillation:
 
     def __post_init__(self) -> None:
         self.longest_wait_s = self.teacher.timeout_s if self.teacher is not None else 0.0
-        if problem := self._problem():
-            raise InvalidEnvironmentError(problem)
-
-    def _problem(self) -> str | None:
         coef, hint, algorithm = self.distill_coef, self.hint, f"algorithm={self.algorithm!r}"
+        problem = ""
         if self.algorithm not in ("rl", "opd", "opsd"):
-            return f"{algorithm} must be one of 'rl', 'opd', 'opsd'"
-        is_number = isinstance(coef, int | float) and not isinstance(coef, bool)
-        if not is_number or not 0 < coef < math.inf:
-            return f"distill_coef={coef!r} must be a number > 0"
-        if self.algorithm != "opsd":
-            if self.teacher is None:
-                return f"{algorithm} needs a teacher; set teacher, or remove it"
-            return f"hint={hint!r} is for algorithm='opsd'; remove it" if hint else None
-        if not isinstance(hint, str) or not hint:
-            return f"{algorithm} needs a hint for its teacher, such as 'The answer is {{answer}}.'"
-        try:
-            list(string.Formatter().parse(hint))
-        except ValueError as error:
-            return f"hint={hint!r}: {error}; write {{{{ and }}}} for braces"
-        return None
+            problem = f"{algorithm} must be one of 'rl', 'opd', 'opsd'"
+        elif type(coef) not in (int, float) or not 0 < coef < math.inf:
+            problem = f"distill_coef={coef!r} must be a number > 0"
+        elif self.algorithm != "opsd" and self.teacher is None:
+            problem = f"{algorithm} needs a teacher; set teacher, or remove it"
+        elif self.algorithm != "opsd" and hint:
+            problem = f"hint={hint!r} is for algorithm='opsd'; remove it"
+        elif self.algorithm == "opsd" and (not isinstance(hint, str) or not hint):
+            problem = (
+                f"{algorithm} needs a hint for its teacher, such as 'The answer is {{answer}}.'"
+            )
+        elif hint:
+            try:
+                list(string.Formatter().parse(hint))
+            except ValueError as error:
+                problem = f"hint={hint!r}: {error}; write {{{{ and }}}} for braces"
+        if problem:
+            raise InvalidEnvironmentError(problem)
 
     def connect(self, options: Any, args: Any, example: Any) -> None:
         """Learn of the run, and compare the teacher with it; see `requests.GroupScorer`.

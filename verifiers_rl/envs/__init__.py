@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from verifiers_rl.envs.chat_harness import ChatHarness as ChatHarness
     from verifiers_rl.envs.dataset import env_from as env_from
     from verifiers_rl.envs.make import make_runner as make_runner
-    from verifiers_rl.envs.make import warn_of_replies_beyond_use as warn_of_replies_beyond_use
     from verifiers_rl.envs.v1_loading import load_v1_environment as load_v1_environment
 
 HOME = {
@@ -20,6 +19,5 @@ HOME = {
     "env_from": "dataset",
     "load_v1_environment": "v1_loading",
     "make_runner": "make",
-    "warn_of_replies_beyond_use": "make",
 }
 __getattr__, __dir__ = load_on_first_use(__name__, HOME)

@@ -5,8 +5,7 @@ v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them
 workers.py  environments in processes of their own; worker_main.py runs there
 foreign.py  environments that another Python makes, in workers of their own; tables.py runs there
 classic.py  `verifiers.Environment`, up to verifiers 0.3, in such a worker
-mixed.py    several of any kind
-make.py     chooses the kind for what a user passes as `env`
+make.py     chooses the kind for what a user passes as `env`, and mixes several
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verifiers_rl.requests import EnvRunner, GroupRequest, GroupScorer
-from verifiers_rl.types import Rollout, Split
+from verifiers_rl.requests import EnvRunner, GroupScorer
+from verifiers_rl.types import Split
 
 logger = logging.getLogger(__name__)
 # The last verifiers with classic environments, and what works with it.
@@ -110,8 +109,7 @@ class RunnerOptions:
         timeout_s: deadline of one rollout, seconds.
         client_type: for classic environments, see `classic.py`.
         name: prefix of its metrics.
-        sampling_args: for each request of training, in place of those of the `GroupRequest`.
-        eval_sampling_args: the same for each request of an evaluation.
+        max_concurrent: rollouts at a time; fewer if a process may not open files for so many.
         num_eval_tasks: tasks of a stream that evaluations use.
         tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
         chat_template_kwargs: variables of the chat template, for measuring prompts. Those of a
@@ -126,58 +124,36 @@ class RunnerOptions:
     timeout_s: float = 600.0
     client_type: str = "openai_chat_completions_token"
     name: str = "env"
-    sampling_args: dict[str, Any] | None = None
-    eval_sampling_args: dict[str, Any] | None = None
+    max_concurrent: int = 512
     num_eval_tasks: int = 64
     tools_in_process: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def sampling_of(self, request: GroupRequest) -> dict[str, Any]:
-        """Return the sampling options of a request: the environment's own, or those of the run."""
-        own = self.eval_sampling_args if request.split == "eval" else self.sampling_args
-        return own or request.sampling_args
-
-
-class ExampleRunner(Protocol):
-    """Runs rollouts of examples that it is given. It has no dataset, so a worker process can make
-    it again in little time and memory.
-
-    Attributes:
-        files_per_rollout: see `requests.EnvRunner`.
-    """
-
-    files_per_rollout: int
-
-    async def open(self) -> None: ...
-    async def close(self) -> None: ...
-
-    async def run_example(self, example: dict[str, Any], request: GroupRequest) -> list[Rollout]:
-        """Do as `requests.EnvRunner.run_group`, for this example."""
-        ...
-
-
-class EnvRecipe(Protocol):
-    """How to make an environment again in another process; can be pickled."""
-
-    def make(self) -> ExampleRunner: ...
-
 
 class PortableEnvironment(EnvRunner, Protocol):
-    """An environment that rollout workers can make. It chooses and sends the examples, or where
-    they are, and the workers run them.
+    """An environment that rollout workers can make again.
+
+    Attributes:
+        name: of its metrics.
+        description: a line for the start of a run.
     """
 
-    options: RunnerOptions
+    name: str
+    description: str
 
-    def recipe(self) -> EnvRecipe | dict[str, Any]:
-        """Return how to make it. Raises NotPortableError if that is not possible.
+    def recipe(self) -> Any:
+        """Return how to make it: an object that can be pickled and whose method `make` does it, or
+        a dict of JSON, for `tables.make_environment`.
 
-        A dict is JSON, for `tables.make_environment`; such a worker has the examples.
+        Raises:
+            NotPortableError: that is not possible.
         """
         ...
 
     async def example(self, split: Split, index: int) -> dict[str, Any] | None:
-        """Return an example in a form for JSON; None: the workers have the examples."""
+        """Return an example in a form for JSON, for `run_example` of what `make` returns; None: the
+        workers have the examples, and `run_group` is called.
+        """
         ...
 
 
@@ -214,22 +190,18 @@ class WeightedEnv:
     folders: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
-        if self.scorer is not None and self.only == "eval":
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: a scorer, such as a teacher, has no effect beside "
-                "only='eval'; remove one of the two"
-            )
+        weight, limit = self.weight, self.eval_examples
         if self.only not in (None, "train", "eval"):
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: only={self.only!r} must be 'train' or 'eval'; leave "
-                "it out for both"
+            problem = f"only={self.only!r} must be 'train' or 'eval'; leave it out for both"
+        elif limit is not None and (type(limit) is not int or limit < 1):
+            problem = f"eval_examples={limit!r} must be an integer >= 1"
+        elif not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            problem = f"weight={weight!r} must be a number > 0"
+        elif self.scorer is not None and self.only == "eval":
+            problem = (
+                "a scorer, such as a teacher, has no effect beside only='eval'; remove one of the "
+                "two"
             )
-        limit = self.eval_examples
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: eval_examples={limit!r} must be an integer >= 1"
-            )
-        if not isinstance(self.weight, int | float) or not 0 < self.weight < math.inf:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: weight={self.weight!r} must be a number > 0"
-            )
+        else:
+            return
+        raise InvalidEnvironmentError(f"environment {self.name!r}: {problem}")

@@ -59,6 +59,7 @@ from verifiers_rl.inference import (
     unpack_mask,
     unpack_sampled,
 )
+from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
@@ -163,8 +164,6 @@ class ClassicEnvironment:
         InvalidEnvironmentError: its dataset cannot be read, or no training example is left.
     """
 
-    files_per_rollout = 1  # a connection to the server
-    bounds_replies = False
     description = ""
 
     def __init__(self, env: Any, options: RunnerOptions) -> None:
@@ -186,10 +185,9 @@ class ClassicEnvironment:
                 "the environment's training dataset is empty; "
                 f"{self.num_overlong_prompts} examples were longer than max_prompt_len"
             )
-        self.first_prompt = [dict(message) for message in self._examples["train"][0]["prompt"]]
         try:
-            for message in self.first_prompt:
-                as_vllm_renders(message)
+            for message in self._examples["train"][0]["prompt"]:
+                as_vllm_renders(dict(message))
         except ValueError as error:
             raise InvalidEnvironmentError(f"the first training example: {error}") from error
 
@@ -214,6 +212,8 @@ class ClassicEnvironment:
     async def open(self) -> None:
         """Make the HTTP client; called on the event loop that will use it."""
         options = self.options
+        # Each holds a connection to the server.
+        self._slots = asyncio.Semaphore(rollouts_at_once(options.max_concurrent, 1))
         self._client = make_client(
             options.client_type, options.base_url, options.tokenizer, options.timeout_s
         )
@@ -254,7 +254,7 @@ class ClassicEnvironment:
         self, rollout: Rollout, number: int, row: dict[str, Any], request: GroupRequest
     ) -> Any:
         """Play one rollout. Return verifiers' state of it; None if there is none."""
-        async with request.begin(number) as session:
+        async with self._slots, request.begin(number) as session:
             while True:
                 state = await self._play_once(rollout, row, request, session)
                 try:  # all of it again, also if the environment has hidden that a reply is missing
@@ -274,7 +274,7 @@ class ClassicEnvironment:
     ) -> Any:
         deadline, start = RolloutDeadline(request.timeout_s), time.monotonic()
         client = self._client.of_rollout(session)
-        sampling_args = dict(self.options.sampling_of(request))
+        sampling_args = dict(request.sampling_args)
         state, rollout.error = None, None
         try:
             async with deadline:
@@ -295,7 +295,7 @@ class ClassicEnvironment:
         """Fill in what is known after scoring: the samples and the reward, or the error."""
         if state is None:
             return
-        rollout.record = record_of_state(state, policy_version)
+        rollout.record = record_of_state(state)
         rollout.error = rollout.error or state.get("error")
         if rollout.error is not None:
             return

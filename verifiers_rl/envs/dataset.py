@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import verifiers.v1 as vf
@@ -30,8 +29,11 @@ class ExampleTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         given = self.reward_fn(**{name: values[name] for name in self.parameters})
         if inspect.isawaitable(given):
             given = await given
-        number = _number_of(given)
-        if number is None:
+        try:
+            number = float(given)  # of Python, of numpy, or in a tensor
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+        if isinstance(given, str) or not math.isfinite(number):
             raise ValueError(
                 f"the reward function {_name_of(self.reward_fn)!r} returned {given!r}, which is no "
                 "finite number"
@@ -162,37 +164,27 @@ def _parameters_from(
     reward_fn: Callable[..., Any], rows: list[Mapping[str, Any]], what: str
 ) -> tuple[str, ...]:
     """Return the names of the arguments that the reward function is called with."""
-    columns = [name for name in rows[0] if all(name in row for row in rows)]
+    known = [REPLY, *(name for name in rows[0] if all(name in row for row in rows))]
     if any(REPLY in row for row in rows):
         raise InvalidEnvironmentError(
             f"{what} has a column {REPLY!r}, which is what the reward function calls the reply; "
             "give the column another name, such as 'answer'"
         )
-    known = list(dict.fromkeys([REPLY, *columns]))
     wanted = []
     for name, parameter in inspect.signature(reward_fn).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            wanted += known
-        elif name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            return tuple(known)
+        if name in known and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             wanted.append(name)
-        elif parameter.default is inspect.Parameter.empty:
-            hint = "" if name in known else did_you_mean(name, known)
+        elif (
+            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+        ):
             raise InvalidEnvironmentError(
                 f"{what}: the reward function {_name_of(reward_fn)!r} has a parameter {name!r}, "
-                + ("which is positional only" if name in known else "and there is no such column")
-                + (f"; {hint}" if hint else "")
-                + f" It may name {', '.join(map(repr, known))}"
+                f"which is no column that can be passed by its name. {did_you_mean(name, known)} "
+                f"It may name {', '.join(map(repr, known))}"
             )
-    return tuple(dict.fromkeys(wanted))
-
-
-def _number_of(value: Any) -> float | None:
-    """Return a finite number of Python, of numpy or in a tensor as a float, else None."""
-    if not isinstance(value, Real) and hasattr(value, "tolist"):
-        value = value.tolist()  # gives a list, unless `value` has no dimension
-    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+    return tuple(wanted)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

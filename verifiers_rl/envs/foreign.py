@@ -81,8 +81,6 @@ class ForeignEnvironment:
         InvalidEnvironmentError: the interpreter cannot run workers, or not make the environment.
     """
 
-    files_per_rollout = 0  # the worker holds them
-
     def __init__(
         self,
         table: Mapping[str, Any],
@@ -112,9 +110,6 @@ class ForeignEnvironment:
         self._sizes: dict[Split, list[int]] = facts["sizes"]
         self.description: str = facts["description"]
         self.weights = [1.0]
-        self.num_overlong_prompts: int = facts["num_overlong_prompts"]
-        self.bounds_replies: bool = facts["bounds_replies"]
-        self.first_prompt: list[Any] = facts["first_prompt"]
 
     def _ask(self, python: str) -> dict[str, Any]:
         """Let a worker make the environment; return what it says of it.
@@ -122,10 +117,9 @@ class ForeignEnvironment:
         Raises:
             InvalidEnvironmentError: it cannot, or not within the deadline.
         """
-        setup = {"recipes": [self._recipe], "only_describes": True}
 
         async def describe() -> dict[str, Any]:
-            worker = Worker([self._recipe], setup, self.options.timeout_s, python)
+            worker = Worker([self._recipe], self.options.timeout_s, python, only_describes=True)
             try:
                 return (await worker.load())["facts"]
             finally:

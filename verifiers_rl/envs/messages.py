@@ -26,8 +26,16 @@ _NOT_JSON = ("samples", "error", "record")
 _RECORDS = "records"
 
 
-class EnvWorkerError(RuntimeError):
-    """A rollout failed in a worker; the traceback from there is a note of this error."""
+class WorkerError(RuntimeError):
+    """A rollout failed in a worker; the traceback from there is a note of this error.
+
+    Attributes:
+        is_lost: the worker process has ended, or was ended because it did not answer.
+    """
+
+    def __init__(self, message: str, is_lost: bool = False) -> None:
+        super().__init__(message)
+        self.is_lost = is_lost
 
 
 def frame(
@@ -99,7 +107,7 @@ def unpack_group(rollouts: list[dict[str, Any]], arrays: dict[str, np.ndarray]) 
         record, records = bytes(records[:size]), records[size:]
         rollout = Rollout(**packed, samples=[next(samples) for _ in own], record=record)
         if error is not None:
-            rollout.error = EnvWorkerError(error)
+            rollout.error = WorkerError(error)
             rollout.error.add_note(note)
         group.append(rollout)
     return group

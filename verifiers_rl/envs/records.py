@@ -54,34 +54,13 @@ def record_of_trace(
     return as_json(record)
 
 
-def record_of_state(state: Mapping[str, Any], policy_version: int) -> bytes:
-    """Return the record of a classic environment's state.
-
-    Args:
-        policy_version: version for turns whose response has none.
-    """
+def record_of_state(state: Mapping[str, Any]) -> bytes:
+    """Return the record of a classic environment's state: its messages, without turns."""
     timing = state.get("timing") or {}
     messages = _messages(state.get("prompt"), "user")
     messages += _messages(state.get("completion"), "assistant")
-    turns: list[dict[str, Any]] = []
-    for step in state.get("trajectory") or []:
-        tokens, response = step.get("tokens") or {}, step.get("response")
-        own = getattr(response, "policy_versions", None) or [(0, policy_version)]
-        turns.append(
-            {
-                "num_prompt_tokens": len(tokens.get("prompt_ids") or []),
-                "num_sampled_tokens": len(tokens.get("completion_ids") or []),
-                "policy_version": own[-1][1],
-                "finish_reason": _finish_reason(response),
-            }
-        )
-    # Prompts can have replies too, such as examples; the last ones are those of the turns.
-    replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(replies) >= len(turns):
-        for turn, place in zip(turns, replies[len(replies) - len(turns) :], strict=True):
-            turn["message"] = place
     begun_at = field_of(timing, "start_time") or field_of(timing, "start") or None
-    return as_json({"begun_at": begun_at, "messages": messages, "turns": turns})
+    return as_json({"begun_at": begun_at, "messages": messages, "turns": []})
 
 
 def _num_tokens_up_to(trace: Any, place: int | None) -> int:
@@ -91,13 +70,6 @@ def _num_tokens_up_to(trace: Any, place: int | None) -> int:
         num_tokens += len(trace.nodes[place].token_ids)
         place = trace.nodes[place].parent
     return num_tokens
-
-
-def _finish_reason(response: Any) -> str | None:
-    found = field_of(field_of(response, "message"), "finish_reason")
-    if found is None and (choices := field_of(response, "choices")):
-        found = field_of(choices[0], "finish_reason")
-    return None if found is None else str(found)
 
 
 def _messages(messages: Any, role: str) -> list[dict[str, Any]]:

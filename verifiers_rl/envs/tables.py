@@ -25,7 +25,6 @@ from verifiers_rl.envs.base import (
     how_to_install,
     module_name,
 )
-from verifiers_rl.requests import EnvRunner
 
 
 def add_folders(folders: Sequence[Path]) -> None:
@@ -79,8 +78,8 @@ def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
 # --- In a rollout worker of another Python --------------------------------------------------------
 
 
-def make_environment(recipe: Mapping[str, Any]) -> EnvRunner:
-    """Make an environment, with its examples, of the recipe of a `foreign.ForeignEnvironment`. It
+def make_environment(recipe: Mapping[str, Any]) -> Any:
+    """Make the `EnvRunner` of the recipe of a `foreign.ForeignEnvironment`, with its examples. It
     is a classic one if the verifiers of this Python has those.
 
     Raises:
@@ -108,12 +107,7 @@ def make_environment(recipe: Mapping[str, Any]) -> EnvRunner:
     return ClassicEnvironment(load_environment(table["id"], table.get("args", {})), options)
 
 
-def facts_of(env: EnvRunner) -> dict[str, Any]:
+def facts_of(env: Any) -> dict[str, Any]:
     """Return what the trainer needs to know of an environment that it does not have, for JSON."""
-    return {
-        "sizes": {split: env.sizes(split) for split in ("train", "eval")},
-        "description": env.description,
-        "num_overlong_prompts": env.num_overlong_prompts,
-        "bounds_replies": env.bounds_replies,
-        "first_prompt": env.first_prompt,
-    }
+    sizes = {split: env.sizes(split) for split in ("train", "eval")}
+    return {"sizes": sizes, "description": env.description}

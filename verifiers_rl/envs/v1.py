@@ -65,6 +65,7 @@ from verifiers_rl.envs.v1_tasks import (
     without_tasks,
 )
 from verifiers_rl.inference import RolloutDeadline, RolloutSession, SessionLostError
+from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
@@ -203,6 +204,8 @@ class V1ExampleRunner:
         Raises:
             InvalidEnvironmentError: the environment is not ready in time.
         """
+        at_once = rollouts_at_once(self.options.max_concurrent, self.files_per_rollout)
+        self._slots = asyncio.Semaphore(at_once)
         is_up = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
 
@@ -269,7 +272,7 @@ class V1ExampleRunner:
         config = TokenClientConfig(
             base_url=self.options.base_url,
             api_key_var="VLLM_API_KEY",
-            sampling=self.options.sampling_of(request),
+            sampling=request.sampling_args,
         )
         config._environment = self
         if self._local_tools is not None:
@@ -281,7 +284,7 @@ class V1ExampleRunner:
     async def _run(
         self, task: vf.Task, context: vf.ModelContext, request: GroupRequest, number: int
     ) -> list[Rollout]:
-        async with request.begin(number) as session:
+        async with self._slots, request.begin(number) as session:
             while True:
                 rollouts = await self._play(task, context, request, session)
                 try:  # all of it again, also if an agent has gone on without its last reply
@@ -450,8 +453,6 @@ class V1Environment(V1ExampleRunner):
             `V1ExampleRunner`.
     """
 
-    bounds_replies = True  # each reply is limited to what is left of max_seq_len
-
     def __init__(self, env: Any, options: RunnerOptions) -> None:
         of_evaluation = getattr(env, "eval_taskset", None)
         super().__init__(env, of_evaluation, options)
@@ -497,9 +498,6 @@ class V1Environment(V1ExampleRunner):
                 else ""
             )
             raise InvalidEnvironmentError(f"it has no tasks{left_out}")
-        # If the environment speaks first, tasks have no messages; a stand-in takes their place.
-        stand_in = [{"role": "user", "content": "?"}]
-        self.first_prompt = next((m for task in first if (m := first_messages(task))), stand_in)
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""

@@ -27,7 +27,6 @@ from verifiers_rl.envs.messages import frame, pack_group, receive
 from verifiers_rl.envs.tables import facts_of, make_environment
 from verifiers_rl.inference import RolloutSession
 from verifiers_rl.process import parent as parent_of_worker
-from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.requests import GroupRequest
 
 
@@ -94,36 +93,29 @@ class _Places:
     """The `HasPlaces` of one group: asks the orchestrator's process.
 
     Args:
-        slots: of this process.
         send: sends a message about this group to the orchestrator's process.
     """
 
-    def __init__(self, slots: asyncio.Semaphore, send: Callable[..., None]) -> None:
-        self._slots, self._send = slots, send
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
         self._answers: dict[int, asyncio.Future[str | None]] = {}
         self._sessions: dict[int, RolloutSession] = {}
 
     @asynccontextmanager
     async def take(self, request: GroupRequest, number: int) -> AsyncIterator[RolloutSession]:
         """Wait for a place of this rollout of the group, and hold it."""
-        async with self._slots:
-            url = await self._ask(number, "place")
-            session = RolloutSession(
-                request.policy_version,
-                url,
-                lambda lost: self._ask(number, "server"),
-                request.seed,
-                number,
-            )
-            self._sessions[number] = session
-            try:
-                yield session
-            finally:
-                del self._sessions[number]
-                self._send(rollout=number, needs="nothing")
+        find_other = partial(self._ask, number, "server")
+        url = await self._ask(number, "place")
+        session = RolloutSession(request.policy_version, url, find_other, request.seed, number)
+        self._sessions[number] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[number]
+            self._send(rollout=number, needs="nothing")
 
-    async def _ask(self, number: int, needs: str) -> str | None:
-        """Return the rollout's server; None: the only one, or there is no other."""
+    async def _ask(self, number: int, needs: str, lost: str = "") -> str | None:
+        """Return the rollout's server; None: the only one, or there is no other than `lost`."""
         self._send(rollout=number, needs=needs)
         self._answers[number] = asyncio.get_running_loop().create_future()
         return await self._answers[number]
@@ -150,8 +142,6 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
         await writer.drain()
         return
     send(problem=None)
-    files = max(runner.files_per_rollout for runner in runners)
-    slots = asyncio.Semaphore(rollouts_at_once(setup["max_concurrent"], files))
     running: dict[int, asyncio.Task[None]] = {}
     places_of: dict[int, _Places] = {}
     is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
@@ -178,7 +168,7 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
             message, _ = await receive(reader)
             number = message.pop("group")
             if "request" in message:
-                places_of[number] = _Places(slots, partial(send, group=number))
+                places_of[number] = _Places(partial(send, group=number))
                 running[number] = asyncio.create_task(run(number, **message))
             elif number not in running:
                 pass  # the group has ended

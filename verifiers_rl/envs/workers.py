@@ -20,7 +20,6 @@ and its messages have no place for policy versions.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import base64
 import itertools
@@ -29,6 +28,7 @@ import logging
 import multiprocessing.spawn
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -36,17 +36,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import verifiers_rl
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError, PortableEnvironment
-from verifiers_rl.envs.messages import EnvWorkerError, frame, receive, unpack_group
+from verifiers_rl.envs.messages import WorkerError, frame, receive, unpack_group
 from verifiers_rl.inference import ServerLostError, SessionLostError
 from verifiers_rl.requests import GroupRequest
-from verifiers_rl.types import LOAD_S, Rollout, Split
+from verifiers_rl.types import LOAD_S, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,17 @@ BLOCKED_S = 30.0  # a worker that has said nothing for so long is reported
 MAX_ATTEMPTS = 3  # of a group whose worker dies
 MAX_DEATHS = 5  # of a worker that has returned no group in between
 MAX_AUTO_WORKERS = 8
+# Fields of a request; its places and its progress stay here.
+SENT = [
+    "split",
+    "index",
+    "num_rollouts",
+    "model",
+    "policy_version",
+    "sampling_args",
+    "timeout_s",
+    "seed",
+]
 # The worker's Python may have packages of its own, and this one not. So it gets the folder of this
 # package alone, not the folder in which the package lies, where all others are.
 MAIN = """
@@ -68,10 +79,6 @@ spec.loader.exec_module(module)
 from verifiers_rl.envs.worker_main import main
 main(int(descriptor), int(parent))
 """
-
-
-class WorkerLostError(EnvWorkerError):
-    """The worker process has ended, or was ended because it did not answer."""
 
 
 def count_workers(env_workers: int | str) -> int:
@@ -96,20 +103,11 @@ class WorkerEnvironment:
         NotPortableError: a worker could not make it again.
     """
 
-    files_per_rollout = 0  # the worker holds them
-
     def __init__(self, env: PortableEnvironment, pool: WorkerPool) -> None:
         self.env, self.pool = env, pool
-        self._number = pool.add(env)
-        self.name = env.name
+        self.weights, self.sizes = env.weights, env.sizes
         self.description = env.description.replace("in this process", "in rollout workers")
-        self.weights = env.weights
-        self.num_overlong_prompts = env.num_overlong_prompts
-        self.bounds_replies = env.bounds_replies
-        self.first_prompt = env.first_prompt
-
-    def sizes(self, split: Split) -> list[int]:
-        return self.env.sizes(split)
+        self._number = pool.add(env)
 
     async def open(self) -> None:
         await self.pool.open()
@@ -125,28 +123,24 @@ class WorkerEnvironment:
         """
         index, num_restarts = request.index, 0
         example = await self.env.example(request.split, index)
-        given = {
-            field.name: getattr(request, field.name)
-            for field in fields(request)
-            if field.name not in ("places", "progress")
-        }
+        given = {name: getattr(request, name) for name in (*SENT, "seed")}
         try:
             message = {"env": self._number, "example": json.dumps(example), "request": given}
         except (TypeError, ValueError) as error:
             raise InvalidEnvironmentError(
-                f"environment {self.name!r}: example {index} cannot be sent to a worker as JSON: "
-                f"{error}; set env_workers=0"
+                f"environment {self.env.name!r}: example {index} cannot be sent to a worker as "
+                f"JSON: {error}; set env_workers=0"
             ) from error
         while True:
             try:
                 group = await self.pool.best_worker().run_group(message, request)
                 break
-            except EnvWorkerError as error:
-                if isinstance(error, WorkerLostError) and num_restarts + 1 < MAX_ATTEMPTS:
+            except WorkerError as error:
+                if error.is_lost and num_restarts + 1 < MAX_ATTEMPTS:
                     num_restarts += 1
                     continue
                 group = [
-                    Rollout(index, f"example {index}", env=self.name, error=error)
+                    Rollout(index, f"example {index}", env=self.env.name, error=error)
                     for _ in range(request.num_rollouts)
                 ]
                 break
@@ -160,20 +154,16 @@ class WorkerPool:
 
     Args:
         num_workers: >= 1.
-        max_concurrent: limit of rollouts in flight in one worker.
         timeout_s: seconds that a rollout may take. A worker that says nothing for so long (and not
             for less than `BLOCKED_S`) is ended.
         python: the interpreter; "": the one of this process.
     """
 
-    def __init__(
-        self, num_workers: int, max_concurrent: int, timeout_s: float, python: str = ""
-    ) -> None:
+    def __init__(self, num_workers: int, timeout_s: float, python: str = "") -> None:
         self.workers: list[Worker] = []
         self._num_workers, self._timeout_s, self._python = num_workers, timeout_s, python
         self._recipes: list[dict[str, Any]] = []
-        self._needs_script = False
-        self._max_concurrent = max_concurrent
+        self._names = ["sys_path", "sys_argv", "orig_dir", "dir"]  # what "spawn" prepares
         self._opening: asyncio.Task[None] | None = None
 
     def add(self, env: PortableEnvironment) -> int:
@@ -191,9 +181,8 @@ class WorkerPool:
                     f"its parts cannot be sent to another process: {error}"
                 ) from error
             if b"__main__" in data:
-                if problem := problem_of_importing_script():
-                    raise NotPortableError(problem)
-                self._needs_script = True
+                check_importable(sys.modules["__main__"])
+                self._names += ["init_main_from_path", "init_main_from_name"]
             recipe = {"pickled": base64.b64encode(data).decode()}
         self._recipes.append({"name": env.name, **recipe})
         return len(self._recipes) - 1
@@ -210,15 +199,12 @@ class WorkerPool:
         await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
-        setup = {"recipes": self._recipes, "max_concurrent": self._max_concurrent}
+        process = {}
         if not self._python:
             given = multiprocessing.spawn.get_preparation_data("rollout worker")
-            names = ["sys_path", "sys_argv", "orig_dir", "dir"]
-            if self._needs_script:
-                names += ["init_main_from_path", "init_main_from_name"]
-            setup["process"] = {name: given[name] for name in names if name in given}
+            process = {name: given[name] for name in self._names if name in given}
         self.workers = [
-            Worker(self._recipes, setup, self._timeout_s, self._python)
+            Worker(self._recipes, self._timeout_s, self._python, process=process)
             for _ in range(self._num_workers)
         ]
         try:
@@ -234,7 +220,7 @@ class WorkerPool:
 
     def best_worker(self) -> Worker:
         """Return the worker with the least to do."""
-        return min(self.workers, key=lambda worker: (not worker.answers, len(worker.groups)))
+        return min(self.workers, key=lambda worker: (worker.is_blocked, len(worker.groups)))
 
 
 @dataclass(eq=False)
@@ -259,24 +245,20 @@ class Worker:
 
     Args:
         recipes: of its environments.
-        setup: what the process reads first.
         timeout_s, python: see `WorkerPool`.
+        setup: what else the process reads first.
 
     Attributes:
         groups: those that it was given and has not returned, by their number.
     """
 
     def __init__(
-        self,
-        recipes: Sequence[dict[str, Any]],
-        setup: dict[str, Any],
-        timeout_s: float,
-        python: str = "",
+        self, recipes: Sequence[dict[str, Any]], timeout_s: float, python: str = "", **setup: Any
     ) -> None:
         self.groups: dict[int, _Group] = {}
         self._names = ", ".join(recipe["name"] for recipe in recipes)
         self._python = python
-        self._setup = {"process": {}, "alive_s": ALIVE_S, "blocked_s": BLOCKED_S, **setup}
+        self._setup = {"recipes": recipes, "alive_s": ALIVE_S, "blocked_s": BLOCKED_S, **setup}
         self._load_s, self._silent_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
@@ -288,10 +270,11 @@ class Worker:
         self._numbers = itertools.count()
 
     @property
-    def answers(self) -> bool:
-        """Whether it is started, and not reported as blocked."""
-        is_started = self._starting is not None and self._starting.done()
-        return is_started and self._num_silent * ALIVE_S < BLOCKED_S
+    def is_blocked(self) -> bool:
+        """Whether it has said nothing for `BLOCKED_S`. The time is counted and not measured,
+        because this process may have been blocked itself.
+        """
+        return self._num_silent * ALIVE_S >= BLOCKED_S
 
     async def open(self) -> None:
         """Start the process, and wait until it has opened the environments.
@@ -341,8 +324,7 @@ class Worker:
             message: the environment's number, the example, and the request's fields.
 
         Raises:
-            WorkerLostError: the worker has ended.
-            EnvWorkerError: the worker could not run the group.
+            WorkerError: the worker has ended, or could not run the group.
             ServerLostError: no server is there for one of its rollouts.
             InvalidEnvironmentError: a new process could not make the environments.
         """
@@ -412,7 +394,7 @@ class Worker:
         self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         for group in self.groups.values():
             if not group.result.done():
-                group.result.set_exception(WorkerLostError(problem))
+                group.result.set_exception(WorkerError(problem, is_lost=True))
 
     def _take_message(self, message: dict[str, Any], arrays: dict[str, Any]) -> None:
         number = message.get("group")
@@ -427,7 +409,7 @@ class Worker:
             else:
                 group.said[rollout].put_nowait(needs)
         elif "problem" in message:
-            group.result.set_exception(EnvWorkerError(message["problem"]))
+            group.result.set_exception(WorkerError(message["problem"]))
         else:
             group.result.set_result(unpack_group(message["rollouts"], arrays))
 
@@ -441,12 +423,9 @@ class Worker:
         await self._start()
 
     async def _watch(self) -> None:
-        """Report the process if it says nothing for `BLOCKED_S`, and end it after `_silent_s`.
-
-        The times are counted and not measured, because this process may have been blocked itself.
-        """
+        """Report a process that is blocked, and end it after `_silent_s`."""
         assert self._process is not None
-        was_reported = False
+        was_blocked = False
         while self._num_silent * ALIVE_S < self._silent_s:
             await asyncio.sleep(ALIVE_S)
             self._num_silent += 1
@@ -454,14 +433,13 @@ class Worker:
                 # It may have started others, which hold its end of the connection open.
                 self._reader.feed_eof()
                 return
-            if not self.answers and not was_reported:
+            if self.is_blocked and not was_blocked:
                 logger.warning(
                     "environment %r: worker %d has not answered for %g s; other workers get its "
-                    "new groups. Its output says where its event loop is blocked, unless the "
-                    "process is stopped",
+                    "new groups. Its output says where its event loop is blocked",
                     *(self._names, self._process.pid, BLOCKED_S),
                 )
-            was_reported = not self.answers
+            was_blocked = self.is_blocked
         logger.warning("environment %r: worker %d is ended", self._names, self._process.pid)
         self._process.kill()
 
@@ -485,7 +463,7 @@ class Worker:
         if writer is not None:
             writer.close()  # makes the process end
         if process is not None:
-            if not self.answers:
+            if self.is_blocked:
                 process.kill()  # it would not notice that the connection is closed
             await asyncio.to_thread(_wait_for_end, process)
 
@@ -531,29 +509,19 @@ def _wait_for_end(process: subprocess.Popen[bytes]) -> int:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def problem_of_importing_script() -> str | None:
-    """Return why the script that runs cannot be imported in another process, or None if it can."""
-    main = sys.modules["__main__"]
-    if getattr(main, "__spec__", None) is not None:
-        return None  # python -m package.module
-    path = getattr(main, "__file__", None)
-    if path is None or not Path(path).is_file():
-        return "parts of it are defined in an interactive session, which a worker cannot import"
-    if not is_guarded(Path(path).read_text()):
-        return (
-            f"parts of it are defined in {Path(path).name}, which a worker would import, and which "
+def check_importable(script: Any) -> None:
+    """Raise NotPortableError if the module of the script that runs cannot be imported in another
+    process.
+    """
+    if getattr(script, "__spec__", None) is not None:
+        return  # python -m package.module
+    path = Path(getattr(script, "__file__", None) or "")
+    if not path.is_file():
+        raise NotPortableError(
+            "parts of it are defined in an interactive session, which a worker cannot import"
+        )
+    if not re.search(r"^if __name__ == ['\"]__main__['\"]:", path.read_text(), re.MULTILINE):
+        raise NotPortableError(
+            f"parts of it are defined in {path.name}, which a worker would import, and which "
             'lacks `if __name__ == "__main__":` around what starts the training'
         )
-    return None
-
-
-def is_guarded(source: str) -> bool:
-    """Return whether a script has `if __name__ == "__main__":` at its top level."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
-            sides = [node.test.left, *node.test.comparators]
-            names = {side.id for side in sides if isinstance(side, ast.Name)}
-            values = {side.value for side in sides if isinstance(side, ast.Constant)}
-            if "__name__" in names and "__main__" in values:
-                return True
-    return False
