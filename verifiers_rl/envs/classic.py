@@ -171,6 +171,8 @@ class ClassicEnvironment:
         self.num_overlong_prompts = 0
         self.weights = [1.0]
         self._client: Any = None
+        # Each rollout holds a connection to the server.
+        self._slots = asyncio.Semaphore(rollouts_at_once(options.max_concurrent, 1))
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
         try:
@@ -212,8 +214,6 @@ class ClassicEnvironment:
     async def open(self) -> None:
         """Make the HTTP client; called on the event loop that will use it."""
         options = self.options
-        # Each holds a connection to the server.
-        self._slots = asyncio.Semaphore(rollouts_at_once(options.max_concurrent, 1))
         self._client = make_client(
             options.client_type, options.base_url, options.tokenizer, options.timeout_s
         )

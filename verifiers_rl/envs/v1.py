@@ -174,6 +174,8 @@ class V1ExampleRunner:
         self.experts: dict[str, list[tuple[Any, np.ndarray]]] = {}
         self._sessions: dict[int, tuple[Any, RolloutSession]] = {}  # of the episodes that run
         self.files_per_rollout = self._files_per_rollout()
+        at_once = rollouts_at_once(options.max_concurrent, self.files_per_rollout)
+        self._slots = asyncio.Semaphore(at_once)
         self._serving: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -204,8 +206,6 @@ class V1ExampleRunner:
         Raises:
             InvalidEnvironmentError: the environment is not ready in time.
         """
-        at_once = rollouts_at_once(self.options.max_concurrent, self.files_per_rollout)
-        self._slots = asyncio.Semaphore(at_once)
         is_up = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
 

@@ -258,7 +258,13 @@ class Worker:
         self.groups: dict[int, _Group] = {}
         self._names = ", ".join(recipe["name"] for recipe in recipes)
         self._python = python
-        self._setup = {"recipes": recipes, "alive_s": ALIVE_S, "blocked_s": BLOCKED_S, **setup}
+        self._setup = {
+            "recipes": recipes,
+            "process": {},
+            "alive_s": ALIVE_S,
+            "blocked_s": BLOCKED_S,
+            **setup,
+        }
         self._load_s, self._silent_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
