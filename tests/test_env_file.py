@@ -32,14 +32,14 @@ def test_lines_are_names_and_values(tmp_path):
     later = tmp_path / "later.env"
     later.write_text("KEY=z\r\n")
     with file.open("a") as lines:
-        lines.write('R="a # b" # judge\nS=\'c\'# d\nT="e"f # g\nU="h" \'i\'\n')
+        lines.write("R=\"a # b\" # judge\nS='c'# d\n")
     values = {"SEARCH": "abc=def", "KEY": "x # y", "EMPTY": "", "Q": "a b"}
-    values |= {"R": "a # b", "S": "c", "T": '"e"f', "U": "\"h\" 'i'"}
+    values |= {"R": "a # b", "S": "c"}
     assert read_env_files([file]) == values
     assert read_env_files([file, later]) == {**values, "KEY": "z"}
 
 
-@pytest.mark.parametrize("line", ["just-a-secret", "1A=x", "a b = c", "=x"])
+@pytest.mark.parametrize("line", ["just-a-secret", "a b = c", "=x"])
 def test_a_wrong_line_is_named_and_not_shown(tmp_path, line):
     file = tmp_path / "secrets.env"
     file.write_text(f"A=1\n{line}\n")

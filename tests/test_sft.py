@@ -581,10 +581,6 @@ def test_arguments_that_cannot_work_are_named(make_trainer, tokenizer):
         make_trainer(rows=[{"question": "?"}])
     with pytest.raises(ConfigError, match="takes no argument 'reward_funcs'"):
         make_trainer(others={"reward_funcs": []})
-    for name, value in (("max_tokens", 8), ("top_p", 0.9), ("generation_timeout", 5.0),
-                        ("eval_examples", 4), ("vllm_server_port", 8001)):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"{name}={value}: without effect, because it is of"):
-            make_trainer(**{name: value})
 
 
 def test_options_of_the_data_change_what_is_trained(make_trainer):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from verifiers_rl.cli.layers import TomlError
+from dotenv.parser import parse_stream
 
-_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
+from verifiers_rl.cli.layers import TomlError
 
 
 def read_env_files(files: Iterable[Path]) -> dict[str, str]:
@@ -19,27 +18,16 @@ def read_env_files(files: Iterable[Path]) -> dict[str, str]:
     """
     variables: dict[str, str] = {}
     for path in files:
+        where = f"env_file={str(path)!r}"
         try:
-            lines = path.read_text("utf-8-sig").splitlines()
-        except OSError as error:
-            raise TomlError(f"env_file={str(path)!r}: {error.strerror}; correct it") from error
-        except UnicodeDecodeError as error:
-            raise TomlError(f"env_file={str(path)!r}: it is no UTF-8 text") from error
-        for number, line in enumerate(lines, 1):
-            text = line.strip()
-            if not text or text.startswith("#"):
-                continue
-            found = _LINE.fullmatch(text)
-            if found is None:
-                raise TomlError(
-                    f"env_file={str(path)!r}, line {number}: must be NAME=VALUE, or begin with #"
-                )
-            variables[found[1]] = _unquoted(found[2].strip())
+            with path.open(encoding="utf-8-sig") as lines:
+                found = list(parse_stream(lines))
+        except (OSError, UnicodeDecodeError) as error:
+            raise TomlError(f"{where}: {getattr(error, 'strerror', error)}; correct it") from error
+        for one in found:
+            if one.error or (one.key is not None and one.value is None):
+                line = one.original.line + one.original.string.rstrip().count("\n")
+                raise TomlError(f"{where}, line {line}: must be NAME=VALUE, or begin with #")
+            if one.key is not None:
+                variables[one.key] = one.value or ""
     return variables
-
-
-def _unquoted(value: str) -> str:
-    """Return a value without the comment behind it and without quotes around it."""
-    if quoted := re.fullmatch(r"""(["'])(.*?)\1\s*(#.*)?""", value):
-        return quoted[2]
-    return re.split(r"\s#", value, maxsplit=1)[0].rstrip()

@@ -5,7 +5,7 @@ defaults, without those of rollouts, and with a few of their own.
 from __future__ import annotations
 
 import copy
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
@@ -41,13 +41,6 @@ _UNUSED = {
     "sampling_mask": _ROLLOUTS,
     "router_replay": _ROLLOUTS,
 }
-# Options of evaluations on an environment, beside those that arguments.py knows.
-_OF_ENV = (
-    *("max_tokens", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("generation_timeout", "eval_examples", "eval_rollouts_per_example"),
-    *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "lora_sync"),
-)
 _are_roles = must(
     f"be a list of roles, each of {', '.join(ROLES)}",
     lambda value: bool(value) and set(value) <= {*ROLES},
@@ -124,18 +117,9 @@ class SFTConfig(RLConfig):
         has chosen `metric_for_best_model`, it is the reward.
 
         Raises:
-            ConfigError: an option is of evaluations on an environment, and there is none; or no
-                evaluation has the metric.
+            ConfigError: no evaluation has the metric.
         """
         chosen = copy.copy(self)
-        for option in fields(self):
-            value, default = getattr(self, option.name), option.default
-            if has_env or option.name not in _OF_ENV or value == default or default is MISSING:
-                continue
-            raise ConfigError(
-                f"{option.name}={value!r}: without effect, because it is of evaluations on an "
-                "environment, and there is none; remove it, or give an env"
-            )
         metric = self.metric_for_best_model
         if metric is None or self.eval_strategy == "no":
             return chosen
