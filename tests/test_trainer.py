@@ -1213,13 +1213,6 @@ def test_a_custom_loss_reads_the_extras_that_were_given_to_the_samples(make_trai
     assert math.isclose(twice, 2 * loss, rel_tol=1e-6)
 
 
-def test_a_loss_of_ones_own_and_a_named_one_exclude_each_other(make_trainer):
-    with pytest.raises(ConfigError, match=r"loss='ppo'.*without effect beside"):
-        make_trainer(loss_fn=cispo, loss="ppo")
-    with pytest.raises(ConfigError, match=r"loss_args=\{'eps_high': 1.0\}: without effect"):
-        make_trainer(loss_fn=cispo, loss_args={"eps_high": 1.0})
-
-
 def test_resume_continues_with_the_same_weights_and_the_next_examples(make_trainer, tmp_path):
     straight = make_trainer(max_steps=4, output_dir=str(tmp_path / "a"))
     straight.train()
