@@ -22,14 +22,14 @@ from transformers import (
 )
 
 from tests.helpers import StubSource, make_tiny_model, make_tiny_moe, sent
-from verifiers_rl import server_side
+from verifiers_rl import router_replay, server_side
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.inference.packed_tokens import unpack_experts
-from verifiers_rl.models import check_policy
+from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
-from verifiers_rl.router_replay import RouterReplay, replay_experts, routers_of
+from verifiers_rl.router_replay import RouterReplay, expert_load, replay_experts, routers_of
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample, join_experts
 
 SIZES = {
@@ -271,3 +271,50 @@ def test_a_server_that_returns_no_experts_is_refused_with_the_flag_that_it_needs
             connect()
     else:
         assert connect().weight_sync.lora_sync == "merged"
+
+
+def with_experts(*of_layers):
+    """A sample of these experts: for each layer, for each token, the ids."""
+    experts = np.array(of_layers, np.int16).swapaxes(0, 1)
+    zeros = np.zeros(len(experts))
+    return Sample(zeros, zeros, zeros, zeros - 1, extras={"routed_experts": experts})
+
+
+def test_the_load_of_experts_is_counted_layer_by_layer():
+    uneven, even = [[0, 1]] * 4, [[0, 1], [2, 3]] * 2
+    load = expert_load(make_tiny_moe(), [with_experts(uneven, even)])
+    # Of 4 experts, two have twice their share and two none; in the other layer all are equal.
+    assert load["expert_load_max"] == (2 + 1) / 2 and load["expert_load_cv"] == (1 + 0) / 2
+    assert load["expert_bytes"] == 2 * 2 * 2  # two choices in two layers, two bytes each
+    # A token that the server returned no experts for counts for none.
+    unknown = [[-1, -1]] * 2
+    samples = [with_experts(uneven, even), with_experts(unknown, unknown)]
+    assert expert_load(make_tiny_moe(), samples) == load
+    nothing = expert_load(make_tiny_moe(), samples[1:])
+    assert (nothing["expert_load_max"], nothing["expert_load_cv"]) == (0, 0)
+    plain = Sample([1, 2], [0, 1], [0, -1], [-1, 0])
+    assert expert_load(make_tiny_moe(), [plain]) == {}
+    assert expert_load(make_tiny_model(), []) == {}
+
+
+def test_layers_without_experts_do_not_count():
+    model = make("glm4")  # its first layer is dense, of which a server returns zeros
+    dense, even = [[0, 0]] * 4, [[0, 1], [2, 3], [4, 5], [6, 7]]
+    load = expert_load(model, [with_experts(dense, even)])
+    assert (load["expert_load_max"], load["expert_load_cv"]) == (1, 0)
+
+
+def test_of_a_large_batch_every_kth_sample_is_counted(monkeypatch):
+    uneven, even = [[0, 1]] * 4, [[0, 1], [2, 3]] * 2
+    samples = [with_experts(even, even), with_experts(uneven, uneven)] * 3
+    assert expert_load(make_tiny_moe(), samples)["expert_load_max"] == 1.5
+    monkeypatch.setattr(router_replay, "MAX_COUNTED", 12)
+    assert expert_load(make_tiny_moe(), samples)["expert_load_max"] == 1
+
+
+def test_a_model_whose_config_asks_for_router_logits_is_trained_without(caplog):
+    model = make_tiny_moe()
+    model.config.output_router_logits = True
+    policy = load_policy(model, RLConfig(use_cpu=True, use_lora=False))
+    assert not policy.config.output_router_logits
+    assert "the routers' auxiliary loss is not used" in caplog.text

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig
 
 from verifiers_rl.config import ConfigError, RLConfig
-from verifiers_rl.expert_balance import keep_router_logits
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
 from verifiers_rl.text_model import auto_class, freeze_all_but_text
@@ -35,12 +34,14 @@ def absolute_path(model: Any) -> Any:
 
 
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
-    """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers. If its
-    config asks for an auxiliary loss of its routers, keep what that loss needs.
-    """
+    """Load the policy to train, see `_load`. With `args.torch_compile`, compile its layers."""
     policy = _load(model, args, peft_config)
     base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
-    keep_router_logits(base)
+    config = base.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        # The model would take it beside a mask of another form.
+        logger.warning("output_router_logits set to False: the routers' auxiliary loss is not used")
+        config.output_router_logits = False
     if args.torch_compile:
         for block in decoder_blocks(base):
             block.compile(dynamic=True)  # in place: names and types of modules stay

@@ -18,11 +18,17 @@ a row of scores for each token.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from verifiers_rl.types import ROUTED_EXPERTS, Sample
+
+MAX_COUNTED = 2**15  # tokens of a batch, about, whose experts are counted; the host takes 0.1 s
 
 
 class _ReplacedChoice(TorchFunctionMode):
@@ -116,3 +122,30 @@ class RouterReplay:
             return outputs
 
         return replay
+
+
+def expert_load(model: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return how evenly the tokens of these samples went to the experts, see docs/metrics.md; {} if
+    no sample has experts. Of a large batch, every k-th sample is counted.
+
+    Args:
+        model: its routers say which layers have experts, and how many.
+        samples: with the experts that the server chose.
+    """
+    known = [s.extras[ROUTED_EXPERTS] for s in samples if ROUTED_EXPERTS in s.extras]
+    if not known:
+        return {}
+    num_tokens = sum(len(experts) for experts in known)
+    counted = known[:: -(-num_tokens // MAX_COUNTED)]
+    largest, spread = [], []
+    for layer, router in routers_of(model):
+        chosen = np.concatenate([experts[:, layer].ravel() for experts in counted])
+        counts = np.bincount(chosen[chosen >= 0], minlength=router.num_experts)
+        load = counts / max(counts.mean(), 1e-9)  # (experts,), 1 where it is even
+        largest.append(load.max())
+        spread.append(load.std())
+    return {
+        "expert_load_max": float(np.mean(largest)),
+        "expert_load_cv": float(np.mean(spread)),
+        "expert_bytes": sum(experts.nbytes for experts in known) / num_tokens,
+    }

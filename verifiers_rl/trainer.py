@@ -51,7 +51,6 @@ from verifiers_rl.distributed import (
     scatter_samples,
 )
 from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
-from verifiers_rl.expert_balance import add_balance_loss, has_balance
 from verifiers_rl.forward import predict_targets
 from verifiers_rl.hub import SavingTrainer
 from verifiers_rl.inference.client import ServerLostError
@@ -214,7 +213,7 @@ class RLTrainer(SavingTrainer):
         )
         # Samples without gradient count in the denominator, but are not computed.
         is_computed = sizes.num_loss_tokens > 0
-        if is_of_advantages(self.loss_fn) and not has_balance(self._base_of(model)):
+        if is_of_advantages(self.loss_fn):
             is_computed &= sizes.has_advantage > 0
         model.train()
         batch_loss = torch.zeros((), device=args.device)
@@ -253,7 +252,7 @@ class RLTrainer(SavingTrainer):
             reference_logprobs=self.reference_logprobs(microbatch) if has_reference else None,
             extras=targets.extras,
         )
-        outputs = add_balance_loss(self.loss_fn(inputs), self._base_of(model), microbatch)
+        outputs = self.loss_fn(inputs)
         means.add(inputs, outputs.metrics, microbatch)
         return outputs.loss if microbatch.has_loss else 0.0 * (logprobs.sum() + entropy.sum())
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from verifiers_rl.expert_balance import expert_load
 from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
@@ -35,6 +34,7 @@ from verifiers_rl.report.run_folder import (
 )
 from verifiers_rl.report.token_values import TokenValues
 from verifiers_rl.report.trackers import from_low_to_high
+from verifiers_rl.router_replay import expert_load
 from verifiers_rl.types import Batch, Rollout, SampleSizes
 
 logger = logging.getLogger(__name__)
