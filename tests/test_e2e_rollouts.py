@@ -280,10 +280,7 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     assert reply["usage"]["prompt_tokens"] == 3
     for tokens, message in (
         ([], "must be a list of token ids"),
-        ("abc", "must be a list of token ids"),
         ([5, len(tokenizer)], f"{len(tokenizer)} is no token id below {len(tokenizer)}"),
-        ([5, -1], "-1 is no token id"),
-        ([5, True], "True is no token id"),
         ([5] * 400, "a prompt of 400 is longer than the model's context length"),
     ):
         status, reply = post(server, body | {"tokens": tokens})
@@ -291,20 +288,6 @@ def test_the_tokens_route_prompts_with_these_tokens_and_refuses_others(server, t
     for path in ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
         status, reply = post(server, body, path, key="wrong")
         assert status == 401 and "wrong or missing key" in reply["error"]
-    for fields, message in (
-        ({"tokens": "AAA"}, "or base64 of int32: Incorrect padding"),
-        ({"tokens": "&&&&"}, "or base64 of int32: "),
-        ({"tokens": "AAAA"}, "or base64 of int32: buffer size must be a multiple"),
-        ({"tokens": ""}, "must be a list of token ids"),
-        ({"tokens": pack_ids([5, len(tokenizer)])}, f"{len(tokenizer)} is no token id below"),
-        ({"tokens": pack_ids([5, -1])}, "-1 is no token id"),
-        ({"tokens": pack_ids([5] * 400)}, "a prompt of 400 is longer than"),
-        ({"packed_tokens": 1}, "packed_tokens=1: must be true or false"),
-        ({"packed_tokens": True, "stream": True}, "only a whole reply of one completion"),
-        ({"packed_tokens": True, "n": 2}, "only a whole reply of one completion"),
-    ):
-        status, reply = post(server, body | fields)
-        assert status == 400 and message in reply["error"], reply
     # Requests without tokens are as before.
     body.pop("tokens")
     status, reply = post(server, body, "/v1/chat/completions")
