@@ -116,11 +116,6 @@ def test_an_environment_that_does_not_load(make_preflight, lines):
     assert "id='nowhere': no module 'nowhere' is installed" in line
 
 
-def test_a_prompt_that_leaves_no_room(make_preflight, lines):
-    (*_, line) = lines(make_preflight({"max_seq_len": 6}), *OFFLINE)
-    assert "max_seq_len=6 leaves none for the reply; raise max_seq_len" in line
-
-
 def test_a_check_without_its_precondition_is_skipped(make_preflight, capsys):
     preflight = make_preflight()
     preflight.line("environment", preflight.check_environment, "options", "model")

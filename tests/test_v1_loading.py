@@ -79,7 +79,7 @@ ENVIRONMENT
 
 def show(env):
     args = RLConfig(output_dir="OUT", use_cpu=True, env_workers=0)
-    runner = only_runner(make_runner(env, "http://unused", None, args))
+    runner = make_runner(env, "http://unused", None, args).parts["train"][0].runner
     task = asyncio.run(runner._task("train", 0))
     return [task.data.prompt, type(runner.env).__name__, runner.sizes("train"),
             [harness.id for harness in runner.env.config.agent_harnesses().values()]]

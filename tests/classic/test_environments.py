@@ -362,8 +362,7 @@ class Server:
         played = ClassicEnvironment(env, options)
         await played.open()
         try:
-            example = await played.example("train", 0)
-            return await played.run_example(example, 2, "m", SAMPLING, 9, asyncio.Semaphore(8))
+            return await played.run_group(GroupRequest("train", 0, 2, "m", 9, SAMPLING, Places(8)))
         finally:
             await played.close()
             await runner.cleanup()

@@ -303,8 +303,12 @@ class Worker:
             InvalidEnvironmentError: it could not make one, or not within the deadline.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = process = start_process(self._python, theirs.fileno(), self._setup)
+        try:
+            with theirs:
+                self._process = process = start_process(self._python, theirs.fileno(), self._setup)
+        except BaseException:
+            ours.close()
+            raise
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             said, _ = await asyncio.wait_for(receive(self._reader), self._load_s)
