@@ -127,7 +127,7 @@ def running_server(
     server = LocalChild("inference", command, env, log)
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while not answers("127.0.0.1", port):
+        while not answers(("127.0.0.1", port)):
             if server.wait(0.5):
                 raise InferenceServerError(f"the server ended with status {server.poll()}")
             if time.monotonic() > deadline:

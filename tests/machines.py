@@ -102,10 +102,10 @@ http.server.HTTPServer((host, int(port)), Answer).serve_forever()
 STAND_INS = f"""
 import sys
 from verifiers_rl.cli import children, plan, ray_engine, supervise
-plan.answers = ray_engine.answers = lambda host, port: True
+children.answers = ray_engine.answers = lambda address: address is not None
 supervise.POLL_S, children.BACKOFF_S = 0.1, 0.1
 command = ["-c", {_SERVER!r}]
-plan.server_command = ray_engine.server_command = lambda _, host, port: [*command, host, str(port)]
+plan.ServerPlan.command = lambda self, host, port: [*command, host, str(port)]
 """
 # The beginning of a stand-in for the trainer: it has reached all servers.
 REACH_SERVERS = """

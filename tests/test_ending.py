@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import free_port, processes_of
 from tests.helpers import ROOT
 from verifiers_rl.cli import train
-from verifiers_rl.cli.ending import Interrupt
+from verifiers_rl.cli.ending import interrupt_by_signals
 from verifiers_rl.process.interrupts import Interrupted
 
 
@@ -26,15 +26,12 @@ def kept_handlers():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_keyboard_interrupt(kept_handlers, number):
-    interrupt = Interrupt()
-    interrupt.handle_signals()
-    with pytest.raises(KeyboardInterrupt):
+    interrupt_by_signals()
+    with pytest.raises(KeyboardInterrupt) as interrupt:
         os.kill(os.getpid(), number)
         time.sleep(10)
-    assert interrupt.exit_status == 128 + number
+    assert interrupt.value.args == (number,)
     assert signal.getsignal(number) == signal.SIG_DFL  # the next one ends the process
-    interrupt.handle_signals()
-    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 # --- vf-train -------------------------------------------------------------------------------------
@@ -111,20 +108,20 @@ def test_one_that_is_interrupted_before_training_says_so(
 SUPERVISED = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from verifiers_rl.cli import plan, rl
+from verifiers_rl.cli import children, local, plan, supervise
 from verifiers_rl.cli.config import RunConfig
 
-port, answer, log, *codes = sys.argv[1:]
+port, log, *codes = sys.argv[1:]
 server, trainer = (["-c", code] for code in codes)
-plan.server_command, rl.trainer_command = lambda *_: server, lambda *_: trainer
-plan.answers = lambda host, port: answer == "yes"
+plan.ServerPlan.command, local.trainer_command = lambda *_: server, lambda *_: trainer
+children.answers = lambda address: True
 config = RunConfig(
-    Path("/a/rl.toml"), "m", [], inference_gpus=0, inference_args={"max_modellen": 32},
-    trainer_gpus=0, trainer_args={"vllm_server_port": int(port)},
+    Path("/a/rl.toml"), "m", [], inference_gpus=0, trainer_gpus=0,
+    trainer_args={"vllm_server_port": int(port)},
 )
-options = SimpleNamespace(server_log=Path(log) if log else None)
-sys.exit(rl.supervise(config, rl.ThisMachine(config, options, ("", ""))))
+plans = plan.plan_servers(config)
+here = local.ThisMachine(config, plans, Path(log) if log else None, object())
+sys.exit(supervise.supervise(config, plans, here))
 """
 NOISY_SERVER = """
 import signal, sys, time
@@ -159,8 +156,8 @@ while True:
 """
 
 
-def supervised(server, trainer, answer="yes", log=""):
-    words = [str(free_port()), answer, str(log), server, trainer]
+def supervised(server, trainer, log=""):
+    words = [str(free_port()), str(log), server, trainer]
     return subprocess.Popen(
         [sys.executable, "-u", "-c", SUPERVISED, *words],
         cwd=ROOT,
@@ -225,20 +222,6 @@ def test_a_second_ctrl_c_ends_a_trainer_that_does_not():
     assert process.returncode == 130 and time.monotonic() - start < 15
 
 
-@pytest.mark.parametrize("has_log", [False, True])
-def test_a_bad_flag_of_the_server_is_named_as_in_the_toml(tmp_path, has_log):
-    complaint = "vf-vllm: error: --max-modellen: no such flag; did you mean --max-model-len?"
-    server = f"import sys; print('usage: 290 lines'); sys.exit({complaint!r})"
-    log = tmp_path / "inference.log" if has_log else ""
-    process = supervised(server, "import time; time.sleep(300)", "no", log)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert error.splitlines() == [
-        "vf-rl: error: /a/rl.toml: [inference.args] max_modellen: "
-        "--max-modellen: no such flag; did you mean --max-model-len?"
-    ]
-
-
 # --- The ranks of a killed vf-rl ------------------------------------------------------------------
 
 # A vf-rl that starts ranks by the real launcher, which runs on a CPU too. A rank does vf-train's
@@ -264,7 +247,7 @@ import os, sys, time
 from pathlib import Path
 from verifiers_rl.cli import ending, train
 
-def wait(interrupt, *command):
+def wait(*command):
     names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     assert "VERIFIERS_RL_DIE_WITH_PARENT" not in os.environ
     Path(sys.argv[1], f"rank-{os.environ['RANK']}").write_text(

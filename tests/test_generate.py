@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import signal
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from tests.helpers import ROOT, load_example, make_tiny_model, serving
 from verifiers_rl import RLConfig, WeightedEnv, env_from
 from verifiers_rl.cli.children import ChildError, LocalChild
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.plan import assign_gpus, server_command
+from verifiers_rl.cli.plan import assign_gpus, plan_servers
 from verifiers_rl.sft import generate as module
 from verifiers_rl.sft.conversations import Tokenization, read_dataset
 from verifiers_rl.sft.generate import (
@@ -287,7 +288,7 @@ def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path):
 
     async def play(number):
         if number:
-            server.kill()
+            server.signal(signal.SIGKILL)
             await asyncio.Event().wait()  # no answer comes any more
         return [row_of(number)]
 
@@ -311,8 +312,9 @@ def test_all_gpus_are_the_servers_because_nothing_is_trained(rl_toml, monkeypatc
     pairs = [("inference.gpus", "2"), ("inference.replicas", "2"), ("trainer.gpus", "4")]
     config = load_run_config(rl_toml, pairs)
     make_one_server(config)
-    assert assign_gpus(config) == ("0,1,2,3", "")
-    command = " ".join(server_command(config, "127.0.0.1", 8000))
+    plans = plan_servers(config)
+    assert assign_gpus(config, plans) == {"inference": "0,1,2,3", "trainer": ""}
+    command = " ".join(plans[0].command("127.0.0.1", 8000))
     assert "--data-parallel-size 2" in command and "--tensor-parallel-size 2" in command
 
 

@@ -16,10 +16,9 @@ from tests.conftest import free_port
 from tests.helpers import write_environment
 from tests.machines import machines
 from tests.test_ray_engine import DRIVER, FAST, Started, needs_ray
-from verifiers_rl.cli import machines as machines_module
 from verifiers_rl.cli.children import ChildError
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.machines import Machine, join, machine_of, own_address, take_variables
+from verifiers_rl.cli.machines import Machine, find_head, join, machine_of, take_variables
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 FOUR = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
@@ -107,18 +106,18 @@ def test_a_name_that_is_loopback_here_or_a_foreign_address_is_refused(monkeypatc
     found = [(2, 2, 17, "", ("127.0.1.1", 29500))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     with pytest.raises(TomlError, match=r"MASTER_ADDR='here' is 127.0.1.1 .* cannot reach; set it"):
-        own_address(Machine(0, 2, "here", 29500))
+        find_head(Machine(0, 2, "here", 29500))
     monkeypatch.undo()
     with pytest.raises(TomlError, match=r"MASTER_ADDR='no\.invalid' cannot be reached: "):
-        own_address(Machine(1, 2, "no.invalid", 29500))
+        find_head(Machine(1, 2, "no.invalid", 29500))
 
 
 def test_a_head_that_never_comes_is_one_error_after_the_deadline(monkeypatch):
-    monkeypatch.setattr(machines_module, "POLL_S", 0.01)
+    monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
     port = free_port()
-    message = rf"no Ray head at 127.0.0.1:{port} after 0.05 s .*: start vf-rl with RANK=0 there"
+    message = rf"nothing answers at Ray's head at 127.0.0.1:{port} after 0.05 s .*RANK=0"
     with pytest.raises(ChildError, match=message):
-        join(Machine(1, 2, "127.0.0.1", port), f"127.0.0.1:{port}", 0.05)
+        join(Machine(1, 2, "localhost", port), "127.0.0.1", 0.05)
 
 
 @contextmanager
@@ -163,7 +162,7 @@ def two_machines(tmp_path, status):
 @pytest.mark.slow
 def test_two_machines_become_a_cluster_and_both_end_with_the_trainers_status(tmp_path):
     with two_machines(tmp_path, status=7) as (first, second):
-        first.wait_for(r"\[trainer\] trains with 1 servers")
+        first.wait_for(r"\(trainer.*\)\S* trains with 1 servers")
         places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", first.said()))
         assert set(places) == {"inference", "trainer"}
         assert "joins Ray's head at 10.77.0.1:29500" in second.said()
@@ -176,7 +175,7 @@ def test_two_machines_become_a_cluster_and_both_end_with_the_trainers_status(tmp
 @pytest.mark.slow
 def test_a_machine_without_its_head_ends_with_one_error(tmp_path):
     with two_machines(tmp_path, status=0) as (first, second):
-        first.wait_for(r"\[trainer\] trains with 1 servers")
+        first.wait_for(r"\(trainer.*\)\S* trains with 1 servers")
         os.kill(first.process.pid, signal.SIGKILL)
         began = time.monotonic()
         assert second.process.wait(150) == 1, second.said()

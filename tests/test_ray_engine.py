@@ -2,20 +2,15 @@
 
 import builtins
 import os
-import queue
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
-from collections import defaultdict
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +18,10 @@ import pytest
 
 from tests.helpers import ROOT, make_tiny_model, write_environment
 from tests.machines import REACH_SERVERS, STAND_INS, machines
-from verifiers_rl.cli import children, ray_engine, resolved, rl, supervise
+from verifiers_rl.cli import ray_engine, resolved, rl
+from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.plan import SERVERS_VARIABLE
+from verifiers_rl.cli.teachers import TeacherTable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 
 HAS_RAY = shutil.which("ray", path=str(Path(sys.executable).parent)) is not None
@@ -89,233 +85,118 @@ def test_a_folder_too_large_to_travel_is_one_clear_error(tmp_path, monkeypatch):
         resolved.write_code(config, "runs/a", tmp_path / "target")
 
 
-@pytest.mark.parametrize(
-    ("text", "trainers", "servers"),
-    [
-        ("", 1, 1),
-        ("trainer_nodes = 3\ninference_nodes = 2\n", 3, 2),
-        ("inference_nodes = 2\n[inference]\nreplicas = 3\n", 1, 6),
-    ],
-)
-def test_each_replica_gets_a_place_of_its_own(tmp_path, text, trainers, servers):
-    config = load_run_config(read_toml(tmp_path, text))
-    found = ray_engine.RayMachines(None, config, None)
-    assert (found.num_trainers, found.num_servers) == (trainers, servers)
+class Placed(Child):
+    """A process that runs where Ray has placed it, at an address of its own."""
 
+    made: list = []  # noqa: RUF012  # of a test, which replaces it
 
-def test_servers_that_run_already_need_their_token(tmp_path, monkeypatch):
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    config = load_run_config(read_toml(tmp_path, '[trainer.args]\nvllm_servers = ["h:1"]\n'))
-    with pytest.raises(TomlError, match=r"\[trainer.args\] has vllm_servers, .*set it to their t"):
-        ray_engine.RayMachines(None, config, None)
-    monkeypatch.setenv(TOKEN_VARIABLE, "t")
-    assert ray_engine.RayMachines(None, config, None).num_servers == 0
+    def __init__(self, name, ray, place, plan, timeout_s, wanted=None):
+        super().__init__(name, (f"10.0.0.{len(self.made)}", 7000))
+        self.place, self.wanted = place, wanted
+        self.made.append(self)
+        self.words, self.env = plan(self.address)
 
-
-class StubRay:
-    """Ray as far as a run uses it. Actors are played: each reads what `script` gives it, a queue of
-    lists of lines and exit statuses for the process of its place: its strategy and its index.
-    """
-
-    class exceptions:
-        class RayError(Exception):
-            pass
-
-        class GetTimeoutError(RayError):
-            pass
-
-    def __init__(self):
-        self.script = defaultdict(queue.Queue)
-        self.signals, self.started = [], []
-        self.groups = []
-        self.silent = set()  # places whose processes do not start
-        self.util = SimpleNamespace(
-            placement_group=self.group,
-            remove_placement_group=lambda group: None,
-            placement_group_table=lambda group: {"bundles_to_node_id": {0: f"n-{group.strategy}"}},
-            scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *a: a),
-        )
-
-    def group(self, bundles, strategy):
-        self.groups.append(SimpleNamespace(bundles=bundles, strategy=strategy, wait=lambda s: True))
-        return self.groups[-1]
-
-    def remote(self, kind):
-        return SimpleNamespace(options=lambda **options: self.actor(options))
-
-    def actor(self, options):
-        group, index = options["scheduling_strategy"]
-        at = (group.strategy, self.groups.index(group), index)
-        address = f"10.0.0.{len(self.started)}", 7000
-
-        def read():
-            said = self.script[at].get(timeout=20)
-            if said == "lost":
-                raise self.exceptions.RayError
-            return said
-
-        def find_address(wanted):
-            if at in self.silent:
-                raise self.exceptions.GetTimeoutError
-            return address
-
-        def start(words, variables, host):
-            self.started.append((at, options["num_gpus"], words, variables))
-
-        def send(number):
-            self.signals.append((at, number))
-            self.script[at].put(([], 128 + number))
-
-        methods = {"find_address": find_address, "start": start, "read": read}
-        actor = SimpleNamespace(
-            at=at,
-            **{k: SimpleNamespace(remote=partial(partial, v)) for k, v in methods.items()},
-            signal=SimpleNamespace(remote=send),
-        )
-        return SimpleNamespace(remote=lambda: actor)
-
-    def get(self, call, timeout=None):
-        return call()
-
-    def nodes(self):
-        return [{"NodeID": "n-SPREAD", "NodeManagerAddress": "10.0.0.9", "Alive": True}]
-
-    def kill(self, actor):
-        pass
-
-
-TRAINER, SERVER = ("PACK", 0, 0), ("SPREAD", 1, 0)
+    poll = wait = signal = last_lines = None
 
 
 @pytest.fixture
-def run_with(tmp_path, monkeypatch):
-    """Returns the stub and a function that runs a TOML on it."""
+def machines_of(tmp_path, monkeypatch):
+    """Returns the machines of a TOML, with places. Their processes are noted, and not started."""
     monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
-    monkeypatch.setattr(supervise, "POLL_S", 0.01)
-    monkeypatch.setattr(children, "BACKOFF_S", 0.0)
-    monkeypatch.setattr(ray_engine, "answers", lambda host, port: True)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    ray = StubRay()
+    monkeypatch.setattr(ray_engine, "RayChild", Placed)
+    monkeypatch.setattr(Placed, "made", [])
 
-    def run(text="", tables="[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"):
-        config = load_run_config(read_toml(tmp_path, text + tables))
+    def group(bundles, strategy):
+        groups.append((strategy, bundles))
+        return SimpleNamespace(strategy=strategy, wait=lambda seconds: True)
+
+    groups = []
+    nodes = lambda: [{"Alive": True}] * 2  # noqa: E731
+    ray = SimpleNamespace(nodes=nodes, util=SimpleNamespace(placement_group=group))
+
+    def machines_of(text, num_machines=1, teachers=()):
+        config = load_run_config(read_toml(tmp_path, text))
+        config.teachers = list(teachers)
         options = SimpleNamespace(resume=None, overwrite=False)
-        return supervise.supervise(config, ray_engine.RayMachines(ray, config, options))
+        plans = ray_engine.plan_for_ray(config)
+        found = ray_engine.RayMachines(ray, config, plans, options, num_machines)
+        return found, plans, groups
 
-    yield ray, run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def test_processes_get_their_gpus_and_variables_and_their_output_comes_here(run_with, capfd):
-    ray, run = run_with
-    ray.script[TRAINER].put((["hello"], None))
-    ray.script[TRAINER].put((["bye"], 3))
-    assert run() == 3
-    (server, server_gpus, server_words, server_env), (trainer, gpus, words, env) = ray.started
-    assert (server, server_gpus, trainer, gpus) == (SERVER, 4, TRAINER, 2)
-    assert [(g.strategy, g.bundles) for g in ray.groups] == [
-        ("PACK", [{"CPU": 1, "GPU": 2}]),
-        ("SPREAD", [{"CPU": 1, "GPU": 4}]),
-    ]
-    assert " ".join(server_words).endswith("--host 10.0.0.0 --port 7000")
-    assert "--nproc-per-node=2" in words and "verifiers_rl.cli.train" in words
-    assert env[SERVERS_VARIABLE] == "10.0.0.0:7000"
-    for variables in (env, server_env):
-        assert variables[TOKEN_VARIABLE] == "of the run"
-        assert "CUDA_VISIBLE_DEVICES" not in variables  # which Ray has set
-    said = capfd.readouterr().out
-    assert "[trainer] hello" in said and "[trainer] bye" in said
+    return machines_of
 
 
-def test_ranks_of_several_machines_meet_at_the_first(run_with):
-    ray, run = run_with
-    for index in range(2):
-        ray.script["PACK", 0, index].put(([], 5 * index))
-    assert run("trainer_nodes = 2\n") == 5
-    for index in range(2):
-        words = next(words for at, _, words, _ in ray.started if at == ("PACK", 0, index))
-        assert {"--nnodes=2", f"--node-rank={index}", "--master-addr=10.0.0.1"} <= set(words)
+GPUS = "[inference]\ngpus = 4\n[trainer]\ngpus = 2\n"
 
 
-def test_replicas_without_gpus_choose_their_cores_on_their_own_machines(run_with):
-    ray, run = run_with
-    ray.script[TRAINER].put(([], 0))
-    assert run(tables="[inference]\nreplicas = 3\ngpus = 0\n[trainer]\ngpus = 0\n") == 0
-    servers = [env for at, _, _, env in ray.started if at != TRAINER]
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in servers] == ["", "", ""]
-    assert not any("VLLM_CPU_OMP_THREADS_BIND" in env for env in servers)
+def test_places_have_the_gpus_of_their_processes_and_each_replica_has_one(machines_of):
+    text = "trainer_nodes = 3\ninference_nodes = 2\n"
+    found, plans, groups = machines_of(f"{text}[inference]\nreplicas = 2\n[trainer]\ngpus = 0\n")
+    found.open()
+    assert [plan.name for plan in plans] == [f"inference-{n}" for n in range(4)]
+    assert groups == [("PACK", [{"CPU": 1}] * 3), ("SPREAD", [{"CPU": 1, "GPU": 1}] * 4)]
 
 
-def test_a_process_that_does_not_start_in_time_is_one_error_that_names_its_machine(run_with, capfd):
-    ray, run = run_with
-    ray.silent.add(SERVER)
-    assert run() == 1
-    assert "inference has a place on 10.0.0.9, but Ray started no process" in capfd.readouterr().err
+def test_processes_get_their_gpus_and_variables(machines_of):
+    found, plans, _ = machines_of(GPUS)
+    found.open()
+    server = found.start_server(plans[0])
+    (trainer,) = found.start_trainers({"A": "1"})
+    assert (server.place[1:], trainer.place[1:]) == ((0, 4), (0, 2))
+    assert " ".join(server.words).endswith("--host 10.0.0.0 --port 7000")
+    assert "--nproc-per-node=2" in trainer.words and "verifiers_rl.cli.train" in trainer.words
+    assert trainer.env["A"] == "1" and trainer.name == "trainer"
+    for child in (server, trainer):
+        assert child.env[TOKEN_VARIABLE] == "of the run"
+        assert "CUDA_VISIBLE_DEVICES" not in child.env  # which Ray has set
 
 
-def test_a_server_whose_machine_is_lost_joins_elsewhere_a_few_times_only(run_with, capfd):
-    (ray, run), told = run_with, []
-    second = ("SPREAD", 1, 1)
-
-    def lose(times):
-        for _ in range(times):
-            started = len(ray.started)
-            ray.script[second].put("lost")
-            while len(ray.started) == started:
-                time.sleep(0.01)
-
-    def play():
-        while len(ray.started) < 3:
-            time.sleep(0.01)
-        time.sleep(0.5)  # they are looked at, and answer
-        with pytest.MonkeyPatch.context() as patch:  # from here on only the first answers
-            patch.setattr(ray_engine, "answers", lambda host, port: host == "10.0.0.0")
-            patch.setattr(InferenceClient, "join", lambda known, *new: told.append((known, new)))
-            lose(children.MAX_RESTARTS)
-            ray.script[second].put("lost")
-            time.sleep(0.5)
-            ray.script[TRAINER].put(([], 0))
-            time.sleep(0.5)
-
-    playing = threading.Thread(target=play)
-    playing.start()
-    assert run("inference_nodes = 2\n") == 0
-    playing.join()
-    again = [at for at, *_ in ray.started if at == second][1:]
-    assert len(again) == children.MAX_RESTARTS
-    # The trainer hears of each new address from the other server.
-    assert {known.base_url for known, _ in told} == {"http://10.0.0.0:7000"}
-    assert len({new for _, new in told}) == children.MAX_RESTARTS
-    said = capfd.readouterr()
-    assert "inference-1 is lost with its machine, 10.0.0." in said.out
-    assert "and is not restarted" in said.err
+def test_ranks_of_several_machines_meet_at_the_first(machines_of):
+    found, _, _ = machines_of(f"trainer_nodes = 2\n{GPUS}")
+    found.open()
+    for number, trainer in enumerate(found.start_trainers({})):
+        words = {"--nnodes=2", f"--node-rank={number}", "--master-addr=10.0.0.0"}
+        assert words <= set(trainer.words) and trainer.name == f"trainer-{number}"
 
 
-def test_a_lost_machine_with_ranks_ends_the_run_with_the_command_to_resume(run_with, capfd):
-    ray, run = run_with
-    ray.script[TRAINER].put("lost")
-    assert run() == 1
-    said = capfd.readouterr().err
-    assert "trainer is lost with its machine, 10.0.0.1. Go on from the last checkpoint: vf-rl" in (
-        said
-    )
-    assert "config.toml --resume" in said
+def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_of, monkeypatch):
+    text = f"inference_nodes = 3\n{GPUS}"
+    found, plans, _ = machines_of(text, teachers=[TeacherTable(0, "big", "m", 0)])
+    found.open()
+    assert [plan.name for plan in plans][3:] == ["teacher-big"]
+    for plan in reversed(plans):
+        found.start_server(plan)
+    up = ("10.0.0.0", "10.0.0.1")  # the teacher, and the last server
+    monkeypatch.setattr(ray_engine, "answers", lambda address: address[0] in up)
+    told = []
+    join = lambda known, *new: told.append((known.base_url, *new))  # noqa: E731
+    monkeypatch.setattr(InferenceClient, "join", join)
+    again = found.start_server(plans[0])
+    assert again.wanted == ("10.0.0.3", 7000)
+    # The trainer hears of the new address from a server that it knows.
+    assert told == [("http://10.0.0.1:7000", *again.address)]
+    found.start_server(plans[3])
+    assert len(told) == 1
 
 
-def test_a_signal_lets_the_trainer_save_and_then_ends_the_servers(run_with):
-    ray, run = run_with
+def test_a_cluster_that_is_too_small_is_one_clear_error(machines_of, monkeypatch):
+    found, _, _ = machines_of("[trainer.args]\nvllm_server_timeout = 0.1\n", num_machines=3)
+    with pytest.raises(TomlError, match=r"2 of WORLD_SIZE=3 machines joined within 0\.1 s"):
+        found.open()
+    found, _, _ = machines_of(f"{GPUS}[trainer.args]\nvllm_server_timeout = 0.1\n")
+    group = SimpleNamespace(wait=lambda seconds: False)
+    monkeypatch.setattr(found._ray.util, "placement_group", lambda *_, **__: group)
+    found._ray.available_resources = lambda: {"GPU": 1.0, "CPU": 8.0}
+    with pytest.raises(TomlError, match=r"trainer-0 2; free are 1 GPUs and 8 CPUs"):
+        found.open()
 
-    def send():
-        while len(ray.started) < 2:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=send, daemon=True).start()
-    assert run() == 143
-    asked = [at for at, number in ray.signals if number == signal.SIGTERM]
-    assert asked == [TRAINER, SERVER]
+def test_servers_that_run_already_need_their_token(machines_of, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    text = '[trainer.args]\nvllm_servers = ["h:1"]\n'
+    with pytest.raises(TomlError, match=r"\[trainer.args\] has vllm_servers, .*set it to their t"):
+        machines_of(text)
+    monkeypatch.setenv(TOKEN_VARIABLE, "t")
+    assert machines_of(text)[1] == []
 
 
 # --- Machines -------------------------------------------------------------------------------------
@@ -421,7 +302,7 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
         command = [*found[0].words, sys.executable, "-c", DRIVER, str(tmp_path / "end"), "0"]
         command += ["@", str(path), "--cluster.address", f"{found[0].address}:6379"]
         with Started(command, environment, tmp_path / "log") as run:
-            run.wait_for(r"\[trainer\] trains with 2 servers")
+            run.wait_for(r"\(trainer.*\)\S* trains with 2 servers")
             places = dict(re.findall(r"vf-rl: (\S+) is on ([\d.]+)", run.said()))
             servers = {name: places[name] for name in ("inference-0", "inference-1")}
             assert len(set(servers.values())) == 2 and found[0].address not in places.values()
@@ -429,7 +310,7 @@ def test_ray_places_a_run_and_places_a_replica_again_whose_machine_is_lost(tmp_p
             other = next(at for name, at in servers.items() if name != lost)
             machine = next(one for one in found if one.address == servers[lost])
             machine.set_link("down")
-            run.wait_for(rf"{lost} is lost with its machine, {machine.address}; starting it again")
-            run.wait_for(rf"\[{lost}\] serving at {other}")
+            run.wait_for(rf"is lost with its machine, {machine.address}; starting it again")
+            run.wait_for(rf"\({lost}.*\)\S* serving at {other}")
             (tmp_path / "end").touch()
             assert run.process.wait(60) == 0, run.said()

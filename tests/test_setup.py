@@ -126,8 +126,7 @@ def test_without_an_example_it_is_an_environment_of_ones_own(tmp_path, run_setup
     assert {*setup.workspace_files("skeleton")} == {
         str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()
     }
-    (first, *_) = setup.first_commands((tmp_path / "README.md").read_text())
-    assert f"    cd {tmp_path}\n    {first}\n" in said
+    assert f"    cd {tmp_path}\n    less README.md\n" in said
 
 
 def test_the_script_of_a_workspace_is_the_run_of_its_toml(make_workspace, monkeypatch):
@@ -179,14 +178,9 @@ def test_files_that_are_there_are_named_and_left(tmp_path, run_setup):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["accelerate", "rl.toml"]
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("wordl", "did you mean 'wordle'?"), ("Reverse_Txt", "did you mean 'reverse-text'?"),
-     ("zzz", "there are skeleton, ")],
-)  # fmt: skip
-def test_an_unknown_example_is_one_clear_error(tmp_path, run_setup, name, hint):
-    status, said = run_setup(tmp_path, "--example", name)
-    assert status == 1 and f"--example {name!r}: no such example; {hint}" in said
+def test_an_unknown_example_is_one_clear_error(tmp_path, run_setup):
+    status, said = run_setup(tmp_path, "--example", "wordl")
+    assert status == 1 and "--example 'wordl': choose one of skeleton, " in said
     assert not [*tmp_path.iterdir()]
 
 

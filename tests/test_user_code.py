@@ -6,7 +6,7 @@ import pytest
 
 from verifiers_rl import LossOutputs, RLConfig
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.plan import server_command
+from verifiers_rl.cli.plan import plan_servers
 from verifiers_rl.option_rules import ConfigError
 from verifiers_rl.types import Rollout
 
@@ -108,7 +108,7 @@ def test_a_toml_names_the_class_of_its_trainer(folder):
     assert run.trainer_class().__name__ == "MyTrainer"
     assert run.config_class().__name__ == "Config"
     assert (run.option("batch_size"), run.option("max_seq_len")) == (32, 96)
-    assert "--max-model-len 96 " in " ".join(server_command(run, "h", 7))
+    assert "--max-model-len 96 " in " ".join(plan_servers(run)[0].command("h", 7))
     run.load_own_code()
     assert write_toml(folder, "gpus = 1").config_class() is RLConfig
 

@@ -40,8 +40,8 @@ gpus = 1                         # vf-rl starts its server on GPUs of its own; 0
 [teacher.args]                   # flags of the server that vf-rl starts, as in [inference.args]
 
 [inference]
-gpus = 1                         # of each replica; 0: CPU. Without `replicas`, vf-rl divides
-                                 # several GPUs into replicas by the model's size
+gpus = 1                         # of each replica; 0: CPU. Without `replicas`, several GPUs become
+                                 # replicas of one GPU, or of tensor_parallel_size
 replicas = 1                     # servers of the same model, each with `gpus` GPUs of its own
 [inference.args]                 # flags of vf-vllm, so of vLLM: max_model_len = 2048, or
                                  # "max-model-len" = 2048, is --max-model-len 2048

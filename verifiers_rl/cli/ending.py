@@ -12,44 +12,28 @@ import time
 from collections.abc import Iterable
 from types import FrameType
 
-from verifiers_rl.process.parent import die_with_parent
-
 SAVE_GRACE_S = 120.0  # between the request to end and SIGKILL; a checkpoint is saved meanwhile
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupt:
-    """Turns the first SIGINT or SIGTERM into KeyboardInterrupt, and ends the process at once upon a
-    second one. `RLTrainer.train` has handlers of its own; these are for the time around it.
-
-    Attributes:
-        number: the signal that came; None before it.
+def interrupt_by_signals() -> None:
+    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt with its number, and a second one end
+    the process at once. `RLTrainer.train` has handlers of its own; these are for the time around
+    it. Call this again after code that may install handlers.
     """
+    for number in NUMBERS:
+        signal.signal(number, _interrupt)
 
-    def __init__(self) -> None:
-        self.number: int | None = None
 
-    def handle_signals(self) -> None:
-        """Install our handlers. Call this again after code that may install handlers of its own."""
-        if self.number is None:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._handle)
+def end_by_signals() -> None:
+    """Let signals end the process at once, also while C code holds the main thread."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_DFL)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        # The default action ends the process also while C code holds the main thread.
-        self.release()
-        if self.number is not None:
-            os.kill(os.getpid(), number)
-        self.number = number
-        raise KeyboardInterrupt
 
-    def release(self) -> None:
-        """Let signals end the process at once."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-
-    @property
-    def exit_status(self) -> int:
-        return 128 + (self.number or signal.SIGINT)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    end_by_signals()
+    raise KeyboardInterrupt(number)
 
 
 def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
@@ -67,9 +51,6 @@ def end_with(pids: Iterable[int], grace_s: float = SAVE_GRACE_S) -> None:
             poll.register(os.pidfd_open(pid), select.POLLIN)
         except ProcessLookupError:
             sys.exit("the process that started this one is gone")
-        except OSError:  # a sandbox may forbid it: watch only the direct parent, no SIGKILL
-            die_with_parent(os.getppid())
-            return
 
     def watch() -> None:
         poll.poll()

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, MutableMapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,10 +29,9 @@ from verifiers_rl.cli.children import Child, ChildError, LocalChild
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.teachers import refuse_several_machines
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.process.interrupts import handle_signals
-from verifiers_rl.process.waiting import WaitingLine
+from verifiers_rl.process.waiting import wait_until
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 # In the environment of Ray on a machine: the file that gets the status of the run.
@@ -98,8 +96,6 @@ def machine_of(config: RunConfig) -> Machine | None:
         TomlError: they contradict [cluster], or the token is missing.
     """
     machine, table = take_variables(os.environ), config.cluster
-    if machine is not None or table.engine:
-        refuse_several_machines(config)
     if machine is None:
         for name in ("trainer_nodes", "inference_nodes"):
             if not table.engine and getattr(table, name) is not None:
@@ -130,23 +126,26 @@ def run_on_machines(config: RunConfig, options: argparse.Namespace, machine: Mac
     """Do this machine's part of the run; return the run's exit status.
 
     Raises:
-        TomlError: as `ray_engine.run_on_ray`, or MASTER_ADDR has no address.
+        TomlError: see `ray_engine.run_on_ray` and `find_head`.
     """
     from verifiers_rl.cli.ray_engine import run_on_ray
 
     timeout_s = config.option("vllm_server_timeout")
-    where = f"{machine.host}:{machine.port}"
+    address = find_head(machine)
     # Ray's own ports ask for this token. Our token itself stays with our processes.
     token = hmac.digest(os.environ[TOKEN_VARIABLE].encode(), b"ray", "sha256").hex()
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(LOST_S))
     try:
         if machine.rank:
-            return join(machine, where, timeout_s)
-        print(f"vf-rl: Ray's head for {machine.size} machines is at {where}", flush=True)
-        head = start_ray(machine, ["--head", "--port", str(machine.port)])
+            return join(machine, address, timeout_s)
+        config.cluster.address = f"{address}:{machine.port}"
+        where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
+        print(f"vf-rl: this machine is {where}", flush=True)
+        words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
+        head = start_ray([*words, "--include-dashboard", "false"])
         try:
-            wait_until_started(head, f"Ray's head at {where}", timeout_s)
+            wait_until_started(head, where, timeout_s)
             return run_on_ray(config, options, machine.size, tell_others)
         finally:
             head.stop()
@@ -154,25 +153,52 @@ def run_on_machines(config: RunConfig, options: argparse.Namespace, machine: Mac
         fail(error)
 
 
-def join(machine: Machine, where: str, timeout_s: float) -> int:
+def find_head(machine: Machine) -> str:
+    """Return the address of the machine with Ray's head.
+
+    Raises:
+        TomlError: MASTER_ADDR has none, or one that other machines cannot reach.
+    """
+    host = machine.host
+    try:
+        address = str(socket.getaddrinfo(host, machine.port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise TomlError(
+            f"MASTER_ADDR={host!r} cannot be reached: {error.strerror}; set it to the name or "
+            "address of the machine with RANK=0"
+        ) from error
+    if machine.rank == 0 and address.startswith("127.") and host not in (address, "localhost"):
+        raise TomlError(
+            f"MASTER_ADDR={host!r} is {address} on this machine, which other machines "
+            "cannot reach; set it to this machine's address in their network"
+        )
+    return address
+
+
+def join(machine: Machine, address: str, timeout_s: float) -> int:
     """Let the run use this machine, until it has ended; return its exit status.
+
+    Args:
+        address: of the head.
 
     Raises:
         ChildError: there is no head within `timeout_s`, or it is lost.
     """
-    print(
-        f"vf-rl: machine {machine.rank} of {machine.size} joins Ray's head at {where}", flush=True
-    )
-    deadline = time.monotonic() + timeout_s
-    with WaitingLine(lambda: f"Ray's head at {where}") as line:
-        while not _listens(machine.host, machine.port):
-            if time.monotonic() > deadline:
-                raise ChildError(
-                    f"no Ray head at {where} after {timeout_s:g} s (vllm_server_timeout): start "
-                    "vf-rl with RANK=0 there, and let a firewall pass MASTER_PORT"
-                )
-            line.show()
-            time.sleep(POLL_S)
+    where = f"Ray's head at {address}:{machine.port}"
+    print(f"vf-rl: machine {machine.rank} of {machine.size} joins {where}", flush=True)
+
+    def listens() -> bool:
+        try:
+            socket.create_connection((address, machine.port), 5.0).close()
+        except OSError:
+            return False
+        return True
+
+    if not wait_until(listens, where, timeout_s):
+        raise ChildError(
+            f"nothing answers at {where} after {timeout_s:g} s (vllm_server_timeout): start "
+            "vf-rl with RANK=0 there, and let a firewall pass MASTER_PORT"
+        )
     deadline, stopped = math.inf, 0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -184,15 +210,16 @@ def join(machine: Machine, where: str, timeout_s: float) -> int:
 
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         end_file = Path(folder, "status")
-        ray = start_ray(machine, ["--address", where], {END_VARIABLE: str(end_file)})
+        words = ["--address", f"{address}:{machine.port}"]
+        ray = start_ray(words, {END_VARIABLE: str(end_file)})
         handle_signals(on_signal)
         try:
             wait_until_started(ray, f"Ray on this machine, which joins {where},", timeout_s)
             while not end_file.exists() and time.monotonic() < deadline:
                 if ray.wait(POLL_S) and not end_file.exists():
                     raise ChildError(
-                        f"Ray's head at {where} is lost, and the run with it; see "
-                        "the output of the machine with RANK=0"
+                        f"{where} is lost, and the run with it; see the output of the machine "
+                        "with RANK=0"
                     )
             return int(end_file.read_text()) if end_file.exists() else 128 + stopped
         finally:
@@ -219,12 +246,10 @@ def _write_end(status: int) -> None:
     beside.rename(path)
 
 
-def start_ray(machine: Machine, words: list[str], env: dict[str, str] | None = None) -> Child:
+def start_ray(words: list[str], env: dict[str, str] | None = None) -> Child:
     """Start Ray's processes of this machine, which end with their starter."""
-    words = [*words, "--node-ip-address", own_address(machine), "--block"]
     # Nothing of ours goes through Ray's memory for objects.
-    words += ["--object-store-memory", "100000000", "--disable-usage-stats"]
-    words += ["--include-dashboard", "false"] if machine.rank == 0 else []
+    words = [*words, "--object-store-memory", "100000000", "--disable-usage-stats", "--block"]
     child = LocalChild("ray", ["-m", "verifiers_rl.cli.machines", "start", *words], env or {})
     child.mute()
     return child
@@ -236,52 +261,15 @@ def wait_until_started(ray: Child, what: str, timeout_s: float) -> None:
     Raises:
         ChildError: it has ended, or does not say so in time.
     """
-    deadline = time.monotonic() + timeout_s
-    with WaitingLine(lambda: what) as line:
-        while not any("Ray runtime started" in said for said in ray.last_lines):
-            if ray.wait(POLL_S):
-                ray.wait_for_output()
-                print("\n".join(ray.last_lines), file=sys.stderr)
-                raise ChildError(f"{what} {ray.end}; its last lines are above")
-            if time.monotonic() > deadline:
-                raise ChildError(f"{what} does not run after {timeout_s:g} s (vllm_server_timeout)")
-            line.show()
 
+    def has_started() -> bool:
+        return any("Ray runtime started" in line for line in ray.last_lines())
 
-def own_address(machine: Machine) -> str:
-    """Return the address of this machine that the head reaches; nothing is sent.
-
-    Raises:
-        TomlError: MASTER_ADDR has no address.
-    """
-    host = machine.host
-    try:
-        found = socket.getaddrinfo(host, machine.port, type=socket.SOCK_DGRAM)
-        family, _, _, _, address = found[0]
-        if machine.rank == 0:
-            own = str(address[0])
-            if own.startswith("127.") and host not in (own, "localhost"):
-                raise TomlError(
-                    f"MASTER_ADDR={host!r} is {own} on this machine, which other machines "
-                    "cannot reach; set it to this machine's address in their network"
-                )
-            return own
-        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise TomlError(
-            f"MASTER_ADDR={host!r} cannot be reached: {error.strerror}; set it to the name or "
-            "address of the machine with RANK=0"
-        ) from error
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), 5.0).close()
-    except OSError:
-        return False
-    return True
+    if not wait_until(lambda: ray.wait(POLL_S) or has_started(), what, timeout_s):
+        raise ChildError(f"{what} does not run after {timeout_s:g} s (vllm_server_timeout)")
+    if not has_started():
+        print("\n".join(ray.last_lines()), file=sys.stderr)
+        raise ChildError(f"{what} {ray.end}; its last lines are above")
 
 
 def main() -> None:

@@ -2,13 +2,13 @@
 
 Each process of the run is the child of an actor, which Ray places on a machine with enough GPUs.
 This process starts and ends them through their actors, as it does with children of its own in a run
-on one machine (`supervise.supervise`), and prints their output.
+on one machine (`supervise.supervise`). Ray brings their output here.
 
     this process ──► Ray ──► actor ──► the trainer's first ranks
                         ├──► actor ──► further ranks            (packed together)
                         └──► actor ──► vf-vllm                  (spread)
 
-A process whose machine is lost gets another actor, which Ray places again.
+A server whose machine is lost gets another actor, which Ray places again.
 """
 
 from __future__ import annotations
@@ -16,42 +16,27 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import queue
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from verifiers_rl.cli.children import (
-    Child,
-    ChildError,
-    Supervised,
-    answers,
-    lines_of,
-    signal_group,
-    start_python,
-)
+from verifiers_rl.cli.children import POLL_S, Child, LocalChild, answers
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.plan import (
-    SERVERS_VARIABLE,
-    check_parallel_sizes,
+    Address,
+    ServerPlan,
     check_trainer_options,
-    host_and_port,
-    server_command,
-    server_env,
+    plan_servers,
     trainer_command,
-    trainer_env,
 )
 from verifiers_rl.cli.resolved import write_code
 from verifiers_rl.cli.supervise import supervise
@@ -60,20 +45,22 @@ from verifiers_rl.inference.client import (
     InferenceClient,
     InferenceServerError,
 )
-from verifiers_rl.process.waiting import WaitingLine
+from verifiers_rl.process.waiting import wait_until
 
-READ_S = 1.0  # between two looks at the output of a process
-ADDRESS = tuple[str, int]
+OUTPUT_S = 1.0  # so long Ray takes to bring the last lines of a process here
 
 
 class ProcessActor:
     """Runs one process on the machine where Ray has placed it. Methods run on threads."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._child: LocalChild | None = None
 
-    def find_address(self, wanted: ADDRESS | None) -> ADDRESS:
+    def __repr__(self) -> str:  # which Ray puts in front of its output
+        return self._name
+
+    def find_address(self, wanted: Address | None) -> Address:
         """Return this machine's address, and a free port: that of `wanted`, if it is an address of
         this machine and its port is free.
         """
@@ -87,153 +74,110 @@ class ProcessActor:
                 return host, server.getsockname()[1]
         raise OSError(f"{host} has no free port")
 
-    def start(self, words: list[str], variables: dict[str, str], host: str) -> None:
-        """Start Python with these words and variables. It ends with this process."""
-        # It knows nothing of Ray, whose variables have the cluster's token.
-        env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    def run(self, words: list[str], env: dict[str, str], host: str) -> tuple[int, list[str]]:
+        """Run Python with these words and variables, until its end or ours. Return its exit status
+        and its last lines.
+        """
         # gloo takes the interface of the machine's name otherwise, which is often the loopback's.
         for name, addresses in psutil.net_if_addrs().items():
             if host in [one.address for one in addresses]:
-                env.setdefault("GLOO_SOCKET_IFNAME", name)
-        env |= variables
-        self._process = start_python(words, env, subprocess.PIPE, subprocess.STDOUT)
-        threading.Thread(target=self._collect, args=(self._process.stdout,), daemon=True).start()
-
-    def _collect(self, output: Any) -> None:
-        for line in lines_of(output):
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def read(self) -> tuple[list[str], int | None]:
-        """Wait for output; return its lines, and the exit status when there will be no more."""
-        assert self._process is not None
-        lines: list[str] = []
-        deadline = time.monotonic() + READ_S
-        while len(lines) < 1000 and (left_s := deadline - time.monotonic()) > 0:
-            try:
-                line = self._lines.get(timeout=0.05 if lines else left_s)
-            except queue.Empty:
-                break
-            if line is None:
-                return lines, self._process.wait()
-            lines.append(line)
-        return lines, None
+                env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", name), **env}
+        # It knows nothing of Ray, whose variables have the cluster's token.
+        self._child = child = LocalChild("", words, env, drop="RAY_")
+        while not child.wait(60.0):
+            pass
+        return child.poll() or 0, child.last_lines()
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and what it has started."""
-        if self._process is not None:
-            signal_group(self._process, number)
+        if self._child is not None:
+            self._child.signal(number)
 
 
 class RayChild(Child):
-    """A process in a place that Ray has reserved. It starts in the background.
+    """A process in a place that Ray has reserved. It starts when it is polled, as soon as the place
+    has an address.
 
     Args:
-        place: placement group, index in it, and its CPUs and GPUs.
+        place: placement group, index in it, and its GPUs.
         plan: returns the words and the variables of the process at an address: of its machine, with
             a port that is free there.
         timeout_s: how long Ray may take to start an actor in the place.
         wanted: an address that it had before, and takes again if it can.
-
-    Attributes:
-        address: see `plan`; None until it has one.
     """
 
     def __init__(
         self,
         name: str,
         ray: Any,
-        place: tuple[Any, int, dict[str, int]],
-        plan: Callable[[ADDRESS], tuple[list[str], dict[str, str]]],
+        place: tuple[Any, int, int],
+        plan: Callable[[Address], tuple[list[str], dict[str, str]]],
         timeout_s: float,
-        wanted: ADDRESS | None = None,
+        wanted: Address | None = None,
     ) -> None:
         super().__init__(name)
-        self._ray, self._place, self._timeout_s = ray, place, timeout_s
-        self.address: ADDRESS | None = None
+        self._ray, self._plan, self._timeout_s = ray, plan, timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._status: int | None = None
+        self._last_lines: list[str] = []
         self._why_lost = ""
-        self._has_address, self._has_ended = threading.Event(), threading.Event()
-        group, index, bundle = place
+        group, index, gpus = place
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
-        self._actor = ray.remote(ProcessActor).options(
-            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_concurrency=4,
-            scheduling_strategy=strategy,
-        ).remote()  # fmt: skip
-        find = self._actor.find_address.remote(wanted)
-        self._reader = threading.Thread(target=self._follow, args=(plan, find), daemon=True)
-        self._reader.start()
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 4}
+        actor = ray.remote(ProcessActor).options(**options, scheduling_strategy=strategy)
+        self._actor = actor.remote(name)
+        self._awaited = self._actor.find_address.remote(wanted)
 
-    def _follow(self, plan: Any, find: Any) -> None:
-        """Start the process, and print its output until its end or that of its machine."""
-        ray, status = self._ray, None
+    def wait(self, seconds: float) -> bool:
+        """Wait for its address, then for its end. Starts it in between."""
+        if self._status is not None:
+            return True
+        ray = self._ray
         try:
-            self.address = ray.get(find, timeout=self._timeout_s)
-            print(f"vf-rl: {self.name} is on {self.address[0]}", flush=True)
-            words, env = plan(self.address)  # first: who waits for the address needs what it notes
-            self._has_address.set()
-            start = self._actor.start.remote(words, env, self.address[0])
-            ray.get(start, timeout=self._timeout_s)
-            while status is None:
-                lines, status = ray.get(self._actor.read.remote())
-                self._show(lines)
-        except ray.exceptions.GetTimeoutError:
-            self._why_lost = (
-                f"has a place on {self._machine()}, but Ray started no process there within "
-                f"{self._timeout_s:g} s (vllm_server_timeout); see Ray's logs on that machine "
-                "(/tmp/ray/session_latest/logs), and whether a firewall lets its ports pass"
-            )
+            if ray.wait([self._awaited], timeout=seconds)[0]:
+                result = ray.get(self._awaited)
+                if self.address is not None:
+                    self._status, self._last_lines = result
+                else:
+                    self.address = host, port = result
+                    print(f"vf-rl: {self.name} is on {host}", flush=True)
+                    self._awaited = self._actor.run.remote(*self._plan((host, port)), host)
+            elif self.address is None and time.monotonic() > self._deadline:
+                self._lose(
+                    f"has a place, but Ray started no process there within {self._timeout_s:g} s "
+                    "(vllm_server_timeout); see Ray's logs (/tmp/ray/session_latest/logs), and "
+                    "whether a firewall lets its ports pass"
+                )
         except ray.exceptions.RayError:
-            self._why_lost = f"is lost with its machine, {self._machine()}"
-        self.is_lost = status is None
-        status = 1 if status is None else status
-        self._status = 128 - status if status < 0 else status
-        self._has_ended.set()
-        self._has_address.set()
+            where = self.address[0] if self.address else "before it had an address"
+            self._lose(f"is lost with its machine, {where}")
+        return self._status is not None
 
-    def _machine(self) -> str:
-        """Return the address of the machine where Ray has reserved the place."""
-        if self.address is not None:
-            return self.address[0]
-        group, index, _ = self._place
-        node_id = self._ray.util.placement_group_table(group)["bundles_to_node_id"].get(index)
-        addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in self._ray.nodes()}
-        return addresses.get(node_id, "a machine that is gone")
+    def _lose(self, why: str) -> None:
+        self._status, self.is_lost, self._why_lost = 1, True, why
 
-    def find_address(self) -> ADDRESS:
-        """Wait until it has an address.
-
-        Raises:
-            ChildError: Ray's process does not start.
-        """
-        self._has_address.wait()  # `_follow` has the deadline
-        if self.address is None:
-            raise ChildError(f"{self.name} {self.end}")
-        return self.address
+    def poll(self) -> int | None:
+        self.wait(0.0)
+        return self._status
 
     @property
     def end(self) -> str:
         return self._why_lost or super().end
 
-    def poll(self) -> int | None:
-        return self._status
+    def last_lines(self) -> list[str]:
+        return self._last_lines
 
-    def wait(self, seconds: float) -> bool:
-        return self._has_ended.wait(seconds)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._ray.kill(self._actor)  # what it has started ends with it
-
-    def _signal(self, number: int) -> None:
+    def signal(self, number: int) -> None:
         self._actor.signal.remote(number)
+        if number == signal.SIGKILL:
+            self._ray.kill(self._actor)  # what it has started ends with it
 
 
 class RayMachines:
-    """See `supervise.Machines`.
+    """See `supervise.Launcher`.
 
     Args:
-        sent: the configuration as it is on the machines. It becomes that of one place.
+        plans: of all servers.
         num_machines: wait until the cluster has so many.
 
     Raises:
@@ -241,141 +185,115 @@ class RayMachines:
     """
 
     def __init__(
-        self, ray: Any, sent: RunConfig, options: argparse.Namespace, num_machines: int = 1
+        self,
+        ray: Any,
+        config: RunConfig,
+        plans: Sequence[ServerPlan],
+        options: argparse.Namespace,
+        num_machines: int = 1,
     ) -> None:
-        self._ray, self._config, self._options = ray, sent, options
+        self._ray, self._config, self._options, self._plans = ray, config, options, plans
         self._num_machines = num_machines
-        table = sent.cluster
-        self.num_trainers = table.trainer_nodes or 1
-        # Each replica has a place of its own, so that Ray can spread them.
-        self.num_servers = (table.inference_nodes or 1) * sent.inference_replicas
-        sent.inference_replicas = 1
-        if sent.trainer_args.get("vllm_servers"):
-            self.num_servers = 0
-            if not os.environ.get(TOKEN_VARIABLE):
-                place = sent.place("trainer", "args", "vllm_servers")
-                raise TomlError(
-                    f"{place} has vllm_servers, which run already, and {TOKEN_VARIABLE} is not "
-                    "set; set it to their token"
-                )
-        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-        self._own = {TOKEN_VARIABLE: token}
-        os.environ[TOKEN_VARIABLE] = token  # to ask servers whether they are up
-        self._groups: list[Any] = []
-        self._addresses: dict[int, ADDRESS] = {}  # of servers, by their number
-        self._timeout_s = 0.0
-        self.servers: list[Supervised] = []
-        self.others: list[Supervised] = []
-        self.trainers: list[Child] = []
+        self._timeout_s = config.option("vllm_server_timeout")
+        if config.trainer_args.get("vllm_servers") and not os.environ.get(TOKEN_VARIABLE):
+            raise TomlError(
+                f"{config.place('trainer', 'args', 'vllm_servers')} has vllm_servers, which run "
+                f"already, and {TOKEN_VARIABLE} is not set; set it to their token"
+            )
+        # Also for this process, which asks servers whether they are up.
+        os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        self._places: dict[str, Any] = {}
+        self._addresses: dict[str, Address] = {}  # of servers
 
-    def start(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._wait_for_machines()
-        config = self._config
-        trainer_places = self._reserve(self.num_trainers, config.trainer_gpus, "trainer")
-        server_places = self._reserve(self.num_servers, config.inference_gpus, "inference")
-        for number, place in enumerate(server_places):
-            what = f"inference-{number}" if self.num_servers > 1 else "inference"
-            start = partial(self._start_server, what, number, place)
-            is_ready = partial(self._is_up, number)
-            self.servers.append(Supervised(what, start, is_ready, config, ("inference",)))
-        for server in self.servers:
-            server.child.find_address()  # type: ignore[attr-defined]
-        for number, place in enumerate(trainer_places):
-            name = f"trainer-{number}" if self.num_trainers > 1 else "trainer"
-            plan = partial(self._plan_trainer, number)
-            child = RayChild(name, self._ray, place, plan, timeout_s)
-            self.trainers.append(child)
-            if number == 0:
-                self._master = child.find_address()
+    def open(self) -> None:
+        """Wait for the machines, and reserve places: those of the trainer packed together, the
+        others spread.
 
-    def _wait_for_machines(self) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        Raises:
+            TomlError: there are not enough machines, or they have no place.
+        """
 
         def count() -> int:
             return sum(node["Alive"] for node in self._ray.nodes())
 
-        with WaitingLine(lambda: f"machines: {count()} of {self._num_machines}") as line:
-            while (found := count()) < self._num_machines:
-                if time.monotonic() > deadline:
-                    raise TomlError(
-                        f"{found} of WORLD_SIZE={self._num_machines} machines joined within "
-                        f"{self._timeout_s:g} s (vllm_server_timeout); start vf-rl with the four "
-                        "variables on each, and let a firewall pass Ray's ports"
-                    )
-                line.show()
-                time.sleep(0.25)
+        wanted, timeout_s = self._num_machines, self._timeout_s
+        if not wait_until(lambda: count() >= wanted, f"{wanted} machines", timeout_s):
+            raise TomlError(
+                f"{count()} of WORLD_SIZE={wanted} machines joined within {timeout_s:g} s "
+                "(vllm_server_timeout); start vf-rl with the four variables on each, and let a "
+                "firewall pass Ray's ports"
+            )
+        gpus = self._config.trainer_gpus
+        count_trainers = self._config.cluster.trainer_nodes or 1
+        self._reserve("PACK", {f"trainer-{n}": gpus for n in range(count_trainers)})
+        self._reserve("SPREAD", {plan.name: plan.gpus for plan in self._plans})
 
-    def _reserve(self, count: int, gpus: int, table: str) -> list[tuple[Any, int, dict[str, int]]]:
-        """Reserve places: those of the trainer packed together, the others spread.
+    def _reserve(self, strategy: str, gpus: dict[str, int]) -> None:
+        if not gpus:
+            return
+        bundles = [{"CPU": 1, "GPU": count} if count else {"CPU": 1} for count in gpus.values()]
+        group = self._ray.util.placement_group(bundles, strategy=strategy)
+        shown = ", ".join(f"{name} {count}" for name, count in gpus.items())
+        if not wait_until(lambda: group.wait(POLL_S), f"places for {shown}", self._timeout_s):
+            free = self._ray.available_resources()
+            raise TomlError(
+                f"{self._config.source('trainer')}: Ray found no places with these GPUs, and 1 "
+                f"CPU each, within {self._timeout_s:g} s (vllm_server_timeout): {shown}; free are "
+                f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
+            )
+        self._places |= {name: (group, n, gpus[name]) for n, name in enumerate(gpus)}
 
-        Raises:
-            TomlError: the cluster has no place for them.
-        """
-        if not count:
-            return []
-        ray, config = self._ray, self._config
-        bundle = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
-        strategy = "PACK" if table == "trainer" else "SPREAD"
-        group = ray.util.placement_group([bundle] * count, strategy=strategy)
-        self._groups.append(group)
-        deadline = time.monotonic() + self._timeout_s
-        with WaitingLine(lambda: f"{count} places for {table}") as line:
-            while not group.wait(1.0):
-                line.show()
-                if time.monotonic() > deadline:
-                    free = ray.available_resources()
-                    raise TomlError(
-                        f"{config.source(table, 'gpus')}: {table}.gpus={gpus}: each of {count} "
-                        f"places needs {gpus} GPUs and 1 CPU, and Ray found none in "
-                        f"{self._timeout_s:g} s (vllm_server_timeout); free are "
-                        f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
-                    )
-        return [(group, index, bundle) for index in range(count)]
+    def start_server(self, plan: ServerPlan) -> Child:
+        before = self._addresses.pop(plan.name, None)
 
-    def _start_server(self, name: str, number: int, place: Any) -> Child:
-        before = self._addresses.pop(number, None)
-
-        def plan(address: ADDRESS) -> tuple[list[str], dict[str, str]]:
-            words = server_command(self._config, *address)
-            if before is not None and before != address:
+        def at(address: Address) -> tuple[list[str], dict[str, str]]:
+            if before not in (None, address) and not plan.is_needed:
                 # The trainer hears of the new address from the servers that it knows.
-                for known in list(self._addresses.values()):
-                    with suppress(InferenceServerError):  # lost too
-                        InferenceClient(*known).join(*address)
-            self._addresses[number] = address
-            env = server_env(self._config, "", number)
-            return words, self._env(env, self._config.inference_gpus)
+                policy = [one.name for one in self._plans if not one.is_needed]
+                for known in map(self._addresses.get, policy):
+                    if known is not None and answers(known):
+                        with (
+                            suppress(InferenceServerError),
+                            closing(InferenceClient(*known)) as client,
+                        ):
+                            client.join(*address)
+            self._addresses[plan.name] = address
+            return plan.command(*address), self._env(plan.env, plan.gpus)
 
-        return RayChild(name, self._ray, place, plan, self._timeout_s, before)
+        return RayChild(plan.name, self._ray, self._places[plan.name], at, self._timeout_s, before)
 
     def _env(self, env: dict[str, str], gpus: int) -> dict[str, str]:
-        """Return the variables of a process, with the run's token."""
-        if gpus:
-            del env["CUDA_VISIBLE_DEVICES"]  # Ray has set them
-        return env | self._own
+        """Return the variables of a process, with the run's token. Ray has set those of GPUs."""
+        own = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+        return {**env, **own, TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]}
 
-    def _is_up(self, number: int) -> bool:
-        address = self._addresses.get(number)
-        return address is not None and answers(*address)
+    def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
+        config, options = self._config, self._options
+        number = config.cluster.trainer_nodes or 1
+        env = self._env(env, config.trainer_gpus)
+        first: Child | None = None
+        for n in range(number):
 
-    def _servers_named(self) -> list[str]:
-        return [host_and_port(*self._addresses[number]) for number in sorted(self._addresses)]
+            def at(own: Address, n: int = n, first: Child | None = first) -> Any:
+                master = first.find_address() if first else own
+                return trainer_command(config, options, n, number, master), env
 
-    def _plan_trainer(self, number: int, address: ADDRESS) -> tuple[list[str], dict[str, str]]:
-        master = address if number == 0 else self._master
-        config, named = self._config, self._servers_named()
-        env = self._env(trainer_env("", named), config.trainer_gpus)
-        if named:  # also if it is one
-            env[SERVERS_VARIABLE] = " ".join(named)
-        if not config.trainer_gpus:
-            env["ACCELERATE_USE_CPU"] = "true"
-        words = trainer_command(config, self._options, number, self.num_trainers, master)
-        return words, env
+            name = "trainer" if number == 1 else f"trainer-{n}"
+            child = RayChild(name, self._ray, self._places[f"trainer-{n}"], at, self._timeout_s)
+            first = first or child
+            yield child
 
     def close(self) -> None:
-        for group in self._groups:
-            self._ray.util.remove_placement_group(group)
+        time.sleep(OUTPUT_S)
+
+
+def plan_for_ray(config: RunConfig) -> list[ServerPlan]:
+    """Return the servers of a run on a cluster. Each has a place of its own, so that Ray can spread
+    them.
+    """
+    spread = copy.copy(config)
+    spread.inference_replicas *= config.cluster.inference_nodes or 1
+    return plan_servers(spread)
 
 
 def run_on_ray(
@@ -393,14 +311,13 @@ def run_on_ray(
     Raises:
         TomlError: Ray is not installed, does not answer, or the configuration cannot run there.
     """
-    where = config.place("cluster", "engine")
     try:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise TomlError(
-            f"{where} engine='ray' needs Ray, which is not installed: pip install "
-            "'verifiers-rl[ray]', the same version on all machines"
+            f"{config.place('cluster', 'engine')} engine='ray' needs Ray, which is not installed: "
+            "pip install 'verifiers-rl[ray]', the same version on all machines"
         ) from error
     if "vllm_server_host" in config.trainer_args:
         raise TomlError(
@@ -408,7 +325,6 @@ def run_on_ray(
             "meaning where Ray chooses the machines; remove it"
         )
     args = check_trainer_options(config)
-    check_parallel_sizes(config)
     if isinstance(options.resume, str):  # other machines have other working directories
         options.resume = os.path.abspath(options.resume)
     sent = copy.copy(config)
@@ -416,12 +332,12 @@ def run_on_ray(
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         write_code(config, str(args.output_dir), Path(folder))
         os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # of a job that Ray itself has started
+        os.environ["RAY_DEDUP_LOGS"] = "0"
         package = str(Path(__file__).parents[1])
         try:
             ray.init(
                 address=config.cluster.address,
                 runtime_env={"working_dir": folder, "py_modules": [package]},
-                log_to_driver=False,
                 logging_level="warning",
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -431,7 +347,9 @@ def run_on_ray(
             ) from error
     status = 1
     try:
-        status = supervise(config, RayMachines(ray, sent, options, num_machines))
+        plans = plan_for_ray(config)
+        machines = RayMachines(ray, sent, plans, options, num_machines)
+        status = supervise(config, plans, machines)
     except ray.exceptions.RayError as error:
         print(f"vf-rl: error: {error}", file=sys.stderr)
     finally:

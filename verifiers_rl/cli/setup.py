@@ -10,13 +10,11 @@ workspace, so `examples/NAME/` and `examples/` are removed from the texts.
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from pathlib import Path
 
 import verifiers_rl
 from verifiers_rl.cli.errors import fail, files_error
-from verifiers_rl.did_you_mean import did_you_mean
 
 PACKAGE = Path(verifiers_rl.__file__).parent
 EXAMPLES = next(
@@ -44,7 +42,9 @@ def main() -> None:
             default = " (default)" if name == SKELETON else ""
             print(f"{name.replace('_', '-') + default:20}  {about}")
         return
-    name = find_example(options.example)
+    name = options.example.replace("-", "_")
+    if name not in (known := examples()):
+        fail(f"--example {options.example!r}: choose one of {', '.join(known)}", "vf-setup")
     files = workspace_files(name)
     if problem := files_error(options.folder, dict.fromkeys(path.split("/")[0] for path in files)):
         fail(problem, "vf-setup")
@@ -54,8 +54,7 @@ def main() -> None:
         target.write_bytes(content)
     where = shlex.quote(str(options.folder))
     print(f"vf-setup: wrote {', '.join(files)} into {where}")
-    print(f"vf-setup: README.md there says more; it begins with\n\n    cd {where}")
-    print("\n".join(f"    {line}" for line in first_commands(files["README.md"].decode())))
+    print(f"vf-setup: begin with README.md there\n\n    cd {where}\n    less README.md")
 
 
 def examples() -> dict[str, str]:
@@ -67,16 +66,6 @@ def examples() -> dict[str, str]:
             title = (EXAMPLES / name / "README.md").read_text().partition("\n")[0]
             found[name] = title.partition(": ")[2]
     return found
-
-
-def find_example(name: str) -> str:
-    """Return the name of the example's folder. Ends the program if there is none."""
-    known, wanted = list(examples()), name.replace("-", "_").lower()
-    if wanted not in known:
-        shown = [one.replace("_", "-") for one in known]
-        hint = did_you_mean(wanted.replace("_", "-"), shown, f"there are {', '.join(shown)}")
-        fail(f"--example {name!r}: no such example; {hint}", "vf-setup")
-    return wanted
 
 
 def workspace_files(name: str) -> dict[str, bytes]:
@@ -98,12 +87,6 @@ def of_workspace(path: Path, name: str) -> bytes:
         return path.read_bytes()
     text = path.read_text().replace(f"examples/{name}/", "").replace("examples/", "")
     return text.replace("](../", "](").encode()
-
-
-def first_commands(readme: str) -> list[str]:
-    """Return the lines of the first block of commands."""
-    found = re.search(r"^```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    return found.group(1).splitlines() if found else []
 
 
 if __name__ == "__main__":

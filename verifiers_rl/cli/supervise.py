@@ -7,12 +7,15 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Protocol
 
 from verifiers_rl.cli.children import POLL_S, STOP_GRACE_S, Child, ChildError, Supervised
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
+from verifiers_rl.cli.plan import ServerPlan, host_and_port, trainer_env
 from verifiers_rl.process.interrupts import handle_signals
 
 
@@ -20,31 +23,26 @@ class Stopped(Exception):
     """A signal asked us to stop."""
 
 
-class Machines(Protocol):
-    """Where the processes of a run start: this machine, or those of a Ray cluster.
+class Launcher(Protocol):
+    """Starts the processes of a run: on this machine, or on those of a Ray cluster."""
 
-    Attributes:
-        servers: of the policy.
-        others: the servers of teachers.
-        trainers: with the ranks of a machine each, rank 0 first. They end together.
-    """
+    def open(self) -> None:
+        """Reserve what they need."""
 
-    servers: list[Supervised]
-    others: list[Supervised]
-    trainers: list[Child]
+    def start_server(self, plan: ServerPlan) -> Child: ...
 
-    def start(self, timeout_s: float) -> None:
-        """Start them all; those that have started are in the lists, also when it raises.
+    def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
+        """Start the trainer: the ranks of a machine each, rank 0 first. They end together.
 
         Args:
-            timeout_s: how long servers may take, for people; and a place for a process.
+            env: variables of all of them.
         """
 
     def close(self) -> None:
         """Give back what was reserved."""
 
 
-def supervise(config: RunConfig, machines: Machines) -> int:
+def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher) -> int:
     """Start servers and trainer, restart a server when it dies, and end all when the trainer ends.
     The trainer waits while the servers load. Returns the trainer's exit status.
     """
@@ -54,10 +52,24 @@ def supervise(config: RunConfig, machines: Machines) -> int:
 
     handle_signals(on_signal)
     timeout_s = config.option("vllm_server_timeout")
-    servers, trainers = machines.servers, machines.trainers
+    servers: list[Supervised] = []
+    trainers: list[Child] = []
     deadline, grace_s = math.inf, SAVE_GRACE_S
     try:
-        machines.start(timeout_s)
+        launcher.open()
+        for plan in plans:
+            servers.append(Supervised(plan, partial(launcher.start_server, plan), config))
+        addresses = {}
+        for server in servers:
+            addresses[server.plan.name] = address = server.child.find_address()
+            where = host_and_port(*address)
+            print(
+                f"vf-rl: starting {server.plan.what} on {where}, up to {timeout_s:g} s", flush=True
+            )
+        policy = [server for server in servers if not server.plan.is_needed]
+        env = trainer_env(config, addresses)
+        for trainer in launcher.start_trainers(env):
+            trainers.append(trainer)
         while True:
             running = [trainer for trainer in trainers if trainer.poll() is None]
             if lost := next((trainer for trainer in trainers if trainer.is_lost), None):
@@ -68,10 +80,10 @@ def supervise(config: RunConfig, machines: Machines) -> int:
                 )
             if not running:
                 return next((status for trainer in trainers if (status := trainer.poll())), 0)
-            for one in (*servers, *machines.others):
-                one.look()
+            for server in servers:
+                server.poll()
             # The trainer ends by itself without servers, and ranks when others have ended.
-            if servers and all(server.is_given_up for server in servers):
+            if policy and all(server.is_given_up for server in policy):
                 deadline = min(deadline, time.monotonic() + timeout_s + 60.0)
             if len(running) < len(trainers):
                 deadline = min(deadline, time.monotonic() + SAVE_GRACE_S + 60.0)
@@ -84,16 +96,16 @@ def supervise(config: RunConfig, machines: Machines) -> int:
     except Stopped as stopped:
         print(
             f"\nvf-rl: {stopped}: ending the trainer, which saves a checkpoint (up to "
-            f"{SAVE_GRACE_S:g} s), and the server; Ctrl-C ends both at once",
+            f"{SAVE_GRACE_S:g} s), and the servers; Ctrl-C ends all at once",
             flush=True,
         )
         return 128 + signal.Signals[str(stopped)].value
     finally:
-        others = [one.child for one in (*servers, *machines.others)]
+        others = [server.child for server in servers]
 
         def end_at_once(number: int, frame: FrameType | None) -> None:
             for child in (*trainers, *others):
-                child.kill()
+                child.signal(signal.SIGKILL)
 
         # From here on no signal raises, so that the clean-up is completed.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal may send several
@@ -101,12 +113,9 @@ def supervise(config: RunConfig, machines: Machines) -> int:
             signal.signal(number, end_at_once)
         for child in others:
             child.mute()  # its last output is of no interest; a log file still gets it
-        for trainer in trainers:
-            trainer.terminate()
-        for trainer in trainers:
-            trainer.stop(grace_s)
-        for child in others:
-            child.terminate()
-        for child in others:
-            child.stop()
-        machines.close()
+        for group, patience_s in ((trainers, grace_s), (others, STOP_GRACE_S)):
+            for child in group:
+                child.terminate()
+            for child in group:
+                child.stop(patience_s)
+        launcher.close()

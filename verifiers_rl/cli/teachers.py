@@ -226,14 +226,3 @@ def _started_or_not(
     if table.timeout_s is None:  # it loads as the other servers do
         options["timeout_s"] = config.option("vllm_server_timeout")
     return table.teacher(**options)
-
-
-def refuse_several_machines(config: RunConfig) -> None:
-    """Raise TomlError if `vf-rl` would start a teacher."""
-    for table in config.teachers:
-        if table.is_started:
-            raise TomlError(
-                f"{config.place(*table.at, 'gpus')}: vf-rl starts teacher {table.name!r} in a run "
-                "on one machine only. Start its server yourself, and set base_url in place of gpus "
-                "and args"
-            )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from verifiers_rl.cli.config import (
@@ -17,7 +18,7 @@ from verifiers_rl.cli.config import (
     make_importable,
     parse_command_line,
 )
-from verifiers_rl.cli.ending import Interrupt, end_with
+from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signals
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.process.interrupts import Interrupted
 
@@ -38,24 +39,23 @@ def main(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     if parent := os.environ.pop("VERIFIERS_RL_DIE_WITH_PARENT", None):
         # Under accelerate its launcher is between us and vf-rl.
         end_with({int(parent), os.getppid()})
-    interrupt = Interrupt()
-    interrupt.handle_signals()
+    interrupt_by_signals()
     try:
-        train(interrupt, name, kind)
+        train(name, kind)
     except Interrupted:  # train() has said what is saved
-        interrupt.release()  # a launcher ends this process when another rank has ended
+        end_by_signals()  # a launcher ends this process when another rank has ended
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if is_first_rank():
             print(f"{name}: interrupted before training", file=sys.stderr)
-        sys.exit(interrupt.exit_status)
+        sys.exit(128 + (interrupt.args or [signal.SIGINT])[0])
 
 
 def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def train(interrupt: Interrupt, name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
+def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     from verifiers_rl.cli.plan import servers_of_vf_rl
     from verifiers_rl.cli.resolved import dry_run, write_resolved
     from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
@@ -104,7 +104,7 @@ def train(interrupt: Interrupt, name: str = "vf-train", kind: type[RunConfig] = 
             )
             write_resolved(config, args.output_dir)
         trainer = config.make_trainer(args)
-        interrupt.handle_signals()  # verifiers' environments put handlers of their own
+        interrupt_by_signals()  # verifiers' environments put handlers of their own
         trainer.train(resume_from_checkpoint=options.resume)
     except (
         ConfigError,

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from verifiers_rl.cli.errors import fail
 
-_RUNS = "a run's folder, or a folder of runs"
-
 
 def look_at_runs(arguments: list[str]) -> int:
     """Run one of the two commands. Returns the exit status.
@@ -20,22 +18,22 @@ def look_at_runs(arguments: list[str]) -> int:
         arguments: `view` or `report`, and what follows.
     """
     parser = argparse.ArgumentParser(prog="vf-rl")
-    commands = parser.add_subparsers(dest="command", required=True)
-    view = commands.add_parser(
-        "view", help="serve the page", description="Serve a page about runs on this machine."
-    )
-    view.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
-    view.add_argument("--port", type=int, default=0, help="default: a free one")
-    report = commands.add_parser(
-        "report", help="write the page", description="Write the page about runs as one file."
-    )
-    report.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
-    report.add_argument("-o", "--output", type=Path, required=True, help="the file, *.html")
-    report.add_argument(
-        "--max-mb", type=float, default=2.0, help="its size; the rest is left out (default: 2)"
-    )
+    commands = parser.add_subparsers(required=True)
+    for name, run, about in (
+        ("view", _view, "Serve a page about runs on this machine."),
+        ("report", _report, "Write the page about runs as one file."),
+    ):
+        command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(run=run)
+        runs = "a run's folder, or a folder of runs"
+        command.add_argument("runs", nargs="+", metavar="RUN", help=runs)
+        if run is _view:
+            command.add_argument("--port", type=int, default=0, help="default: a free one")
+        else:
+            command.add_argument("-o", "--output", type=Path, required=True, help="*.html")
+            command.add_argument("--max-mb", type=float, default=2.0, help="its size; default: 2")
     options = parser.parse_args(arguments)
-    return _view(options) if options.command == "view" else _report(options)
+    return int(options.run(options))
 
 
 def _view(options: argparse.Namespace) -> int:

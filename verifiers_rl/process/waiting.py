@@ -13,6 +13,7 @@ from verifiers_rl.process.interrupts import raise_if_interrupted
 QUIET_S = 5.0  # shorter waits are not worth a line
 LONGEST_SILENCE_S = 60.0
 LOOK_S = 1.0  # between two looks at what is awaited
+POLL_S = 0.2  # the same in `wait_until`
 
 
 class WaitingLine:
@@ -52,6 +53,22 @@ class WaitingLine:
         else:
             self._next_s += min(self._next_s, LONGEST_SILENCE_S)
             print(text, file=sys.stderr, flush=True)
+
+
+def wait_until(is_done: Callable[[], bool], what: str, timeout_s: float) -> bool:
+    """Wait, and say so. Return whether it is done in time.
+
+    Raises:
+        Interrupted: a signal asks the run to end.
+    """
+    deadline = time.monotonic() + timeout_s
+    with WaitingLine(lambda: what) as line:
+        while not is_done():
+            if time.monotonic() > deadline:
+                return False
+            line.show()
+            time.sleep(POLL_S)
+    return True
 
 
 def result_of(future: Future[Any], deadline_s: float, describe: Callable[[], str]) -> Any:

@@ -14,7 +14,6 @@ import copy
 import json
 import math
 import os
-import secrets
 import signal
 import sys
 from collections import Counter
@@ -26,15 +25,10 @@ from typing import Any, NamedTuple, Protocol
 from verifiers_rl.cli.children import POLL_S, Child, ChildError
 from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
 from verifiers_rl.cli.errors import fail, folder_error
-from verifiers_rl.cli.plan import assign_gpus, check_trainer_options, split_gpus, start_server
+from verifiers_rl.cli.local import ThisMachine
+from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus
 from verifiers_rl.data import ENDLESS, describe_error
-from verifiers_rl.inference.client import (
-    TOKEN_VARIABLE,
-    InferenceClient,
-    InferenceServerError,
-    generation_key,
-)
-from verifiers_rl.inference.port import PortError, reserve_port
+from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Split
 
@@ -133,7 +127,6 @@ def generate(argv: list[str]) -> int:
         GenerationError,
         InferenceServerError,
         InvalidEnvironmentError,
-        PortError,
         TomlError,
     ) as error:
         fail(error, "vf-rl generate")
@@ -189,11 +182,11 @@ def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iter
         yield _answering(host, port, args.vllm_server_timeout)
         return
     make_one_server(config)
-    gpus = assign_gpus(config)[0]
-    with reserve_port(host, port):
-        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+    plans = plan_servers(config)
+    with closing(ThisMachine(config, plans, options.server_log)) as here:
+        here.open()
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end it
-        server = start_server(config, gpus, (host, port), options.server_log)
+        server = here.supervise(plans[0])
         try:
             server.wait_until_ready(args.vllm_server_timeout)
             endpoint = _answering(host, port, args.vllm_server_timeout)

