@@ -70,7 +70,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -506,13 +506,12 @@ class RunConfig:
             except ConfigError as error:
                 raise self.of_option(str(error)) from error
 
-    def load_envs(self, with_teachers: bool = True, urls: Mapping[str, str] | None = None) -> Any:
+    def load_envs(self, with_teachers: bool = True) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
         variables of `env_file` are in this process's environment from then on.
 
         Args:
             with_teachers: False: where environments only run, and nothing learns from them.
-            urls: see `make_scorers`.
 
         Raises:
             InvalidEnvironmentError: one cannot be loaded; the message names its file.
@@ -521,7 +520,7 @@ class RunConfig:
         from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
         set_secrets(read_env_files(self.env_files))
-        scorers = make_scorers(self, urls) if with_teachers else {}
+        scorers = make_scorers(self) if with_teachers else {}
         loaded = []
         for number, env in enumerate(self.envs):
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -171,19 +171,14 @@ def check_use(config: RunConfig, checks_model: bool) -> None:
             config.find_model((*table.at, "model"), checks_model)
 
 
-def make_scorers(
-    config: RunConfig, urls: Mapping[str, str] | None = None
-) -> dict[int, Distillation]:
+def make_scorers(config: RunConfig) -> dict[int, Distillation]:
     """Return what scores the rollouts of environments that learn from a teacher, by their numbers.
-
-    Args:
-        urls: of the teachers that `vf-rl` starts; None: as `vf-rl` tells a process that it starts.
 
     Raises:
         TomlError: a value cannot work; or `vf-rl` starts a teacher, and has not started this
             process.
     """
-    return _scorers(config, lambda table: _started_or_not(config, table, urls))
+    return _scorers(config, lambda table: _started_or_not(config, table))
 
 
 def _scorers(config: RunConfig, make: Callable[[TeacherTable], Teacher]) -> dict[int, Distillation]:
@@ -209,13 +204,10 @@ def _scorers(config: RunConfig, make: Callable[[TeacherTable], Teacher]) -> dict
     return scorers
 
 
-def _started_or_not(
-    config: RunConfig, table: TeacherTable, urls: Mapping[str, str] | None
-) -> Teacher:
+def _started_or_not(config: RunConfig, table: TeacherTable) -> Teacher:
     if not table.is_started:
         return table.teacher()
-    if urls is None:
-        urls = json.loads(os.environ.get(TEACHERS_VARIABLE, "{}"))
+    urls = json.loads(os.environ.get(TEACHERS_VARIABLE, "{}"))
     if table.name not in urls:
         raise TomlError(
             f"{config.source(*table.at)}: {table_name(table.at)}: teacher {table.name!r} has "

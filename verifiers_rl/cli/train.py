@@ -80,6 +80,7 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
             sys.exit(dry_run(config, options.resume))
         if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
             config.launch(options)
+        config.load_own_code()
     except (TomlError, RunFolderError) as error:
         fail(error, name)
 
