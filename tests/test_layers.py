@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from verifiers_rl.cli import load, train
+from verifiers_rl.cli import train
 from verifiers_rl.cli.config import (
     RunConfig,
     check_trainer_args,
     load_run_config,
+    make_importable,
     overrides_of,
     parse_command_line,
 )
@@ -244,28 +245,8 @@ def test_modules_are_found_beside_every_file_and_in_further_folders(compose, tmp
     words = words.replace("masks_of_layers:mine=", '"masks_of_layers:mine"=')
     config = compose('import_from = ["../shared"]\n' + BASE, "", words=words)
     config.trainer_args["loss_args"] = {}
-    config.load_own_code()
-
-
-def test_the_configuration_reaches_the_process_that_loads_the_environments(
-    compose, tmp_path, monkeypatch
-):
-    config = compose(
-        'model = "m"\n[env]\nid = "of_layers"\n',
-        "[env.args]\nsize = 3\n",
-        words=["--env.args.note", "two words"],
-    )
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["load", str(tmp_path / "answer"), *config.words])
-    loaded = []
-    monkeypatch.setattr(
-        "verifiers_rl.envs.tables.load_table",
-        lambda table, folders: loaded.append((table, list(folders))),
-    )
-    load.main()
-    assert (tmp_path / "answer").read_text() == ""
-    table = {"id": "of_layers", "args": {"size": 3, "note": "two words"}}
-    assert loaded == [(table, [tmp_path / "1", tmp_path / "0"])]
+    make_importable(config.folders)
+    config.make_args(use_cpu=True).complete_loss(None)
 
 
 def test_a_dash_in_a_key_of_the_command_line_means_an_underscore_but_not_in_a_whole_table(compose):

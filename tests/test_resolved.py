@@ -8,7 +8,7 @@ import pytest
 
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.resolved import RESOLVED, resolved_text, write_resolved
+from verifiers_rl.cli.resolved import RESOLVED, hand_over, resolved_text, write_resolved
 
 FIRST = """
 model = "./model"
@@ -175,3 +175,19 @@ def test_a_run_writes_it_into_its_folder_unless_that_file_alone_was_read(tmp_pat
         again = load_run_config(files, words, checks_model=False)
         assert option in write_resolved(again, str(tmp_path)).read_text()
     assert sorted(os.listdir(tmp_path)) == ["later.toml", RESOLVED, "run"]
+
+
+def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
+    config, folder = tmp_path / "rl.toml", tmp_path / "run"
+    head = 'model = "m"\n[env]\nid = "e"\n[env.args]\nlevel = 3\n'
+    config.write_text(head)
+    read = load_run_config(config, [("trainer.args.max_steps", "7")], checks_model=False)
+    hand_over(read, str(folder))
+    assert read.words == ["@", str(folder / RESOLVED)]
+    again = load_run_config(folder / RESOLVED, checks_model=False)
+    assert again.envs == read.envs and again.trainer_args["max_steps"] == 7
+    config.write_text(head + 'api_key = "of-a-judge"\n')
+    read = load_run_config(config, checks_model=False)
+    hand_over(read, str(folder))
+    assert read.words == ["@", str(config)]
+    assert "of-a-judge" not in (folder / RESOLVED).read_text()

@@ -481,31 +481,6 @@ class RunConfig:
         defaults = {f.name: f.default for f in fields(self.config_class())}
         return self.trainer_args.get(name, defaults[name])
 
-    def load_own_code(self) -> None:
-        """Load what the TOML names as "module:name", to see whether it can be.
-
-        Raises:
-            TomlError: it cannot.
-        """
-        args = self.trainer_args
-        masks = args.get("gradient_masks")
-        names = [args.get("loss"), args.get("advantage")]
-        names += masks if isinstance(masks, dict) else []
-        if self.trainer_class_name or any(names_user_code(str(name)) for name in names):
-            import transformers  # noqa: F401  # before a module beside the TOML hides a library
-
-            from verifiers_rl.option_rules import ConfigError
-
-            make_importable(self.folders)
-            check_trainer_args(self)
-            checked = self.make_args(use_cpu=True, bf16=False)
-            try:
-                checked.make_loss()
-                checked.make_masks()
-                checked.make_advantage()
-            except ConfigError as error:
-                raise self.of_option(str(error)) from error
-
     def load_envs(self, with_teachers: bool = True) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
         variables of `env_file` are in this process's environment from then on.

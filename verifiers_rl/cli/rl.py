@@ -21,7 +21,7 @@ from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.local import ThisMachine
 from verifiers_rl.cli.plan import check_folder, check_trainer_options, plan_servers, split_gpus
-from verifiers_rl.cli.resolved import dry_run
+from verifiers_rl.cli.resolved import dry_run, hand_over
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.supervise import supervise
 from verifiers_rl.cli.view import look_at_runs
@@ -144,6 +144,7 @@ def run_here(config: RunConfig, options: argparse.Namespace) -> int:
     if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
         here.close()  # the vf-rl in the session has its own
         return run_in_tmux(config, options, Path(args.output_dir).absolute(), plans)
+    hand_over(config, args.output_dir)
     return supervise(config, plans, here)
 
 

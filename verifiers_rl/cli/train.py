@@ -107,8 +107,9 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
         trainer = config.make_trainer(args)
         interrupt_by_signals()  # verifiers' environments put handlers of their own
         trainer.train(resume_from_checkpoint=options.resume)
+    except ConfigError as error:
+        fail(config.of_option(str(error)), name)
     except (
-        ConfigError,
         InvalidEnvironmentError,
         InferenceServerError,
         RunFolderError,
