@@ -45,10 +45,9 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["vf-rl", *words])
-        try:
-            status = rl.run()
-        except SystemExit as ended:
-            status = ended.code
+        with pytest.raises(SystemExit) as ended:
+            rl.main()
+        status = ended.value.code
         stdout, stderr = capsys.readouterr()
         return status, stdout, stderr
 

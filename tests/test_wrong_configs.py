@@ -120,7 +120,7 @@ def said(tmp_path, monkeypatch, capsys):
         (tmp_path / "mine.toml").write_text(text)
         monkeypatch.setattr(sys, "argv", ["vf-rl", "--dry-run", "@", "mine.toml", *words.split()])
         with pytest.raises(SystemExit) as ended:
-            rl.run()
+            rl.main()
         stdout, stderr = capsys.readouterr()
         assert ended.value.code == 1 and stdout == ""
         (line,) = stderr.splitlines()
