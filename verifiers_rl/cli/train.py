@@ -80,7 +80,6 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
             sys.exit(dry_run(config, options.resume))
         if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
             config.launch(options)
-        config.load_own_code()
     except (TomlError, RunFolderError) as error:
         fail(error, name)
 
@@ -93,6 +92,7 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     try:
         config.trainer_class()  # its errors first
         args = config.make_args(**({"use_cpu": True} if config.trainer_gpus == 0 else {}))
+        args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         if servers := servers_of_vf_rl():
             args.vllm_servers = servers
         # As train() will, but now. On one rank: the others may look when its run has begun.
