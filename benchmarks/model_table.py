@@ -192,7 +192,6 @@ def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) ->
             stale = largest_difference(old, server, sync.model_name)
         finally:
             sync.close()
-            client.close()
         assert new < tolerance, f"logprobs differ by {new:.2g} nats after the push"
         assert stale > 4 * new, f"logprobs of the old weights differ by {stale:.2g} only"
         return f"{new:.1g}"
@@ -246,8 +245,6 @@ def is_dead(server: Any) -> bool:
         client.status()
     except InferenceServerError:
         return True
-    finally:
-        client.close()
     return False
 
 

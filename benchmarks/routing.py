@@ -3,7 +3,7 @@
     python benchmarks/routing.py [--servers 8] [--rollouts 4096] [--concurrent 512] [--seeds 5]
 
 A simulation in virtual time, without a network. The servers are stand-ins; the function that
-chooses for "sticky, least loaded" is `inference.pool.choose`, with which the pool routes.
+chooses for "sticky, least loaded" is `sync.pool.choose`, with which the pool routes.
 
     rollout   1 to 8 turns (uniform). The reply of each turn has lognormal tokens, the tool result
               after it 200. The prompt has 500.
@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from verifiers_rl.inference.pool import Replica, State, choose
+from verifiers_rl.sync.pool import Replica, choose
 
 TOKEN_S, BATCH, PREFILL_S, CACHE = 0.015, 64, 0.0001, 400_000
 PROMPT, TOOL, MEDIAN, SIGMA = 500, 200, 200, 1.0
@@ -86,7 +86,7 @@ def simulate(
     servers = [Server() for _ in range(options.servers)]
     replicas = [Replica(SimpleNamespace(base_url=str(n))) for n in range(options.servers)]  # type: ignore[arg-type]
     for replica in replicas:
-        replica.state, replica.policy_version = State.SERVING, 0
+        replica.policy_version = 0
     events: list[tuple[float, int, int, int]] = []  # time, server, its version, rollout
     turn = [0] * options.rollouts
     where = [-1] * options.rollouts

@@ -137,7 +137,6 @@ def running_server(
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
         raise
     finally:
-        client.close()
         server.stop()
 
 
@@ -234,7 +233,7 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
 
     with running_server(folder / "model", folder / "full.log", options) as client:
         sync = WeightSync(client, lora_sync="merged", timeout_s=TIMEOUT_S)
-        sync.connect(model)
+        sync.push(model, 0)
         plans["full"] = plans["merged"] = sync.plan
         all_sizes = sizes(sync)
         modes: dict[str, Callable[[], None]] = {

@@ -114,7 +114,6 @@ def running_server(
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"{error}\n{log.read_text()[-6000:]}") from error
             time.sleep(0.5)
-        client.close()
         yield Server(port, process, log)
     finally:
         if process.poll() is None:

@@ -281,16 +281,20 @@ def packed_weights(
 
 
 def at_bucket(sync: Any, number: int, act: Callable[[], Any]) -> None:
-    """From now on, call `act` before this WeightSync sends the bucket of this number."""
-    send = sync.send
+    """From now on, call `act` before this WeightSync sends the bucket of this number in a push."""
+    begin_push, send, coming = sync.begin_push, sync.send, iter(())
 
-    def counted(buckets: Any) -> Any:
-        for index, bucket in enumerate(buckets):
-            if index == number:
-                act()
-            yield bucket
+    def begin(*args: Any) -> None:
+        nonlocal coming
+        coming = itertools.count()
+        begin_push(*args)
 
-    sync.send = lambda buckets, *args: send(counted(buckets), *args)
+    def counted(bucket: Any) -> None:
+        if next(coming) == number:
+            act()
+        send(bucket)
+
+    sync.begin_push, sync.send = begin, counted
 
 
 def make_gloo_group(store: Any, rank: int, world_size: int) -> GlooGroup:
@@ -305,16 +309,34 @@ def make_gloo_group(store: Any, rank: int, world_size: int) -> GlooGroup:
 
 
 class StubRequest:
-    """A `WeightRequest`: `work` takes its place, and is told when it is given up."""
+    """A `ControlRequest` to a `StubServer`: `work` takes the body and gives the reply."""
 
-    def __init__(self, work: Callable[[threading.Event], Any]) -> None:
-        self._work, self.given_up = work, threading.Event()
+    def __init__(self, server: StubServer, work: Callable[[bytearray], Any]) -> None:
+        self.server, self._work = server, work
+        self.data, self.given_up = bytearray(), threading.Event()
 
-    def answer(self) -> Any:
-        return self._work(self.given_up)
+    def begin(self) -> StubRequest:
+        self._check()
+        return self
+
+    def write(self, data: memoryview) -> None:
+        self.server.on_write(self.given_up)
+        self._check()
+        self.data += data
+
+    def has_reply(self) -> bool:
+        return False
+
+    def answer(self, timeout_s: float | None = None) -> Any:
+        self._check()
+        return self._work(self.data)
 
     def give_up(self) -> None:
         self.given_up.set()
+
+    def _check(self) -> None:
+        if self.given_up.is_set() or not self.server.is_up:
+            raise ServerLostError(f"no answer from {self.server.base_url}")
 
 
 class StubServer:
@@ -322,8 +344,9 @@ class StubServer:
 
     Attributes:
         weights, policy_version: of the last push.
-        on_receive: called in place of taking a push, with the pieces of the body and the event that
-            is set when the push is given up.
+        is_up: whether it answers.
+        on_write: called with each bucket, with the event that is set when the push is given up.
+        on_answer: called when it has all of a push.
     """
 
     host, served_model_name = "127.0.0.1", "base"
@@ -331,22 +354,32 @@ class StubServer:
     def __init__(
         self, number: int = 0, dtype: str = "float32", lora_dtype: str | None = None
     ) -> None:
-        self.base_url = f"http://127.0.0.1:{number}"
+        self.base_url, self.port = f"http://127.0.0.1:{number}", number
         self.dtype, self.lora_dtype = dtype, lora_dtype
         self.connection: str | None = None
-        self.on_receive: Callable[..., Any] | None = None
+        self.is_up = True
+        self.on_write: Callable[[threading.Event], Any] = lambda given_up: None
+        self.on_answer: Callable[[], Any] = lambda: None
         self.plan: Any = None
         self.weights: Any = None
         self.policy_version: int | None = None
         self.held: list[str] = []
+        self.joined: list[tuple[str, int]] = []
+
+    def die(self) -> None:
+        self.is_up, self.connection = False, None
 
     def status(self) -> dict[str, Any]:
+        if not self.is_up:
+            raise ServerLostError(f"no answer from {self.base_url}")
         return {
             "connection": self.connection,
             "world_size": 1,
             "gpus": [None],
             "dtype": self.dtype,
             "lora_dtype": self.lora_dtype,
+            "served_model_name": self.served_model_name,
+            "joined": self.joined,
         }
 
     def hold(self, trainer: str) -> Any:
@@ -354,24 +387,18 @@ class StubServer:
         return SimpleNamespace(close=lambda: self.held.remove(trainer))
 
     def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> StubRequest:
-        def connect(given_up: threading.Event) -> dict[str, Any]:
+        def connect(data: bytearray) -> dict[str, Any]:
             self.plan = TransferPlan.from_json(json.loads(json.dumps(fields["plan"])))
             self.connection = f"to {self.base_url}"
             return {"connection": self.connection}
 
-        return StubRequest(connect)
+        return StubRequest(self, connect)
 
     def receive_weights(
-        self, fields: dict[str, Any], num_bytes: int, body: Any, timeout_s: float
+        self, fields: dict[str, Any], num_bytes: int, timeout_s: float
     ) -> StubRequest:
-        def receive(given_up: threading.Event) -> Any:
-            if self.on_receive is not None:
-                return self.on_receive(body, given_up)
-            data = bytearray()
-            for piece in body:
-                data += piece
-                if given_up.is_set():
-                    raise ServerLostError("given up")
+        def receive(data: bytearray) -> dict[str, Any]:
+            self.on_answer()
             assert len(data) == num_bytes
             buffer = torch.frombuffer(data, dtype=torch.uint8)
             self.weights = {}
@@ -381,7 +408,28 @@ class StubServer:
             self.policy_version = fields["policy_version"]
             return {}
 
-        return StubRequest(receive)
+        return StubRequest(self, receive)
+
+
+def stub_servers(monkeypatch: Any, **status: Any) -> list[StubServer]:
+    """Let `wiring` find stand-ins with this status in place of servers; return those it makes."""
+    made: list[StubServer] = []
+
+    class Server(StubServer):
+        def __init__(self, host: str, port: int, timeout_s: float) -> None:
+            super().__init__(port)
+            self.base_url, self.timeout_s = f"http://{host}:{port}", timeout_s
+            self.num_asked = 0
+            made.append(self)
+
+        def status(self) -> dict[str, Any]:
+            self.num_asked += 1
+            return super().status() | {"device": "cuda", "max_model_len": 32, **status}
+
+        def check_model(self, config: Any) -> None: ...
+
+    monkeypatch.setattr("verifiers_rl.wiring.InferenceClient", Server)
+    return made
 
 
 def make_request(index=0, num_rollouts=1, split="train", policy_version=9, **fields):

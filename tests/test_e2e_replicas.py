@@ -5,8 +5,8 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from itertools import groupby
 
 import httpx
@@ -17,8 +17,6 @@ from tests.conftest import running_server
 from tests.helpers import at_bucket, load_example, make_tiny_model
 from tests.troubled_env import num_letters
 from verifiers_rl import RLConfig, RLTrainer, env_from
-from verifiers_rl.inference.client import InferenceClient
-from verifiers_rl.inference.pool import State
 
 pytestmark = pytest.mark.e2e
 
@@ -34,28 +32,16 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def start(stack, model_folder, log, *flags):
-    return stack.enter_context(running_server(model_folder, log, *flags))
+def start(stack, model_folder, log, port=None):
+    return stack.enter_context(running_server(model_folder, log, port=port))
 
 
 @pytest.fixture(scope="module")
 def servers(model_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
-    with ExitStack() as stack:
-        found = {}
-        threads = [
-            threading.Thread(
-                target=lambda n=n: found.update(
-                    {n: start(stack, model_folder, folder / f"{n}.log")}
-                )
-            )
-            for n in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        yield [found[0], found[1]]
+    with ExitStack() as stack, ThreadPoolExecutor(3) as threads:
+        logs = [folder / f"{n}.log" for n in range(3)]
+        yield list(threads.map(lambda log: start(stack, model_folder, log), logs))
 
 
 def num_running(server):
@@ -64,8 +50,8 @@ def num_running(server):
     return float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)[1])
 
 
-def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
-    servers, model_folder, tmp_path, monkeypatch
+def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_comes_back(
+    servers, model_folder, tmp_path
 ):
     trainer = RLTrainer(
         str(model_folder),
@@ -78,13 +64,12 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
         ),
     )  # fmt: skip
     pool, make_sync = trainer.weight_sync, trainer.weight_sync._make_sync
-    stack, joined, batches, killed = ExitStack(), [], [], []
+    stack, back, batches, killed = ExitStack(), [], [], []
     deadline = time.monotonic() + 400
 
-    def in_small_buckets(client):
-        sync = make_sync(client)
-        sync.bucket_bytes = 20_000
-        at_bucket(sync, 3, partial(kill_the_joined, client))
+    def in_small_buckets(client, **options):
+        sync = make_sync(client, bucket_bytes=20_000, **options)
+        at_bucket(sync, 3, kill_in_a_push)
         return sync
 
     pool._make_sync = in_small_buckets
@@ -97,11 +82,9 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
         stack.callback(thread.join, 30)
         return thread
 
-    def bring_another():
-        joined.append(start(stack, model_folder, tmp_path / "joined.log"))
-        known = InferenceClient("127.0.0.1", servers[0].port)
-        known.join("127.0.0.1", joined[0].port)
-        known.close()
+    def bring_back():
+        log = tmp_path / "again.log"
+        back.append(start(stack, model_folder, log, port=servers[1].port))
 
     def kill_when_it_generates(server, pid, name):
         while not num_running(server):
@@ -110,30 +93,30 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
         os.kill(pid, signal.SIGKILL)
         killed.append(name)
 
-    def kill_the_joined(client):
-        if "in a push" in due and client.base_url == joined[0].url:
-            os.kill(joined[0].process.pid, signal.SIGKILL)
-            joined[0].process.wait(30)
+    def kill_in_a_push():
+        if "in a push" in due:  # only the server that came back has a sync that calls this
+            os.kill(back[0].process.pid, signal.SIGKILL)
+            back[0].process.wait(30)
             killed.append("in a push")
             due.clear()
 
     due = set()
 
     def num_serving():
-        return sum(replica.state == State.SERVING for replica in pool.replicas)
+        return sum(replica.is_serving for replica in pool.replicas)
 
     def happen():
         """What happens between the steps."""
         yield
-        in_background(bring_another).join(240)  # the steps would take the cores from it
-        while num_serving() < 3:
-            yield
         in_background(kill_when_it_generates, servers[1], servers[1].process.pid, "generating")
         while num_serving() == 3:
             yield
         yield
+        in_background(bring_back).join(240)  # the steps would take the cores from it
+        while num_serving() < 3:
+            yield
         due.add("in a push")
-        while num_serving() == 2:
+        while num_serving() == 3:
             yield
         worker = trainer.orchestrator.env.pool.workers[0]
         in_background(kill_when_it_generates, servers[0], worker._process.pid, "worker")
@@ -145,7 +128,7 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
         story = happen()
 
         def on_step_end(self, args, state, control, **kwargs):
-            assert time.monotonic() < deadline, (killed, pool._describe())
+            assert time.monotonic() < deadline, killed
             batches.append(trainer.batch)
             control.should_training_stop = next(self.story, "the end") == "the end"
 
@@ -155,8 +138,7 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_joins(
     assert killed == ["generating", "in a push", "worker"]
     rows = [row for row in trainer.state.log_history if "num_servers" in row]
     assert len(rows) == len(batches)
-    assert [number for number, _ in groupby(row["num_servers"] for row in rows)] == [2, 3, 2, 1]
-    assert pool.replicas[2].url == joined[0].url
+    assert [number for number, _ in groupby(row["num_servers"] for row in rows)] == [3, 2, 3, 2]
     # What was lost is counted, where it was lost: nothing fails by it, and no push loses rollouts.
     (moved,) = (i for i, row in enumerate(rows) if row["moved_share"] > 0)
     (restarted,) = (i for i, row in enumerate(rows) if row["restarted_share"] > 0)

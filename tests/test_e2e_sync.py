@@ -41,7 +41,8 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.packed_tokens import unpack_experts, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import replay_experts, routers_of
-from verifiers_rl.sync import fan_out, weight_sync
+from verifiers_rl.sync import fan_out
+from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.e2e
@@ -126,8 +127,6 @@ def connect():
     make.leave = leave
     yield make
     leave()
-    for sync in made:
-        sync.client.close()
 
 
 def load(folder):
@@ -389,7 +388,8 @@ def test_a_run_with_router_replay_computes_the_logprobs_that_the_server_sampled_
             vllm_server_port=server.port, router_replay=replays,
         )  # fmt: skip
         trainer = RoundedOtherwise(str(folder), example_env(), args, loss_fn=loss_fn)
-        trainer._check_agreement = None  # it replays nothing, and a token may be far apart
+        # It replays nothing, and a token may be far apart.
+        trainer.weight_sync._check_agreement = lambda *_: None
         trainer.train()
         apart[replays] = max(found)
         (metrics[replays],) = [row for row in trainer.state.log_history if "reward" in row]
@@ -726,11 +726,11 @@ def test_a_trainer_that_leaves_while_nccl_connects_leaves_a_server_for_the_next_
     folder, server = full_server
     model, sync = load(folder), connect(server)
     sync.push(model, 0)
-    fields = {"backend": "nccl", "nccl_id": base64.b64encode(bytes(128)).decode()}
+    fields = {"nccl_id": base64.b64encode(bytes(128)).decode()}
     fields |= {"timeout_s": 60.0, "plan": asdict(sync.plan), "trainer": sync._trainer}
     # This server has no GPU, so its workers fail at once.
     with pytest.raises(InferenceServerError, match="NCCL failed"):
-        sync.client.connect_weight_sync(fields, 60.0).answer()
+        sync.client.connect_weight_sync(fields, 60.0).begin().answer()
     completion(server, sync.model_name, max_tokens=4)
     perturb(model, seed=1)
     later = connect(server)
@@ -741,7 +741,7 @@ def test_a_trainer_that_leaves_while_nccl_connects_leaves_a_server_for_the_next_
 def test_a_push_that_fails_after_its_first_buckets_is_told_at_once(full_server, connect):
     folder, server = full_server
     model, sync = load(folder), connect(server, bucket_bytes=50_000)
-    sync.connect(model)
+    sync.push(model, 0)
     # The trainer dwells on a bucket, and the time for a push is over.
     dwelling = iter([1.5])
     at_bucket(sync, 8, lambda: time.sleep(next(dwelling, 0)))
@@ -888,7 +888,7 @@ def test_oversized_and_misnamed_tensors_are_refused(
 ):
     folder, server = full_server
     sync = connect(server)
-    sources, _ = weight_sync.what_to_send(load(folder), "adapter")
+    sources, _ = what_to_send(load(folder), "adapter")
     name = "model.embed_tokens.weight"
     source = sources.pop(name)
     sources = {name: edit(source)} | sources if edit else {name[:-6] + "wait": source} | sources

@@ -7,23 +7,12 @@ from pathlib import Path
 import pytest
 
 import verifiers_rl
-from tests.helpers import StubRunner, StubSink, load_example, make_tiny_model
+from tests.helpers import StubRunner, StubSink, load_example, make_tiny_model, stub_servers
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.cli import rl
 
 PACKAGE = Path(verifiers_rl.__file__).parent
 NAMES = {"my_trainer.py": "trainer.py", "my_orchestrator.py": "orchestrator.py"}
-
-
-class Client:
-    base_url = "http://unused"
-
-    def __init__(self, *args): ...
-
-    def wait_until_ready(self):
-        return {"device": "cpu", "max_model_len": 32}
-
-    def check_model(self, config): ...
 
 
 @pytest.fixture
@@ -65,8 +54,8 @@ def train(tmp_path, monkeypatch):
     tokenizer = load_example("warm_start").make_tokenizer()
     runner = StubRunner()
     runner.scoring_timeout_s = 0.0
-    monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", Client)
-    monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
+    stub_servers(monkeypatch)
+    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
 
     def train(trainer_class):
         args = RLConfig(

@@ -21,8 +21,8 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from tests.helpers import StubSource, make_tiny_model, make_tiny_moe, sent
-from verifiers_rl import router_replay, server_side
+from tests.helpers import StubSource, make_tiny_model, make_tiny_moe, sent, stub_servers
+from verifiers_rl import router_replay
 from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.client import InferenceServerError
@@ -31,6 +31,7 @@ from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
 from verifiers_rl.router_replay import RouterReplay, expert_load, replay_experts, routers_of
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample, join_experts
+from verifiers_rl.wiring import make_source_and_sink
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -245,24 +246,14 @@ def test_what_cannot_replay_is_refused_at_the_start(tmp_path):
 def test_a_server_that_returns_no_experts_is_refused_with_the_flag_that_it_needs(
     monkeypatch, tmp_path, wanted, returned
 ):
-    class Client:
-        def __init__(self, host, port, timeout_s):
-            self.base_url = f"http://{host}:{port}"
-
-        def wait_until_ready(self):
-            status = {"device": "cuda", "dtype": "float32", "lora_dtype": None}
-            return status | {"returns_experts": returned}
-
-        def check_model(self, config): ...
-
-    monkeypatch.setattr(server_side, "InferenceClient", Client)
+    stub_servers(monkeypatch, returns_experts=returned)
     args = RLConfig(
         output_dir=str(tmp_path), use_cpu=True, router_replay=wanted, vllm_server_port=1
     )
     replaced = Replaced(orchestrator=StubSource())
 
     def connect():
-        return server_side.connect(make_tiny_moe(), None, args, None, replaced, None)
+        return make_source_and_sink(make_tiny_moe(), None, args, None, replaced, None)[1]
 
     if wanted and not returned:
         message = r"^router_replay=True: the server at http://127.0.0.1:1 returns no experts; "
@@ -270,7 +261,7 @@ def test_a_server_that_returns_no_experts_is_refused_with_the_flag_that_it_needs
         with pytest.raises(InferenceServerError, match=message):
             connect()
     else:
-        assert connect().weight_sync.lora_sync == "merged"
+        assert connect().lora_sync == "merged"
 
 
 def with_experts(*of_layers):

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-import torch
 from aiohttp import web
 
-from tests.helpers import StubRunner, serving
-from verifiers_rl import server_side
+from tests.helpers import StubRunner, make_tiny_model, serving, stub_servers
+from verifiers_rl import RLConfig
 from verifiers_rl.inference import RolloutSession, ServerClient, derive_seed
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.orchestrator import Orchestrator
-from verifiers_rl.server_side import check_determinism
+from verifiers_rl.wiring import check_options, make_pool
 
 
 class Recorder(StubRunner):
@@ -102,35 +101,27 @@ def test_a_client_sends_the_seeds_unless_the_request_has_its_own():
 
 def test_a_server_that_a_seed_could_kill_is_refused(caplog):
     exact = {"takes_seeds": True, "batch_invariant": True}
-    check_determinism(exact, "http://s")
+    args = SimpleNamespace(router_replay=False, deterministic=True)
+    check_options("http://s", exact, args)
     assert not caplog.messages
-    check_determinism({**exact, "batch_invariant": False}, "http://s")
+    check_options("http://s", {**exact, "batch_invariant": False}, args)
     (message,) = caplog.messages
     assert "a token may differ now and then" in message and "VLLM_BATCH_INVARIANT=1" in message
     with pytest.raises(InferenceServerError, match="vf-vllm with --no-enable-chunked-prefill"):
-        check_determinism({**exact, "takes_seeds": False}, "http://s")
+        check_options("http://s", {**exact, "takes_seeds": False}, args)
 
 
-def test_each_server_of_several_is_asked_and_named(monkeypatch):
-    class Server:
-        def __init__(self, url, takes_seeds):
-            self.base_url, self.takes_seeds = url, takes_seeds
-
-        def check_model(self, config): ...
-
-        def status(self):
-            return {"takes_seeds": self.takes_seeds, "batch_invariant": True}
-
-    monkeypatch.setattr(
-        server_side, "ReplicaPool", lambda clients, make_sync, push, check, s: check
-    )
-    monkeypatch.setattr(server_side, "check_agreement", lambda *args: None)
-    args = SimpleNamespace(router_replay=False, deterministic=True, vllm_server_timeout=1)
-    servers = [Server("http://gpu", True), Server("http://cpu", False)]
-    policy, model = SimpleNamespace(config=None), torch.nn.Linear(1, 1)
-    check = server_side._make_pool(servers, policy, None, args)
-    check(model, servers[0], "model")
-    with pytest.raises(InferenceServerError, match="the server at http://cpu runs on a CPU"):
-        check(model, servers[1], "model")
+def test_each_server_of_several_is_asked_and_named(monkeypatch, tmp_path):
+    servers = stub_servers(monkeypatch, takes_seeds=False)
+    args = RLConfig(
+        output_dir=str(tmp_path), use_cpu=True, deterministic=True, vllm_server_timeout=0.1,
+        vllm_servers=["gpu:1", "cpu:2"],
+    )  # fmt: skip
+    pool = make_pool(make_tiny_model(), None, args)
+    with pytest.raises(InferenceServerError, match="the server at http://gpu:1 runs on a CPU"):
+        pool.wait_until_ready()
+    servers[0].is_up = False
+    with pytest.raises(InferenceServerError, match="the server at http://cpu:2 runs on a CPU"):
+        pool.wait_until_ready()
     args.deterministic = False
-    check(model, servers[1], "model")
+    pool.wait_until_ready()

@@ -125,7 +125,6 @@ def server_of(engine=None, **args):
         finally:
             server.should_exit = True
             thread.join(10)
-            client.close()
             assert not thread.is_alive(), "a trainer that holds the server keeps it from ending"
 
 
@@ -527,9 +526,10 @@ def connected(client, trainer="first", **change):
 
 
 def pushed(client, connection, body=BODY, num_bytes=None, timeout_s=5.0, **change):
-    pieces = (memoryview(body)[i : i + 2**16] for i in range(0, len(body), 2**16))
     fields = PUSH | {"connection": connection, "timeout_s": timeout_s} | change
-    return client.receive_weights(fields, num_bytes or len(body), pieces, timeout_s)
+    request = client.receive_weights(fields, num_bytes or len(body), timeout_s).begin()
+    request.write(memoryview(body))
+    return request
 
 
 NONE, THREE = (("set_weight_version", label) for label in ("none", "3"))
@@ -669,17 +669,10 @@ def test_workers_hear_of_a_dying_engine_before_the_others_are_to_resume(
 
 
 def test_a_push_that_is_given_up_by_another_thread_ends_at_once(server_of_pushes):
-    is_half, is_over = threading.Event(), threading.Event()
-
-    def half():
-        yield memoryview(BODY)[: NUM_BYTES // 2]
-        is_half.set()
-        is_over.wait(20)
-        yield memoryview(BODY)[NUM_BYTES // 2 :]
-
     with server_of_pushes() as (client, connection, _):
-        fields = PUSH | {"connection": connection}
-        request, errors = client.receive_weights(fields, NUM_BYTES, half(), 20.0), []
+        body, errors = BODY[: NUM_BYTES // 2], []
+        request = pushed(client, connection, body, NUM_BYTES, timeout_s=20.0)
+        assert not request.has_reply()
 
         def answer():
             try:
@@ -689,13 +682,13 @@ def test_a_push_that_is_given_up_by_another_thread_ends_at_once(server_of_pushes
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert is_half.wait(10)
         request.give_up()
-        is_over.set()
         thread.join(10)
         assert len(errors) == 1
-        with pytest.raises(ServerLostError):
-            request.answer()  # also one that begins later
+        request = client.receive_weights(PUSH, NUM_BYTES, 20.0)
+        request.give_up()
+        with pytest.raises(ServerLostError, match="given up"):
+            request.begin()  # also one that begins later
         with pytest.raises(ServerLostError, match="409"):
             pushed(client, connection).answer()
 
@@ -715,7 +708,6 @@ def test_a_server_that_takes_no_bytes_of_a_push_is_given_up_at_the_deadline():
         with pytest.raises(ServerLostError, match="/weight_sync/receive"):
             pushed(client, "c", body, timeout_s=0.3).answer()
         assert time.monotonic() - start < 10
-        client.close()
 
 
 def test_a_connection_over_nccl_hands_the_id_on_and_awaits_no_body(server_of_pushes):
@@ -750,7 +742,7 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
         if method == "connect":
             workers.connect = wait
             fields = {"timeout_s": 60.0, "trainer": "first", "plan": asdict(PLAN)}
-            request = client.connect_weight_sync(fields | {"nccl_id": nccl_id}, 60.0)
+            request = client.connect_weight_sync(fields | {"nccl_id": nccl_id}, 60.0).begin()
         else:
             connection = connected(client, nccl_id=nccl_id).json()["connection"]
             request = pushed(client, connection, b"", timeout_s=60.0)

@@ -382,7 +382,7 @@ def test_evaluations_on_an_environment_push_the_weights_they_need(
     make_trainer, monkeypatch, tmp_path
 ):
     source, sink = Evaluates(), StubSink()
-    monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *args: (source, sink, None))
+    monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *args: (source, sink))
     trainer = make_trainer(
         others={"env": "words"}, max_steps=6, eval_strategy="steps", eval_steps=2,
         held_out=conversations(5),
@@ -404,7 +404,7 @@ def test_evaluations_on_an_environment_push_the_weights_they_need(
 @pytest.mark.parametrize("log_rollouts", [0.05, 0])
 def test_no_batch_waits_for_an_evaluation_that_runs(make_trainer, monkeypatch, log_rollouts):
     source = Evaluates(at_once=False)
-    monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *a: (source, StubSink(), None))
+    monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *a: (source, StubSink()))
     trainer = make_trainer(
         others={"env": "words"}, max_steps=8, eval_strategy="steps", eval_steps=3,
         log_rollouts=log_rollouts,
@@ -426,8 +426,8 @@ def resumed_in_its_evaluation(make_trainer, monkeypatch, **options):
                "save_steps": 2, **options}  # fmt: skip
     for resumes in (False, True):
         source = Evaluates(at_once=False)
-        connected = (source, StubSink(), None)
-        monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *a, c=connected: c)
+        connected = (source, StubSink())
+        monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *a, c=connected: c)
         trainer = make_trainer(others={"env": "words"}, held_out=conversations(5), **options)
         if resumes:
             trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
@@ -460,7 +460,7 @@ def test_an_evaluation_that_is_repeated_needs_no_loss_for_the_best_model(
 
 def test_the_best_model_is_chosen_by_what_evaluations_have(make_trainer, monkeypatch):
     source = Evaluates()
-    monkeypatch.setattr("verifiers_rl.server_side.connect", lambda *a: (source, StubSink(), None))
+    monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *a: (source, StubSink()))
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
                "save_steps": 1, "load_best_model_at_end": True}  # fmt: skip
     trainer = make_trainer(others={"env": "words"}, **options)
@@ -476,8 +476,8 @@ def test_the_best_model_is_chosen_by_what_evaluations_have(make_trainer, monkeyp
 def test_environments_for_evaluations_alone_are_taken(make_trainer, monkeypatch):
     mixes = []
     monkeypatch.setattr(
-        "verifiers_rl.server_side.connect",
-        lambda *a: (mixes.append(a[1]), (Evaluates(), StubSink(), None))[1],
+        "verifiers_rl.wiring.make_source_and_sink",
+        lambda *a: (mixes.append(a[1]), (Evaluates(), StubSink()))[1],
     )
     options = {"eval_strategy": "steps", "eval_steps": 1}
     for only in (("eval", "eval"), ("eval", None)):

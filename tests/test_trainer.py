@@ -36,6 +36,7 @@ from tests.helpers import (
     make_tiny_llama,
     make_tiny_model,
     make_tiny_moe,
+    stub_servers,
 )
 from tests.reference import reference_loss, reference_means, reference_policy
 from verifiers_rl import LossOutputs, RLConfig, RLTrainer, cispo, logprobs
@@ -634,9 +635,6 @@ def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
     assert trainer._window.steps[0]["importance_ratio"] == 1.0
 
 
-STATUS = {"device": "cuda", "dtype": "bfloat16", "lora_dtype": None, "max_model_len": 16}
-
-
 def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, monkeypatch):
     # What each does is tested with its part; here, that it gets there.
     made = {}
@@ -648,19 +646,10 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
 
         return make
 
-    client = recorded(
-        "client",
-        base_url="http://gpu-box:7",
-        wait_until_ready=lambda: STATUS,
-        check_model=lambda config: None,
-    )
     runner = SimpleNamespace(weights=[1.0], scoring_timeout_s=0.0)
-    monkeypatch.setattr("verifiers_rl.server_side.InferenceClient", client)
-    monkeypatch.setattr("verifiers_rl.server_side.make_runner", lambda *args: runner)
+    stub_servers(monkeypatch)
+    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
     monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", recorded("orchestrator"))
-    monkeypatch.setattr(
-        "verifiers_rl.server_side.WeightSync", recorded("weight_sync", check_server=None)
-    )
     options = {
         "vllm_server_host": "gpu-box",
         "vllm_server_port": 7,
@@ -679,9 +668,11 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         "zero_truncated_completions": True,
     }
     folder = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
-    RLTrainer(make_tiny_model(), "env", RLConfig(**folder, **options), tokenizer)
-    assert made["client"][0] == ("gpu-box", 7, 11.0)
-    assert made["weight_sync"][0][1:] == ("http", "merged", 11.0)
+    trainer = RLTrainer(make_tiny_model(), "env", RLConfig(**folder, **options), tokenizer)
+    (replica,) = trainer.weight_sync.replicas
+    assert (replica.url, replica.client.timeout_s) == ("http://gpu-box:7", 11.0)
+    sync = replica.sync
+    assert (sync.backend, sync.lora_sync, sync.timeout_s) == ("http", "merged", 11.0)
     given = made["orchestrator"][1]
     assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
     assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)
@@ -708,28 +699,13 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
 ):
     made = {}
 
-    class Client:
-        base_url = "http://gpu-box:7"
-
-        def __init__(self, *args): ...
-
-        def wait_until_ready(self):
-            made["waited"] = True
-            return STATUS
-
-        def check_model(self, config): ...
-
     def make_orchestrator(runner, check_server, **options):
         made.update(options, runner=runner, check_server=check_server)
         return StubSource()
 
     runner = SimpleNamespace(weights=[1.0], scoring_timeout_s=0.0)
-    for name, part in (
-        ("InferenceClient", Client),
-        ("make_runner", lambda *args: runner),
-        ("WeightSync", lambda *args: pytest.fail("the caller has given one")),
-    ):
-        monkeypatch.setattr(f"verifiers_rl.server_side.{name}", part)
+    servers = stub_servers(monkeypatch)
+    monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
     monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", make_orchestrator)
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no")
     sink, own = StubSink(), {"advantage_fn": lambda group: [0.0], "example_order": lambda p, s: [0]}
@@ -737,18 +713,18 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
     assert made["check_server"] == sink.check_server and made["runner"] is runner
     assert {name: made[name] for name in own} == own
     trainer.train()
-    assert sink.pushed == [0, 1]
+    assert sink.pushed == [0, 1] and servers[0].weights is None
 
     # The other way round: batches of one's own, and weights to the server.
-    made.clear()
-    synced = StubSink()
-    monkeypatch.setattr("verifiers_rl.server_side.WeightSync", lambda *args, **options: synced)
-    monkeypatch.setattr(
-        "verifiers_rl.server_side.check_agreement", lambda *args: made.update(checked=True)
-    )
+    compared = []
+    monkeypatch.setattr("verifiers_rl.wiring.check_agreement", lambda *args: compared.append(args))
     args.overwrite_output_dir = True
-    RLTrainer(make_tiny_model(), None, args, tokenizer, orchestrator=StubSource()).train()
-    assert synced.pushed == [0, 1] and made == {"waited": True, "checked": True}
+    trainer = RLTrainer(make_tiny_model(), None, args, tokenizer, orchestrator=StubSource())
+    trainer.train()
+    assert servers[1].policy_version == 1 and servers[1].held == []
+    weights = dict(trainer.model.named_parameters())
+    assert all(torch.equal(weights[name], there) for name, there in servers[1].weights.items())
+    assert [(client, name) for _, client, name, *_ in compared] == [(servers[1], "base")]
 
     runner.weights = [1.0, 2.0]
     with pytest.raises(ConfigError, match=r"example_order decides .* weights \[1.0, 2.0\]"):

@@ -80,7 +80,7 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.recording import RolloutFiles
 from verifiers_rl.report.run_folder import enter_run_folder
-from verifiers_rl.sync.gather import gathering, is_split
+from verifiers_rl.sync.gather import gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
 
 logger = logging.getLogger(__name__)
@@ -149,14 +149,13 @@ class RLTrainer(SavingTrainer):
         self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
         self.orchestrator: BatchSource | None = None  # on rank 0 only, like weight_sync
         self.weight_sync: WeightSink | None = None
-        # Called once, after the first push, with the model and its name at the server.
-        self._check_agreement: Callable[[nn.Module, str], None] | None = None
         self._is_serving = False
         if args.process_index == 0:
-            from verifiers_rl.server_side import connect
+            from verifiers_rl.wiring import make_source_and_sink
 
-            server_side = connect(policy, env, args, processing_class, replaced, Orchestrator)
-            self.orchestrator, self.weight_sync, self._check_agreement = server_side
+            self.orchestrator, self.weight_sync = make_source_and_sink(
+                policy, env, args, processing_class, replaced, Orchestrator
+            )
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
@@ -387,9 +386,6 @@ class RLTrainer(SavingTrainer):
             runs = self.orchestrator.num_pending > 0
             in_flight: Literal["recompute", "keep"] = "keep" if runs else "recompute"
             self._metrics |= self.weight_sync.push(model, version, in_flight)
-            if self._check_agreement is not None and not is_split(model):  # it needs all ranks
-                self._check_agreement(model, self.weight_sync.model_name)
-            self._check_agreement = None
         self.evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
 
     def _on_rank_0(

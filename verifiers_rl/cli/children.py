@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -276,9 +276,8 @@ def answers(address: Address | None) -> bool:
     """Return whether the `vf-vllm` there is up."""
     if address is None:
         return False
-    with closing(InferenceClient(*address)) as client:
-        try:
-            client.status()
-        except InferenceServerError:
-            return False
+    try:
+        InferenceClient(*address).status()
+    except InferenceServerError:
+        return False
     return True

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +252,8 @@ class RayMachines:
                 policy = [one.name for one in self._plans if not one.is_needed]
                 for known in map(self._addresses.get, policy):
                     if known is not None and answers(known):
-                        with (
-                            suppress(InferenceServerError),
-                            closing(InferenceClient(*known)) as client,
-                        ):
-                            client.join(*address)
+                        with suppress(InferenceServerError):
+                            InferenceClient(*known).join(*address)
             self._addresses[plan.name] = address
             return plan.command(*address), self._env(plan.env, plan.gpus)
 

@@ -6,12 +6,12 @@ from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
     from verifiers_rl.inference.client import TOKEN_VARIABLE as TOKEN_VARIABLE
-    from verifiers_rl.inference.client import Hold as Hold
+    from verifiers_rl.inference.client import ControlRequest as ControlRequest
     from verifiers_rl.inference.client import InferenceClient as InferenceClient
     from verifiers_rl.inference.client import InferenceServerError as InferenceServerError
     from verifiers_rl.inference.client import ServerLostError as ServerLostError
-    from verifiers_rl.inference.client import WeightRequest as WeightRequest
     from verifiers_rl.inference.client import generation_key as generation_key
+    from verifiers_rl.inference.client import wait_for_servers as wait_for_servers
     from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
     from verifiers_rl.inference.packed_tokens import unpack_experts as unpack_experts
     from verifiers_rl.inference.packed_tokens import unpack_mask as unpack_mask
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 HOME = {
     "RolloutDeadline": "rollout_client",
-    "Hold": "client",
     "InferenceClient": "client",
     "InferenceServerError": "client",
     "RolloutSession": "session",
@@ -34,10 +33,11 @@ HOME = {
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
     "TOKEN_VARIABLE": "client",
-    "WeightRequest": "client",
+    "ControlRequest": "client",
     "generation_key": "client",
     "pack_ids": "packed_tokens",
     "policy_versions": "rollout_client",
+    "wait_for_servers": "client",
     "unpack_experts": "packed_tokens",
     "unpack_mask": "packed_tokens",
     "unpack_sampled": "packed_tokens",

@@ -8,12 +8,15 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import socket
 import time
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import httpx
 
@@ -79,31 +82,6 @@ def generation_key(base_url: str) -> str:
     return find_token(url.host, url.port or 80) or os.environ.get("VLLM_API_KEY") or "none"
 
 
-class Hold:
-    """A request whose reply does not end. While it is open, the server belongs to one trainer. The
-    request ends with this process, however the process ends.
-    """
-
-    def __init__(self, reply: httpx.Response) -> None:
-        self._reply = reply
-        _sockets_held.add(reply.extensions["network_stream"].get_extra_info("socket"))
-
-    def close(self) -> None:
-        self._reply.close()
-
-
-_sockets_held: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    """Close the hold in a forked process, which may outlive the trainer and must not hold then."""
-    for held in _sockets_held:
-        held.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
-
-
 class InferenceClient:
     """Control of one `vf-vllm` server. Methods may be called from any thread.
 
@@ -118,55 +96,22 @@ class InferenceClient:
         self.timeout_s = timeout_s
         bracketed = f"[{host}]" if ":" in host else host
         self.base_url = f"http://{bracketed}:{port}"
-        self._served_model_name: str | None = None
-        # trust_env=False: a proxy set for the internet must not swallow requests to our own server.
-        # No connection is kept alive: calls are seconds apart, and none stays open at the end.
-        self._http = httpx.Client(
-            base_url=self.base_url,
-            trust_env=False,
-            timeout=30.0,
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
 
-    @property
+    def authorization(self) -> dict[str, str]:
+        token = find_token(self.host, self.port)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    @cached_property
     def served_model_name(self) -> str:
-        if self._served_model_name is None:
-            self._served_model_name = self.status()["served_model_name"]
-        return self._served_model_name
+        return self.status()["served_model_name"]
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """Wait until the server answers; return its status.
-
-        Raises:
-            InferenceServerError: the server did not answer within `timeout_s` seconds, or it is not
-                `vf-vllm`, or the token is wrong.
-            Interrupted: a signal asks the run to end.
-        """
-        deadline = time.monotonic() + self.timeout_s
-        with WaitingLine(
-            lambda: f"the server at {self.base_url}, {self.timeout_s:g} s at most,"
-        ) as line:
-            return self._wait(deadline, line)
-
-    def _wait(self, deadline: float, line: WaitingLine) -> dict[str, Any]:
-        while True:
-            try:
-                return self.status()
-            except ServerLostError as error:
-                line.show()
-                if time.monotonic() >= deadline:
-                    raise InferenceServerError(
-                        f"no server at {self.base_url} after {self.timeout_s:g} s "
-                        "(vllm_server_timeout). Start one with "
-                        f"`vf-vllm --model ... --port {self.port}`, "
-                        "or set vllm_server_host and vllm_server_port"
-                    ) from error
-            # Nothing to await: the server is another process that may not exist yet.
-            time.sleep(0.25)
+        """Wait until the server answers; return its status. Raises as `wait_for_servers` does."""
+        return wait_for_servers([self], InferenceClient.status, 1, self.timeout_s)[self]
 
     def status(self) -> dict[str, Any]:
         """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
-        return self._call("GET", "/weight_sync/status")
+        return ControlRequest(self, "/weight_sync/status", method="GET").begin().answer()
 
     def check_model(self, config: Any) -> None:
         """Raise InferenceServerError unless the server's model has the sizes
@@ -187,10 +132,11 @@ class InferenceClient:
 
     def join(self, host: str, port: int) -> None:
         """POST /weight_sync/join: tell this server's trainer of another server."""
-        self._call("POST", "/weight_sync/join", {"host": host, "port": port})
+        ControlRequest(self, "/weight_sync/join", {"host": host, "port": port}).begin().answer()
 
-    def hold(self, trainer: str) -> Hold:
-        """POST /weight_sync/hold: from now on the server refuses other trainers.
+    def hold(self, trainer: str) -> ControlRequest:
+        """POST /weight_sync/hold: the server refuses other trainers until the request is closed, or
+        this process ends, in whatever way.
 
         Args:
             trainer: an id. The trainer that holds the server may hold it again under the same id.
@@ -199,145 +145,202 @@ class InferenceClient:
             InferenceServerError: another trainer has the server; the message names that trainer.
         """
         name = f"process {os.getpid()} on {socket.gethostname()}"
-        body = {"trainer": trainer, "name": name}
-        return Hold(self._request("POST", "/weight_sync/hold", body, stream=True))
+        fields = {"trainer": trainer, "name": name}
+        request = ControlRequest(self, "/weight_sync/hold", fields).begin()
+        request.answer(stays_open=True)
+        _held.add(request)
+        return request
 
-    def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> WeightRequest:
+    def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> ControlRequest:
         """POST /weight_sync/connect: what will come. NCCL connects meanwhile."""
-        body = json.dumps(fields).encode()
-        return WeightRequest(self, "/weight_sync/connect", {}, len(body), [body], timeout_s)
+        return ControlRequest(self, "/weight_sync/connect", fields, timeout_s)
 
     def receive_weights(
-        self, fields: dict[str, Any], num_bytes: int, body: Iterable[memoryview], timeout_s: float
-    ) -> WeightRequest:
+        self, fields: dict[str, Any], num_bytes: int, timeout_s: float
+    ) -> ControlRequest:
         """POST /weight_sync/receive: one push.
 
         Args:
-            num_bytes, body: the weights; none if NCCL carries them meanwhile.
+            num_bytes: of weights that the caller writes; none if NCCL carries them meanwhile.
         """
-        headers = {PUSH_HEADER: json.dumps(fields)}
-        return WeightRequest(self, "/weight_sync/receive", headers, num_bytes, body, timeout_s)
+        headers = {PUSH_HEADER: json.dumps(fields), "Content-Length": str(num_bytes)}
+        return ControlRequest(self, "/weight_sync/receive", timeout_s=timeout_s, headers=headers)
 
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""
-        return self._call("POST", "/v1/completions", body, timeout_s)
-
-    def close(self) -> None:
-        self._http.close()
-
-    def _call(
-        self, method: str, path: str, body: Any = None, timeout_s: float = 30.0
-    ) -> dict[str, Any]:
-        return self._request(method, path, body, timeout_s).json()
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        timeout_s: float = 30.0,
-        stream: bool = False,
-    ) -> httpx.Response:
-        """Send a request with `body` as JSON; return its reply if the status is 200, with `stream`
-        once it begins.
-        """
-        request = self._http.build_request(
-            method, path, json=body, timeout=timeout_s, headers=self.authorization()
-        )
-        try:
-            reply = self._http.send(request, stream=stream)
-            if reply.status_code != 200:
-                reply.read()
-        except httpx.TransportError as error:
-            raise ServerLostError(
-                f"no answer from the inference server: {method} {self.base_url}{path}: "
-                f"{error or type(error).__name__}"
-            ) from error
-        if reply.status_code != 200:
-            raise self.error_of(method, path, reply.status_code, reply.text)
-        return reply
-
-    def authorization(self) -> dict[str, str]:
-        token = find_token(self.host, self.port)
-        return {"Authorization": f"Bearer {token}"} if token else {}
-
-    def error_of(self, method: str, path: str, status: int, text: str) -> InferenceServerError:
-        """Return the error that a reply of another status than 200 stands for."""
-        if status == 404:
-            return InferenceServerError(
-                f"the server at {self.base_url} has no {path}: it is not vf-vllm. "
-                "Start the server with `vf-vllm`"
-            )
-        try:
-            reason = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError):
-            reason = text
-        kind = ERROR_KINDS.get(status, InferenceServerError)
-        return kind(f"{method} {self.base_url}{path}: {status}: {reason}")
+        return ControlRequest(self, "/v1/completions", body, timeout_s).begin().answer()
 
 
-class WeightRequest:
-    """A request with a long body, or a long wait for its reply, that another thread may give up.
+_T = TypeVar("_T")
 
-    It does not go through httpx, which copies a body several times and cannot be interrupted.
+
+def wait_for_servers(
+    clients: Sequence[InferenceClient],
+    ask: Callable[[InferenceClient], _T],
+    number: int,
+    timeout_s: float,
+) -> dict[InferenceClient, _T]:
+    """Ask servers until `number` of them have answered, or `timeout_s` has passed and one has.
+
+    Args:
+        ask: raises ServerLostError if a server does not answer yet.
+
+    Returns:
+        The answers.
+
+    Raises:
+        InferenceServerError: none has answered within `timeout_s` seconds, or one is not
+            `vf-vllm`, or the token is wrong.
+        Interrupted: a signal asks the run to end.
+    """
+    answers: dict[InferenceClient, _T] = {}
+    deadline = time.monotonic() + timeout_s
+
+    def missing() -> str:
+        return ", ".join(client.base_url for client in clients if client not in answers)
+
+    with WaitingLine(lambda: f"the server at {missing()}, {timeout_s:g} s at most,") as line:
+        while True:
+            for client in clients:
+                if client not in answers:
+                    with suppress(ServerLostError):
+                        answers[client] = ask(client)
+            if len(answers) >= number:
+                return answers
+            line.show()
+            if time.monotonic() >= deadline:
+                if answers:
+                    return answers
+                raise InferenceServerError(
+                    f"no server at {missing()} after {timeout_s:g} s (vllm_server_timeout). "
+                    f"Start one with `vf-vllm --model ... --port {clients[0].port}`, or set "
+                    "vllm_server_host and vllm_server_port, or vllm_servers for several"
+                )
+            # Nothing to await: the servers are other processes that may not exist yet.
+            time.sleep(0.25)
+
+
+class ControlRequest:
+    """A request to a control route, which another thread may give up.
+
+    It does not go through httpx, which copies a body several times and cannot be interrupted. It
+    uses no proxy and keeps no connection: it goes to our own server, seconds after the last one.
 
     Args:
         client: to the server.
-        path, headers: of the request, a POST.
-        num_bytes, body: how many bytes the pieces of the body have together.
-        timeout_s: deadline of each write. The reply's is later than the server's own deadlines,
-            because the server's errors say more.
+        fields: the body as JSON, if it has one.
+        timeout_s: deadline of connecting, of each write, and of the reply.
+        headers: those that say more, or other than what follows from `fields`.
     """
 
     def __init__(
         self,
         client: InferenceClient,
         path: str,
-        headers: dict[str, str],
-        num_bytes: int,
-        body: Iterable[bytes | memoryview],
-        timeout_s: float,
+        fields: Any = None,
+        timeout_s: float = 30.0,
+        method: str = "POST",
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._client, self._path, self._body = client, path, body
-        self._headers = {**headers, **client.authorization(), "Content-Length": str(num_bytes)}
-        self._reply_s = 3 * timeout_s + 60.0
+        self._url, self._method, self._path = client.base_url, method, path
+        self._body = b"" if fields is None else json.dumps(fields).encode()
+        self._headers = {
+            "Content-Length": str(len(self._body)),
+            **client.authorization(),
+            **headers,
+        }
         self._http = http.client.HTTPConnection(client.host, client.port, timeout_s)
+        self._reply: http.client.HTTPResponse | None = None
         self._is_given_up = False
 
-    def answer(self) -> dict[str, Any]:
-        """Send the request; return its reply.
-
-        Raises:
-            ServerLostError: there was none, or `give_up` was called.
-            InferenceServerError: the server's error. An error of `body` is raised unchanged.
-        """
-        try:
+    def begin(self) -> ControlRequest:
+        """Send all but what `write` will send. Raises ServerLostError if the server is away."""
+        with self._lost_at_errors():
             self._http.connect()
             if self._is_given_up:
                 raise ConnectionError("given up")
+            self._http.request(self._method, self._path, self._body, self._headers)
+        return self
+
+    def write(self, data: memoryview) -> None:
+        """Send more of the body. If the server has replied already, raise its error."""
+        with self._lost_at_errors():
             try:
-                self._http.request("POST", self._path, self._body, self._headers)
+                self._http.send(data)
             except (BrokenPipeError, ConnectionResetError):
-                pass  # the server may have replied before it had read the whole body
-            self._http.sock.settimeout(self._reply_s)
-            with self._http.getresponse() as reply:
-                status, text = reply.status, reply.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerLostError(
-                f"no answer from the inference server: POST {self._client.base_url}{self._path}: "
-                f"{error or type(error).__name__}"
-            ) from error
-        finally:
-            self._http.close()
-        if status != 200:
-            raise self._client.error_of("POST", self._path, status, text)
-        return json.loads(text)
+                self.answer()
+
+    def has_reply(self) -> bool:
+        """Whether `answer` would return, or raise, at once."""
+        poll = select.poll()
+        poll.register(self._http.sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def answer(self, timeout_s: float | None = None, stays_open: bool = False) -> dict[str, Any]:
+        """Return the reply.
+
+        Args:
+            timeout_s: another deadline than that of the request.
+            stays_open: return once the reply begins; it ends with `close`.
+
+        Raises:
+            ServerLostError: there was none, or `give_up` was called.
+            InferenceServerError: the server's error.
+        """
+        with self._lost_at_errors():
+            if timeout_s is not None:
+                self._http.sock.settimeout(timeout_s)
+            self._reply = reply = self._http.getresponse()
+            if stays_open and reply.status == 200:
+                return {}
+            text = reply.read().decode(errors="replace")
+        self.close()
+        if reply.status == 200:
+            return json.loads(text)
+        if reply.status == 404:
+            raise InferenceServerError(
+                f"the server at {self._url} has no {self._path}: it is not vf-vllm. "
+                "Start the server with `vf-vllm`"
+            )
+        try:
+            reason = json.loads(text)["error"]
+        except (ValueError, KeyError, TypeError):
+            reason = text
+        kind = ERROR_KINDS.get(reply.status, InferenceServerError)
+        raise kind(f"{self._method} {self._url}{self._path}: {reply.status}: {reason}")
 
     def give_up(self) -> None:
         """End the request, which the server notices at once. Its thread raises ServerLostError."""
         self._is_given_up = True
         if (sock := self._http.sock) is not None:
-            try:
+            with suppress(OSError):  # it has ended
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it has ended
+
+    def close(self) -> None:
+        _held.discard(self)
+        self._http.close()
+        if self._reply is not None:
+            self._reply.close()  # it keeps the socket open by itself
+
+    @contextmanager
+    def _lost_at_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise ServerLostError(
+                f"no answer from the inference server: {self._method} {self._url}{self._path}: "
+                f"{error or type(error).__name__}"
+            ) from error
+
+
+_held: set[ControlRequest] = set()
+
+
+def _let_go_in_child() -> None:
+    """Close what a forked process must not hold, because it may outlive the trainer."""
+    for request in [*_held]:
+        request.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

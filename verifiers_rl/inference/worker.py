@@ -25,9 +25,8 @@ from verifiers_rl.inference.reloading import (
     lost_in_reload,
     repack_for_cpu,
 )
-from verifiers_rl.sync.buckets import receive_buckets
 from verifiers_rl.sync.nccl import NcclTransport, gpu_uuid
-from verifiers_rl.sync.plan import TransferPlan
+from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers, attach
 
 logger = logging.getLogger(__name__)

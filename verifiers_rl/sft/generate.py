@@ -18,7 +18,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -198,10 +198,10 @@ def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iter
 
 def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
     """Return the endpoint of a `vf-vllm` once it answers."""
-    with closing(InferenceClient(host, port, timeout_s)) as client:
-        client.wait_until_ready()
-        os.environ[KEY_VARIABLE] = generation_key(client.base_url)
-        return Endpoint(f"{client.base_url}/v1", client.served_model_name, is_vllm=True)
+    client = InferenceClient(host, port, timeout_s)
+    client.wait_until_ready()
+    os.environ[KEY_VARIABLE] = generation_key(client.base_url)
+    return Endpoint(f"{client.base_url}/v1", client.served_model_name, is_vllm=True)
 
 
 def make_one_server(config: RunConfig) -> None:

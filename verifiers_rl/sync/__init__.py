@@ -5,26 +5,26 @@ from typing import TYPE_CHECKING
 from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
+    from verifiers_rl.sync.adapters import check_adapter as check_adapter
+    from verifiers_rl.sync.adapters import choose_lora_sync as choose_lora_sync
     from verifiers_rl.sync.adapters import not_plain as not_plain
     from verifiers_rl.sync.adapters import reason_against_serving as reason_against_serving
     from verifiers_rl.sync.agreement import check_agreement as check_agreement
-    from verifiers_rl.sync.fan_out import push_to_all as push_to_all
     from verifiers_rl.sync.gather import gathering as gathering
     from verifiers_rl.sync.gather import is_split as is_split
-    from verifiers_rl.sync.sources import check_adapter as check_adapter
-    from verifiers_rl.sync.sources import choose_lora_sync as choose_lora_sync
+    from verifiers_rl.sync.pool import ServerPool as ServerPool
     from verifiers_rl.sync.sources import full_sources as full_sources
     from verifiers_rl.sync.sources import in_checkpoint_form as in_checkpoint_form
     from verifiers_rl.sync.weight_sync import WeightSync as WeightSync
 
 HOME = {
-    "check_adapter": "sources",
-    "choose_lora_sync": "sources",
+    "check_adapter": "adapters",
+    "choose_lora_sync": "adapters",
     "full_sources": "sources",
     "in_checkpoint_form": "sources",
+    "ServerPool": "pool",
     "WeightSync": "weight_sync",
     "check_agreement": "agreement",
-    "push_to_all": "fan_out",
     "gathering": "gather",
     "is_split": "gather",
     "not_plain": "adapters",

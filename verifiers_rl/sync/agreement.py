@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +24,10 @@ PROMPT = "Once upon a time"
 # Limits in nats. With float32 on both sides, the largest difference of one token is limited;
 # otherwise the mean is. Rounding to bfloat16 alone gives a mean of 0.01 to 0.03 for dense models,
 # and somewhat more where it changes which experts are chosen.
-FLOAT32_LARGEST = 0.01
-HALF_MEAN, HALF_MEAN_WORTH_A_WARNING = 0.3, 0.1
+FLOAT32_LARGEST, HALF_MEAN = 0.01, 0.3
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """How far the two sides' logprobs of the same tokens are apart.
 
     Attributes:
@@ -53,16 +50,31 @@ class Difference:
         )
 
     @property
-    def is_exact(self) -> bool:
-        """Whether both sides compute in float32."""
-        return self.dtypes == ("float32", "float32")
-
-    @property
     def is_of_another_model(self) -> bool:
         """Whether the difference is larger than rounding explains. NaN counts as larger."""
-        if self.is_exact:
+        if self.dtypes == ("float32", "float32"):
             return not self.largest <= FLOAT32_LARGEST
         return not self.mean <= HALF_MEAN
+
+
+def check_agreement(
+    model: nn.Module, client: InferenceClient, model_name: str, tokenizer: Any, args: Any
+) -> None:
+    """Compare the logprobs of both sides. The server must have the model's weights already.
+
+    Raises:
+        InferenceServerError: the server samples from another model.
+    """
+    prompt_ids = prompt_of(tokenizer)[: args.max_seq_len // 2]
+    found = compare(model, [sample(client, model_name, prompt_ids, args)], client, args)
+    if found.is_of_another_model:
+        raise InferenceServerError(
+            f"the server at {client.base_url} samples from a different model than the one being "
+            f"trained: {found}. "
+            "Start it with the trainer's model and without quantization or model overrides; "
+            "`vf-rl --check` tries both sides"
+        )
+    logger.info("logprobs of server and trainer are %s", found)
 
 
 def prompt_of(tokenizer: Any) -> list[int]:
@@ -81,28 +93,25 @@ def sample(client: InferenceClient, model_name: str, prompt_ids: list[int], args
         model_name: what requests put into `model=`.
         args: the `RLConfig`; `max_seq_len`, `temperature` and `vllm_server_timeout` are read.
     """
-    reply = client.complete(
-        {
-            "model": model_name,
-            "prompt": prompt_ids,
-            "max_tokens": min(NUM_TOKENS, args.max_seq_len - len(prompt_ids)),
-            "ignore_eos": True,
-            "temperature": args.temperature,
-            # Fixed whatever the run sets: these change the server's probabilities on purpose.
-            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
-            "logprobs": 1,
-            "return_token_ids": True,
-        },
-        args.vllm_server_timeout,
-    )["choices"][0]
-    logprobs = reply["logprobs"]["token_logprobs"]
-    is_sampled = np.arange(len(prompt_ids) + len(logprobs)) >= len(prompt_ids)
+    body = {
+        "model": model_name,
+        "prompt": prompt_ids,
+        "max_tokens": min(NUM_TOKENS, args.max_seq_len - len(prompt_ids)),
+        "ignore_eos": True,
+        "temperature": args.temperature,
+        # Fixed whatever the run sets: these change the server's probabilities on purpose.
+        **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    (reply,) = client.complete(body, args.vllm_server_timeout)["choices"]
+    num_prompt, num_sampled = len(prompt_ids), len(reply["token_ids"])
+    logprobs = np.array([*[0.0] * num_prompt, *reply["logprobs"]["token_logprobs"]], np.float32)
     return Sample(
         np.array([*prompt_ids, *reply["token_ids"]]),
-        is_sampled,
-        # NaN would mean that no policy sampled the token.
-        np.nan_to_num(np.array([*[0.0] * len(prompt_ids), *logprobs], np.float32), nan=-np.inf),
-        np.where(is_sampled, 0, -1),
+        np.repeat([False, True], [num_prompt, num_sampled]),
+        np.nan_to_num(logprobs, nan=-np.inf),  # NaN would mean that no policy sampled the token
+        np.repeat([-1, 0], [num_prompt, num_sampled]),
     )
 
 
@@ -114,32 +123,26 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
 
     Args:
         model: the causal LM, perhaps inside PEFT.
+        samples: each has loss tokens.
         args: the `RLConfig`; `bf16`, `head_dtype` and `temperature` are read.
 
     Returns:
         (N,) float32 each.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    device = next(model.parameters()).device
-    was_training = model.training
+    device, was_training = next(model.parameters()).device, model.training
     model.eval()
-    found = []
+    replay_experts(base, None)  # of the last microbatch
+    rows = [copy_to(collate([sample], [[0]], [1.0], 0), device) for sample in samples]
     try:
-        replay_experts(base, None)  # of the last microbatch
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             needs_full_logits = reason_against_chunking(model, base) is not None
             support = ModelSupport("padded", needs_full_logits=needs_full_logits)
-            for sample in samples:
-                if not sample.num_loss_tokens:
-                    found.append(np.zeros(0, np.float32))
-                    continue
-                row = copy_to(collate([sample], [[0]], [1.0], 0), device)
-                logprobs = predict_targets(model, base, row, args, support, "none")[0]
-                found.append(logprobs.float().cpu().numpy())
+            found = [predict_targets(model, base, row, args, support, "none")[0] for row in rows]
     finally:
         replay_experts(base, None)
         model.train(was_training)
-    return found
+    return [logprobs.float().cpu().numpy() for logprobs in found]
 
 
 def compare(
@@ -150,10 +153,10 @@ def compare(
     Raises:
         ValueError: it has sampled nothing.
     """
-    ours = logprobs_of_samples(model, samples, args)
-    theirs = [sample.inference_logprobs[sample.loss_mask] for sample in samples]
-    log_ratios = np.concatenate(ours).astype(np.float64) - np.concatenate(theirs)
-    log_ratios = log_ratios[~np.isnan(np.concatenate(theirs))]  # tokens that no policy sampled
+    samples = [sample for sample in samples if sample.num_loss_tokens]
+    theirs = np.concatenate([sample.inference_logprobs[sample.loss_mask] for sample in samples])
+    ours = np.concatenate(logprobs_of_samples(model, samples, args)).astype(np.float64)
+    log_ratios = (ours - theirs)[~np.isnan(theirs)]  # NaN: tokens that no policy sampled
     if not len(log_ratios):
         raise ValueError("there is no sampled token to compare")
     apart = np.abs(log_ratios)
@@ -161,30 +164,3 @@ def compare(
     here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
     dtypes = str(here).removeprefix("torch."), client.status()["dtype"]
     return Difference(float(apart.mean()), float(apart.max()), float(kl.mean()), len(apart), dtypes)
-
-
-def check_agreement(
-    model: nn.Module, client: InferenceClient, model_name: str, tokenizer: Any, args: Any
-) -> None:
-    """Compare the logprobs of both sides; warn if they differ more than rounding to bfloat16
-    usually explains. The server must have the model's weights already.
-
-    Raises:
-        InferenceServerError: the server samples from another model.
-    """
-    prompt_ids = prompt_of(tokenizer)[: args.max_seq_len // 2]
-    found = compare(model, [sample(client, model_name, prompt_ids, args)], client, args)
-    if found.is_of_another_model:
-        raise InferenceServerError(
-            f"the server at {client.base_url} samples from a different model than the one being "
-            f"trained: {found}. "
-            "Start it with the trainer's model and without quantization or model overrides; "
-            "`vf-rl --check` tries both sides"
-        )
-    if not found.is_exact and found.mean > HALF_MEAN_WORTH_A_WARNING:
-        logger.warning(
-            "logprobs of server and trainer are %s: more than rounding to bfloat16 usually makes. "
-            "Watch mismatch_kl; float32 on both sides tells rounding from another model",
-            found,
-        )
-    logger.info("logprobs of server and trainer are %s", found)

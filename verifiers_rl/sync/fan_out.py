@@ -1,21 +1,24 @@
 """One push to one or several servers: gathered and packed once, sent to all at the same time.
 
-    this thread: makes a bucket ──► a queue for each server ──► a thread for each: sends it
+    this thread:              makes bucket 1 ──► makes bucket 2 ───► makes bucket 3
+    a thread of each server:                     sends bucket 1      sends bucket 2
 
-A queue holds `WINDOW` buckets, so memory stays bounded: this thread waits for the slowest server.
+The next bucket is sent when all have taken the one before. So memory stays bounded, and this thread
+waits for the slowest server.
 """
 
 from __future__ import annotations
 
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from queue import Full, Queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from verifiers_rl.inference import InferenceServerError, ServerLostError
+from verifiers_rl.inference import ServerLostError
 from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.sources import what_to_send
@@ -25,45 +28,7 @@ if TYPE_CHECKING:
 
 # Seconds that a push waits for a server that makes no progress while the others do.
 STALL_S = 60.0
-WINDOW = 2
 LOOK_S = 0.5
-
-
-class Work(threading.Thread):
-    """Work for one server, in a daemon thread: one that hangs can be left behind."""
-
-    def __init__(self, sync: WeightSync, work: Callable[[Work], Any]) -> None:
-        super().__init__(name="weight-sync", daemon=True)
-        self.sync, self._work = sync, work
-        self.buckets: Queue[Tensor | None] = Queue(WINDOW)  # None: no more come
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._work(self)
-        except Exception as error:
-            self.error = self.error or error  # the first says why
-        finally:
-            self.put(None, 0)  # NCCL's thread may wait for a bucket
-
-    def incoming(self) -> Iterator[Tensor]:
-        while (bucket := self.buckets.get()) is not None:
-            yield bucket
-
-    def put(self, bucket: Tensor | None, timeout_s: float) -> bool:
-        """Hand over a bucket; return whether there was room in time, or the work has ended."""
-        try:
-            self.buckets.put(bucket, timeout_s > 0, timeout_s)
-        except Full:
-            return not self.is_alive()
-        return True
-
-    def leave_behind(self, error: Exception | None) -> None:
-        """Wait for it no longer."""
-        self.error = self.error or error
-        self.sync.forget_server()  # a thread that sends ends by this,
-        self.put(None, 0)  # and one that waits for a bucket by that
 
 
 def push_to_all(
@@ -79,7 +44,8 @@ def push_to_all(
     while the others do, does not hold up the others.
 
     Args:
-        syncs: one for each server; those that are not connected are connected first.
+        syncs: one for each server, all of one dtype; those that are not connected are connected
+            first.
         policy_version, in_flight: see `WeightSync.push`.
 
     Returns:
@@ -89,82 +55,77 @@ def push_to_all(
         Whatever a source raises: then no server has the weights.
         Interrupted: a signal asks the run to end.
     """
-    sending = what_to_send(model, syncs[0].lora_sync)
-    new = [sync for sync in syncs if not sync.is_connected]
-    works = [Work(sync, lambda work: work.sync.connect(model, sending)) for sync in new]
-    _wait_for(works, stall_s)
-    errors = {work.sync: work.error for work in works if work.error is not None}
-    living = [sync for sync in syncs if sync not in errors]
-    plan = min(living, key=new.__contains__).plan if living else None  # of an old one, if any
-    for sync in living:
-        if sync.plan != plan:
-            sync.forget_server()
-            errors[sync] = InferenceServerError(
-                f"the server at {sync.client.base_url} computes in another dtype than the "
-                "others; start all servers with the same --dtype and --lora-dtype"
-            )
-    works = [
-        Work(sync, lambda work: work.sync.send(work.incoming(), policy_version, in_flight))
-        for sync in living
-        if sync not in errors
-    ]
+    sources, adapter = what_to_send(model, syncs[0].lora_sync)
+    together = Together(syncs, stall_s)
     try:
-        if plan is not None:
-            for bucket in buckets_of(plan, sending[0], model):
-                _hand_over(bucket, works, stall_s)
-                if not any(work.is_alive() for work in works):
+        together.begin(lambda sync: sync.connect(model, sources, adapter))
+        together.begin(lambda sync: sync.begin_push(policy_version, in_flight))
+        together.wait()
+        plans = [sync.plan for sync in together.living]
+        if plans and plans[0] is not None:
+            for bucket in buckets_of(plans[0], sources, model):
+                together.begin(partial(lambda sync, bucket: sync.send(bucket), bucket=bucket))
+                if not together.living:
                     break
-            _hand_over(None, works, stall_s)
+        together.begin(lambda sync: sync.finish_push())
+        together.wait()
     except BaseException:
-        for work in works:
-            work.leave_behind(None)
+        for sync in together.living:
+            sync.forget_server()  # which ends what its thread does
         raise
-    _wait_for(works, stall_s)
-    errors |= {work.sync: work.error for work in works if work.error is not None}
-    return [errors.get(sync) for sync in syncs]
+    finally:
+        together.threads.shutdown(wait=False)
+    return [together.errors.get(sync) for sync in syncs]
 
 
-def _hand_over(bucket: Tensor | None, works: Sequence[Work], stall_s: float) -> None:
-    """Give a bucket to all that live. One that has no room for it while others had is left behind
-    after `stall_s`; the last one has the deadline of its request.
+class Together:
+    """Work with several servers at once, each on a thread of its own.
+
+    Attributes:
+        errors: of the servers that have failed.
     """
-    todo, start = list(works), time.monotonic()
-    with WaitingLine(lambda: f"{len(todo)} of {len(works)} servers to take weights") as line:
-        while todo := [work for work in todo if not work.put(bucket, LOOK_S / len(todo))]:
-            line.show()
-            others = [work for work in works if work not in todo and work.error is None]
-            if others and time.monotonic() - start > stall_s:
-                for work in todo:
-                    work.leave_behind(_too_slow(work))
 
+    def __init__(self, syncs: Sequence[WeightSync], stall_s: float) -> None:
+        self.errors: dict[WeightSync, Exception] = {}
+        self.threads = ThreadPoolExecutor(len(syncs), "weight-sync")
+        self._syncs, self._stall_s = syncs, stall_s
+        self._running: dict[Future[Any], WeightSync] = {}
 
-def _wait_for(works: Sequence[Work], stall_s: float) -> None:
-    """Wait for the end of all work. When the first has succeeded, the others have as long again,
-    and `stall_s` more.
-    """
-    start = time.monotonic()
-    # What each server waits for has a deadline of its own, and this one is later.
-    deadline = start + max((4 * work.sync.timeout_s + 120.0 for work in works), default=0.0)
-    try:
-        with WaitingLine(lambda: f"weights to reach {len(works)} servers") as line:
-            while running := [work for work in works if work.is_alive()]:
+    @property
+    def living(self) -> list[WeightSync]:
+        return [sync for sync in self._syncs if sync not in self.errors]
+
+    def begin(self, work: Callable[[WeightSync], Any]) -> None:
+        """Begin work with each living server, once the work before has ended."""
+        self.wait()
+        self._running = {self.threads.submit(work, sync): sync for sync in self.living}
+
+    def wait(self) -> None:
+        """Wait until the work has ended. When the first server has succeeded, the others have as
+        long again, and `stall_s` more; until then, only the deadlines of their requests.
+        """
+        start, deadline, todo = time.monotonic(), math.inf, {*self._running}
+        with WaitingLine(
+            lambda: f"{len(todo)} of {len(self._running)} servers to take weights"
+        ) as line:
+            while todo:
+                done, todo = wait(todo, LOOK_S, FIRST_COMPLETED)
                 now = time.monotonic()
-                if any(not work.is_alive() and work.error is None for work in works):
-                    deadline = min(deadline, now + (now - start) + stall_s)
+                for future in done:
+                    if (error := future.exception()) is not None:
+                        self._lose(self._running[future], error)
+                    else:
+                        deadline = min(deadline, now + (now - start) + self._stall_s)
                 if now > deadline:
-                    for work in running:
-                        work.leave_behind(_too_slow(work))
-                    return
-                running[0].join(LOOK_S)
+                    for future in todo:
+                        self._lose(self._running[future], None)
+                    break
                 line.show()
-    except BaseException:  # a signal
-        for work in works:
-            work.leave_behind(None)
-        raise
+        self._running = {}
 
-
-def _too_slow(work: Work) -> ServerLostError:
-    return ServerLostError(
-        f"the weight sync with {work.sync.client.base_url} did not end in time, or made no "
-        "progress while the others did (vllm_server_timeout)"
-    )
+    def _lose(self, sync: WeightSync, error: Any) -> None:
+        self.errors[sync] = error or ServerLostError(
+            f"the weight sync with {sync.client.base_url} did not end in time, or made no "
+            "progress while the others did (vllm_server_timeout)"
+        )
+        sync.forget_server()  # a thread that hangs ends by this

@@ -1,17 +1,15 @@
-"""Gather weights that FSDP2 or DeepSpeed ZeRO-3 has split over ranks, for a push."""
+"""Gather weights that FSDP2 or DeepSpeed ZeRO-3 has split over ranks, and pack them for a push."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from verifiers_rl.sync.buckets import make_buckets
-from verifiers_rl.sync.plan import TransferPlan
+from verifiers_rl.sync.plan import TransferPlan, bucket_views, packed_size
 from verifiers_rl.sync.sources import Source, what_to_send
 
 
@@ -53,11 +51,22 @@ def _announce(index: int, model: nn.Module) -> int:
     return int(number)
 
 
+@torch.no_grad()
 def buckets_of(
     plan: TransferPlan, sources: dict[str, Source], model: nn.Module
 ) -> Iterator[Tensor]:
-    """Make the buckets of a push, on rank 0 inside `gathering`: the other ranks hear which source
-    is made. The buckets are on the model's device.
+    """Make, cast and pack the tensors of a push, one bucket after the other, on rank 0 inside
+    `gathering`: the other ranks hear which source is made.
+
+    Yields:
+        (bytes,) uint8 on the model's device, fresh memory each time.
     """
-    before_each = partial(_announce, model=model) if is_split(model) else lambda index: None
-    return make_buckets(plan, sources, next(model.parameters()).device, before_each)
+    device, has_helpers, index = next(model.parameters()).device, is_split(model), 0
+    for bucket in plan.buckets():
+        buffer = torch.empty(packed_size(bucket), dtype=torch.uint8, device=device)
+        for name, view in bucket_views(bucket, buffer):
+            if has_helpers:
+                _announce(index, model)
+            view.copy_(sources[name].make())
+            index += 1
+        yield buffer

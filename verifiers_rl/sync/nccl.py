@@ -33,8 +33,12 @@ logger = logging.getLogger(__name__)
 
 GROUP_TIMEOUT = timedelta(days=7)  # torch's own deadline; ours always comes before it
 ABORT_DEADLINE_S = 10.0
-ID_KEY = "0"  # the number of the group's first communicator: under it torch looks for the id
+# torch numbers the communicators of a group, and looks for the id of each under its number. This
+# group has one communicator, of one device a rank, so nothing else is ever asked of the store.
+ID_KEY = "0"
 ID_BYTES = 128
+FROM_RANK_0 = dist.BroadcastOptions()
+FROM_RANK_0.rootRank = 0
 # torch reads these when a group is made.
 ERRORS_ARE_OURS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # clean up after an error, and let the process live
@@ -90,7 +94,8 @@ class NcclTransport:
         device: this process's GPU.
         timeout_s: deadline of connecting, and of each message.
         unique_id: of a worker: what the trainer's `unique_id` returned.
-        is_given_up: of a worker: says whether to stop waiting.
+        is_given_up: says whether to stop waiting, because another end has given up the push. The
+            trainer stops when the server replies, because it does so early only to refuse.
     """
 
     def __init__(
@@ -108,9 +113,8 @@ class NcclTransport:
         self._lock = threading.Lock()  # two threads may close at once
         self._group: Any = None
         self._is_closed = False
-        self._store = cast(
-            Any, dist.HashStore()
-        )  # torch declares its values as str; bytes are fine
+        # torch declares its values as str; bytes are fine.
+        self._store = cast(Any, dist.HashStore())
         if unique_id is not None:
             self._store.set(ID_KEY, unique_id)
         self._first: Any = None
@@ -124,7 +128,7 @@ class NcclTransport:
                 if self._is_closed:
                     self.abandon()  # given up before there was a group
                     return
-                self._first = self._start(self._buffer(1), group)
+                self._first = group.broadcast([self._buffer(1)], FROM_RANK_0)
             except Exception as error:
                 self._error = error  # raised where the caller waits
 
@@ -170,7 +174,7 @@ class NcclTransport:
         if group is None:
             raise NcclError("the connection for weights was closed")
         try:
-            work = self._start(buffer, group)
+            work = group.broadcast([buffer], FROM_RANK_0)
         except RuntimeError as error:
             raise self._closed_with(error) from error
 
@@ -179,11 +183,6 @@ class NcclTransport:
             return buffer
 
         return wait_for_it
-
-    def _start(self, buffer: Tensor, group: Any) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        return group.broadcast([buffer], options)
 
     def _finish(self, work: Any, what: str) -> None:
         self._wait_until(work.is_completed, what)
@@ -201,7 +200,7 @@ class NcclTransport:
                 raise NcclError("the connection for weights was closed")
             if self._is_given_up():
                 self.close()
-                raise GivenUpError(f"the trainer left, or another worker failed, during {what}")
+                raise GivenUpError(f"another end left, or failed, during {what}")
             if time.monotonic() - start > self._timeout_s:
                 self.close()
                 raise NcclError(

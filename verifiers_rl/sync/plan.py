@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor
 
-Backend = Literal["nccl", "http"]
-
-
 ADAPTER_NAME = "policy"
-
-
-MAX_BUCKET_BYTES = 2**30
-
 
 _ALIGNMENT = 16  # bytes; every dtype can be viewed at such an offset
 
@@ -27,22 +23,16 @@ class TensorSpec(NamedTuple):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
 
     @property
     def num_bytes(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * torch_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of this name; raise ValueError if there is none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown tensor dtype {name!r}")
-    return dtype
+    @property
+    def padded_bytes(self) -> int:
+        """Its bytes in a bucket."""
+        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -57,29 +47,23 @@ class TransferPlan:
     """
 
     kind: Literal["full", "adapter"]
-    tensors: Sequence[TensorSpec]
-    bucket_bytes: int
+    tensors: list[TensorSpec]
+    bucket_bytes: PositiveInt
     adapter: dict[str, Any]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TransferPlan:
+    def from_json(cls, data: Any) -> TransferPlan:
         """Build a plan from parsed JSON; raise ValueError if it is not one."""
         try:
-            tensors = [TensorSpec(str(n), str(d), tuple(shape)) for n, d, shape in data["tensors"]]
-            plan = cls(data["kind"], tensors, data["bucket_bytes"], dict(data["adapter"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a transfer plan: {type(error).__name__}: {error}") from error
-        if plan.kind not in ("full", "adapter"):
-            raise ValueError(f"plan kind {plan.kind!r}: must be full or adapter")
-        if not tensors:
+            plan = TypeAdapter(cls).validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"not a transfer plan: {where}: {first['msg']}") from error
+        if not plan.tensors:
             raise ValueError("a plan without tensors")
         if plan.kind == "adapter" and type(plan.adapter.get("r")) is not int:
             raise ValueError(f"adapter rank {plan.adapter.get('r')!r}: must be an integer")
-        if type(plan.bucket_bytes) is not int or not 0 < plan.bucket_bytes <= MAX_BUCKET_BYTES:
-            raise ValueError(f"bucket_bytes {plan.bucket_bytes!r}: 1 to {MAX_BUCKET_BYTES}")
-        for name, _, shape in tensors:
-            if not all(type(size) is int and size >= 0 for size in shape):
-                raise ValueError(f"shape {list(shape)!r} of tensor {name!r}: not sizes")
         return plan
 
     @property
@@ -95,35 +79,52 @@ class TransferPlan:
                 bucket, size = [], 0
             bucket.append(spec)
             size += spec.num_bytes
-        if bucket:
-            yield bucket
+        yield bucket
 
     def packed_sizes(self) -> list[int]:
         """Return the bytes of each bucket on the wire."""
-        return [bucket_num_bytes(bucket) for bucket in self.buckets()]
+        return [packed_size(bucket) for bucket in self.buckets()]
 
 
-def _offsets(bucket: Sequence[TensorSpec]) -> list[int]:
-    """Return the byte offset of each tensor in the bucket's buffer; last, the buffer's length."""
-    offsets = [0]
-    for spec in bucket:
-        offsets.append(offsets[-1] + -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT)
-    return offsets
-
-
-def bucket_num_bytes(bucket: Sequence[TensorSpec]) -> int:
-    return _offsets(bucket)[-1]
+def packed_size(bucket: Sequence[TensorSpec]) -> int:
+    """Return the bytes of a bucket on the wire."""
+    return sum(spec.padded_bytes for spec in bucket)
 
 
 def bucket_views(bucket: Sequence[TensorSpec], buffer: Tensor) -> list[tuple[str, Tensor]]:
     """Return names and views into a uint8 buffer (total bytes,) in the plan's dtypes and shapes."""
+    parts = buffer.split([spec.padded_bytes for spec in bucket])
     return [
-        (
-            spec.name,
-            buffer[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape),
-        )
-        for spec, (start, _) in zip(bucket, pairwise(_offsets(bucket)), strict=True)
+        (spec.name, part[: spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape))
+        for spec, part in zip(bucket, parts, strict=True)
     ]
+
+
+def receive_buckets(
+    plan: TransferPlan, receive: Callable[[int], Callable[[], Tensor]], timeout_s: float
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the named tensors of each bucket in turn, in a worker of the server. While the caller
+    loads them, the next bucket is packed and sent.
+
+    Args:
+        receive: begins to receive a buffer of so many bytes; what it returns waits for the buffer.
+
+    Raises:
+        RuntimeError: the trainer went away.
+        TimeoutError: all buckets together took longer than `timeout_s`, loading included.
+    """
+    deadline = time.monotonic() + timeout_s
+    buckets = list(plan.buckets())
+    coming = receive(packed_size(buckets[0]))
+    for bucket, following in zip_longest(buckets, buckets[1:]):
+        buffer = coming()
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
+            )
+        if following is not None:
+            coming = receive(packed_size(following))
+        yield bucket_views(bucket, buffer)
 
 
 def needs_lora_flag(rank: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from verifiers_rl.option_rules import ConfigError
-from verifiers_rl.sync.adapters import not_plain, reason_against_serving
+from verifiers_rl.sync.adapters import check_adapter
 from verifiers_rl.text_model import text_parameters
 
 
@@ -27,6 +26,20 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
+
+
+def what_to_send(
+    model: Any, lora_sync: Literal["adapter", "merged"]
+) -> tuple[dict[str, Source], dict[str, Any]]:
+    """Return the tensors that travel, and their config if they are an adapter, else {}."""
+    if not hasattr(model, "peft_config"):
+        return in_checkpoint_form(model, full_sources(model)), {}
+    config = model.peft_config["default"]
+    check_adapter(config, lora_sync)
+    if lora_sync == "merged" or config.modules_to_save:
+        # vLLM takes no fully trained modules inside an adapter.
+        return in_checkpoint_form(model.get_base_model(), merged_sources(model)), {}
+    return adapter_sources(model)
 
 
 def gather_full(tensor: Tensor) -> Tensor:
@@ -46,32 +59,13 @@ def gather_full(tensor: Tensor) -> Tensor:
 
 def source_of(tensor: Any) -> Source:
     # ZeRO-3 leaves an empty tensor behind and keeps the shape beside it.
-    return Source(
-        tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype, partial(gather_full, tensor)
-    )
+    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    return Source(shape, tensor.dtype, lambda: gather_full(tensor))
 
 
-def check_adapter(config: Any, lora_sync: str) -> None:
-    """Raise ConfigError for a PEFT config that the server could not reproduce."""
-    from peft import LoraConfig
-
-    as_dict = config.to_dict()
-    if not isinstance(config, LoraConfig) or not_plain(as_dict):
-        raise ConfigError(
-            f"peft_config={' with '.join([type(config).__name__, *not_plain(as_dict)])}: only "
-            "plain LoRA can be sent to vLLM (no DoRA, no lora_bias)"
-        )
-    if lora_sync == "merged" or config.modules_to_save:  # which are sent merged only
-        return
-    if experts := getattr(config, "target_parameters", None):
-        raise ConfigError(
-            f"peft_config.target_parameters={sorted(experts)}: the adapter reaches into tensors "
-            "that hold the experts of a layer, and such an adapter is sent merged only; set "
-            "lora_sync='merged', or leave these layers out of lora_target_modules, as its default "
-            "does"
-        )
-    if reason := reason_against_serving(as_dict):
-        raise ConfigError(f"peft_config.{reason}; set lora_sync='merged'")
+def full_sources(model: nn.Module) -> dict[str, Source]:
+    """Return all parameters of the text; a tied LM head comes once, as the input embedding."""
+    return {name: source_of(parameter) for name, parameter in text_parameters(model).items()}
 
 
 def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
@@ -92,23 +86,19 @@ def merged_sources(model: Any) -> dict[str, Source]:
     """Return the weights of a PEFT model with its adapter merged in, under the base model's names.
 
     They come in the order of the base model's parameters, because vLLM holds back the parts of a
-    layer until it has all of them. A wrapped layer gives W + scale * B A in float32, a tensor of
-    experts the same of each expert, a module of `modules_to_save` its trained copy. The trainer's
-    own tensors do not change, so nothing drifts.
+    layer until it has all of them. What LoRA adapts is merged, a module of `modules_to_save` gives
+    its trained copy. The trainer's own tensors do not change, so nothing drifts.
     """
-    from peft.tuners.lora import LoraLayer, ParamWrapper
+    from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
     base = model.get_base_model()
     changed: dict[str, Source] = {}
     for prefix, module in base.named_modules():
-        if isinstance(module, ParamWrapper):
-            weight = source_of(module.get_param())
-            make = partial(_merged_parameter, module)
-            changed[plain_name(f"{prefix}.{module.parameter_name}")] = weight._replace(make=make)
-        elif isinstance(module, LoraLayer):
-            weight = source_of(cast(Any, module.get_base_layer()).weight)
-            changed[f"{prefix}.weight"] = weight._replace(make=partial(_merged_weight, module))
+        if isinstance(module, LoraLayer):
+            name = plain_name(f"{prefix}.{getattr(module, 'parameter_name', 'weight')}")
+            weight = source_of(_adapted_weight(module))
+            changed[name] = weight._replace(make=partial(_merge, module))
         elif isinstance(module, ModulesToSaveWrapper):
             trained = module.modules_to_save["default"]
             changed |= {f"{prefix}.{n}": source_of(p) for n, p in trained.named_parameters()}
@@ -127,45 +117,41 @@ def plain_name(name: str) -> str:
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)", "", name)
 
 
-@torch.no_grad()
-def _merged_weight(module: Any) -> Tensor:
-    weight = gather_full(module.get_base_layer().weight).float()
-    scale = module.scaling["default"]
-    if "default" in module.lora_embedding_A:
-        a = gather_full(module.lora_embedding_A["default"]).float()  # (r, vocabulary)
-        b = gather_full(module.lora_embedding_B["default"]).float()  # (embedding, r)
-        return weight + scale * (b @ a).T
-    a = gather_full(module.lora_A["default"].weight).float()  # (r, in)
-    b = gather_full(module.lora_B["default"].weight).float()  # (out, r)
-    return torch.addmm(weight, b, a, alpha=scale)
+def _adapted_weight(module: Any) -> Tensor:
+    """Return what a LoRA layer adapts: a layer's weight, or a tensor of `target_parameters`."""
+    if hasattr(module, "parameter_name"):
+        return module.get_param()
+    return module.get_base_layer().weight
 
 
 @torch.no_grad()
-def _merged_parameter(module: Any) -> Tensor:
-    """Merge what PEFT's `target_parameters` adapts: a matrix, or one for each expert."""
-    weight = gather_full(module.get_param()).float()
-    scale = module.scaling["default"]
-    a = gather_full(module.lora_A["default"].weight).float()  # (experts * r, in)
-    b = gather_full(module.lora_B["default"].weight).float()  # (out, r * experts)
-    if weight.ndim == 2:
-        return torch.addmm(weight, b, a, alpha=scale)
-    num_experts = len(weight)
-    a = a.reshape(num_experts, -1, a.shape[-1])  # (experts, r, in)
-    b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # (experts, out, r)
-    if getattr(module.get_base_layer(), "is_transposed", False):  # (experts, in, out)
-        return torch.baddbmm(weight, a.transpose(1, 2), b.transpose(1, 2), alpha=scale)
-    return torch.baddbmm(weight, b, a, alpha=scale)  # (experts, out, in)
-
-
-def full_sources(model: nn.Module) -> dict[str, Source]:
-    """Return all parameters of the text; a tied LM head comes once, as the input embedding."""
-    return {name: source_of(parameter) for name, parameter in text_parameters(model).items()}
+def _merge(module: Any) -> Tensor:
+    """Return W + scale * B A in float32, for a tensor of experts the same of each expert."""
+    is_embedding = "default" in module.lora_embedding_A
+    if is_embedding:
+        a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
+    else:
+        a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+    weight = gather_full(_adapted_weight(module)).float()
+    a, b = gather_full(a).float(), gather_full(b).float()  # (r, in), (out, r)
+    add: Any = torch.addmm
+    is_transposed = is_embedding
+    if weight.ndim == 3:
+        a = a.reshape(len(weight), -1, a.shape[-1])  # (experts, r, in)
+        b = b.reshape(len(b), -1, len(weight)).permute(2, 0, 1)  # (experts, out, r)
+        add = torch.baddbmm
+        is_transposed = getattr(module.get_base_layer(), "is_transposed", False)
+    if is_transposed:  # W: (in, out)
+        a, b = b.mT, a.mT
+    return add(weight, b, a, alpha=module.scaling["default"])
 
 
 def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Source]:
     """Return the sources under the names and in the parts of a checkpoint, as vLLM loads them.
 
-    transformers may keep others: it has the experts of a layer in one tensor, for example.
+    transformers may keep others: it has the experts of a layer in one tensor, for example. Such a
+    parameter is made with its first part, and only then: ranks that take part in a push that is
+    begun again stay in step.
     """
     if not isinstance(model, PreTrainedModel):
         return sources
@@ -187,58 +173,21 @@ def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Sour
     plain: Any = SimpleNamespace(
         config=model.config, get_parameter=model.get_parameter, _weight_conversions=conversions
     )
-
-    def converted(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        return revert_weight_conversion(plain, {name: tensor})
-
+    made: dict[str, Tensor] = {}  # parts that come next
     result: dict[str, Source] = {}
+
+    def make(name: str, part: str, is_first: bool) -> Tensor:
+        if is_first:
+            made.clear()
+            made.update(revert_weight_conversion(plain, {name: sources[name].make()}))
+        return made.pop(part)
+
     for name, source in sources.items():
         meta = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        parts = _Parts(partial(converted, name), source)
-        for number, (part, tensor) in enumerate(converted(name, meta).items()):
+        parts = revert_weight_conversion(plain, {name: meta})
+        for number, (part, tensor) in enumerate(parts.items()):
             if part in result:
                 raise ValueError(f"tensor {part!r} has parts in several parameters; not supported")
-            make = partial(parts.make, part, is_first=number == 0)
-            result[part] = source._replace(shape=tuple(tensor.shape), make=make)
+            make_part = partial(make, name, part, number == 0)
+            result[part] = source._replace(shape=tuple(tensor.shape), make=make_part)
     return result
-
-
-class _Parts:
-    """The parts of one parameter in a checkpoint. They are made in order, and the parameter is
-    gathered only for the first part. So ranks that take part after a failed push stay in step.
-    """
-
-    def __init__(self, convert: Callable[[Tensor], dict[str, Tensor]], source: Source) -> None:
-        self._convert, self._source = convert, source
-        self._made: dict[str, Tensor] = {}
-
-    def make(self, part: str, is_first: bool) -> Tensor:
-        if is_first:
-            self._made = self._convert(self._source.make())
-        return self._made.pop(part)
-
-
-def choose_lora_sync(
-    wanted: Literal["auto", "adapter", "merged"], status: dict[str, Any]
-) -> Literal["adapter", "merged"]:
-    """Return what is sent with LoRA, to a server of this status. One that was started with
-    --enable-lora takes adapters only.
-    """
-    if wanted != "auto":
-        return wanted
-    is_exact = status["dtype"] == "float32"
-    return "merged" if is_exact and status["lora_dtype"] is None else "adapter"
-
-
-def what_to_send(
-    model: Any, lora_sync: Literal["adapter", "merged"]
-) -> tuple[dict[str, Source], dict[str, Any]]:
-    """Return the tensors that travel, and their config if they are an adapter, else {}."""
-    if not hasattr(model, "peft_config"):
-        return in_checkpoint_form(model, full_sources(model)), {}
-    config = model.peft_config["default"]
-    check_adapter(config, lora_sync)
-    if lora_sync == "merged" or config.modules_to_save:
-        # vLLM takes no fully trained modules inside an adapter.
-        return in_checkpoint_form(model.get_base_model(), merged_sources(model)), {}
-    return adapter_sources(model)

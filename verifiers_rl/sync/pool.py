@@ -1,0 +1,390 @@
+"""The inference servers of a trainer, one or several. Each is a replica of the same model.
+
+    lost       it does not answer, or does not have the weights any more
+    found      it answers, and gets the weights with the next push
+    serving    it has the weights, its logprobs were compared with the trainer's, it gets rollouts
+    in doubt   a rollout could not reach it: it gets no new rollouts until it has answered again
+
+           answers           push, compared            a rollout lost it
+    lost ──────────► found ─────────────────► serving ◄──────────────────► in doubt
+     ▲                 │ no answer               │ no answer                  │ no answer
+     └─────────────────┴─────────────────────────┴────────────────────────────┘
+
+With several, a new rollout goes to the serving replica with the fewest running rollouts, and stays
+there. If a replica is lost, its rollouts begin again at others. If all are lost, the trainer waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Literal
+
+from torch import nn
+
+from verifiers_rl.inference import (
+    InferenceClient,
+    InferenceServerError,
+    ServerLostError,
+    wait_for_servers,
+)
+from verifiers_rl.sync.adapters import choose_lora_sync
+from verifiers_rl.sync.fan_out import push_to_all
+from verifiers_rl.sync.weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # between two looks at a replica
+
+
+class Replica:
+    """One server of the pool. `ServerPool` changes it, under its lock.
+
+    Attributes:
+        sync: weights to this server; None while it is lost. One that comes back gets a new one.
+        policy_version: of the weights that it serves; None until it serves.
+        is_in_doubt: a rollout could not reach it, and it has not answered since.
+        num_running: rollouts that it has now.
+        error: by which it was lost.
+    """
+
+    def __init__(self, client: InferenceClient) -> None:
+        self.client = client
+        self.url = client.base_url
+        self.sync: WeightSync | None = None
+        self.policy_version: int | None = None
+        self.is_in_doubt = False
+        self.num_running = 0
+        self.error: InferenceServerError | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        return self.policy_version is not None and not self.is_in_doubt
+
+
+def choose(replicas: Sequence[Replica], policy_version: int) -> Replica | None:
+    """Return the replica for a new rollout: of those that serve this policy version or a later one,
+    one with the fewest running rollouts. Return None if there is none.
+    """
+    able = [
+        one for one in replicas if one.is_serving and (one.policy_version or 0) >= policy_version
+    ]
+    fewest = min((one.num_running for one in able), default=0)
+    return random.choice([one for one in able if one.num_running == fewest] or [None])
+
+
+class ServerPool:
+    """The `WeightSink` of a trainer. With several servers, rollouts ask it which one they use.
+    All methods except `push` and `wait_for_server` may be called from any thread.
+
+    Args:
+        clients: one for each server.
+        make_sync: makes the `WeightSync` of a server that answers, from its client and what to send
+            with LoRA.
+        check_server: raises InferenceServerError if the server of a client is another one than the
+            run needs. Called when it is found.
+        check_agreement: compares the logprobs of trainer and server: takes the model, the server's
+            client and the model's name there. Raises InferenceServerError if they differ. Called
+            after the first push to a server, before it serves.
+        lora_sync: see `RLConfig`; "auto" is decided by the first server that answers.
+        timeout_s: how long to wait for servers, at the start and when all are lost.
+
+    Attributes:
+        policy_version: of the last push; None if the servers need the weights again.
+        model_name: the model name in rollout requests, from the first push on.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[InferenceClient],
+        make_sync: Callable[..., WeightSync],
+        check_server: Callable[[InferenceClient], None],
+        check_agreement: Callable[[nn.Module, InferenceClient, str], None],
+        lora_sync: Literal["auto", "adapter", "merged"],
+        timeout_s: float,
+    ) -> None:
+        self.replicas = [Replica(client) for client in clients]
+        self.lora_sync = lora_sync
+        self.timeout_s = timeout_s
+        self.policy_version: int | None = None
+        self.model_name = ""
+        self._make_sync = make_sync
+        self._check_server, self._check_agreement = check_server, check_agreement
+        self._facts: dict[str, Any] = {}  # in which all servers are alike
+        self._on_lost: list[Callable[[str], None]] = []
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._watching: list[threading.Thread] = []
+
+    # --- For the trainer --------------------------------------------------------------------------
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Wait until all servers answer, or until `timeout_s` has passed and one does. Return the
+        status of the first that does.
+
+        Raises:
+            InferenceServerError: see `wait_for_servers`, or a server is another one than the run
+                needs.
+        """
+        self._wait_for(len(self.replicas))
+        if missing := [one.url for one in self.replicas if one.sync is None]:
+            logger.warning(
+                "no server at %s after %g s (vllm_server_timeout); the run begins with the other "
+                "%d. A server that comes later gets the weights with the next push",
+                ", ".join(missing),
+                self.timeout_s,
+                len(self.replicas) - len(missing),
+            )
+        return next(one for one in self.replicas if one.sync is not None).client.status()
+
+    def wait_for_server(self) -> None:
+        """Wait until a server answers. The next push connects again.
+
+        Raises:
+            InferenceServerError: see `wait_until_ready`.
+            Interrupted: a signal asks the run to end.
+        """
+        for replica in self.replicas:
+            if replica.policy_version is not None:
+                self._lose(replica, replica.sync, ServerLostError("all servers connect again"))
+        self.policy_version = None  # so that the trainer pushes again
+        self._wait_for(1)
+
+    def _wait_for(self, number: int) -> None:
+        lost = {one.client: one for one in self.replicas if one.sync is None}
+        number -= len(self.replicas) - len(lost)
+        if number > 0:
+            wait_for_servers(
+                [*lost], lambda client: self._find(lost[client]), number, self.timeout_s
+            )
+
+    def push(
+        self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
+    ) -> dict[str, float]:
+        """Replace the policy of all replicas that answer; return once they have the weights. One
+        that fails is left out, and the others go on.
+
+        Returns:
+            `sync_s` seconds, `sync_bytes` bytes sent to all replicas together, and `num_servers`
+            replicas that serve now.
+
+        Raises:
+            ServerLostError: no replica has taken the weights.
+            InferenceServerError: a server refused them, or is another one than the trainer's model
+                needs, and no other one serves, or none has served yet.
+        """
+        start = time.monotonic()
+        is_first = self.model_name == ""
+        self._take_in_joined()
+        with self._lock:  # another thread may lose one meanwhile
+            pushed = [(one, one.sync) for one in self.replicas if one.sync is not None]
+        if not pushed:
+            raise self._error_of_all()
+        self.policy_version, num_bytes = None, 0
+        errors = push_to_all([sync for _, sync in pushed], model, policy_version, in_flight)
+        for (replica, sync), error in zip(pushed, errors, strict=True):
+            try:
+                if error is not None:
+                    raise error
+                self._serve(replica, sync, model, policy_version)
+            except InferenceServerError as error:
+                if is_first and not isinstance(error, ServerLostError):
+                    raise  # at the start, what is wrong with a server is the user's to mend
+                self._lose(replica, sync, error)
+            else:
+                num_bytes += sync.plan.num_bytes if sync.plan is not None else 0
+        num_serving = self._num_serving()
+        if not num_serving:
+            raise self._error_of_all()
+        self.policy_version = policy_version
+        self._watch()
+        return {
+            "sync_s": time.monotonic() - start,
+            "sync_bytes": float(num_bytes),
+            "num_servers": float(num_serving),
+        }
+
+    def _take_in_joined(self) -> None:
+        """Add the servers that serving ones name in their status: Ray may have placed a lost one
+        anew, at another address.
+        """
+        for replica in self.replicas:
+            if not replica.is_serving:
+                continue
+            with suppress(ServerLostError):  # its next look says so
+                for host, port in replica.client.status().get("joined", []):
+                    new = Replica(InferenceClient(host, port, self.timeout_s))
+                    if new.url not in {one.url for one in self.replicas}:
+                        logger.warning("the server at %s joins the run", new.url)
+                        self.replicas = [*self.replicas, new]
+                        self._look_at(new)
+
+    def _serve(
+        self, replica: Replica, sync: WeightSync, model: nn.Module, policy_version: int
+    ) -> None:
+        """Let a replica that has the weights serve; one that is new is compared first."""
+        self.model_name = sync.model_name
+        if replica.policy_version is None:
+            self._check_agreement(model, replica.client, self.model_name)
+        with self._lock:
+            if replica.sync is sync:
+                replica.policy_version, replica.is_in_doubt = policy_version, False
+                return
+        sync.close()  # lost meanwhile; what it has connected anew would keep its successor out
+
+    def check_server(self) -> None:
+        """Look at all replicas that serve. Returns if one of them has the weights of the last push.
+
+        Raises:
+            ServerLostError: none has.
+            InferenceServerError: none has, and waiting would not help.
+        """
+        with self._lock:
+            serving = [one for one in self.replicas if one.policy_version is not None]
+        if serving:
+            with ThreadPoolExecutor(len(serving)) as threads:
+                list(threads.map(self._look_at, serving))
+        if not self._num_serving():
+            raise self._error_of_all()
+
+    def close(self) -> None:
+        """Release all servers; the next push connects again."""
+        self._stop.set()
+        for thread in self._watching:
+            thread.join()
+        self._watching, self.policy_version = [], None
+        for replica in self.replicas:
+            with self._lock:
+                replica.policy_version, sync = None, replica.sync
+            if sync is not None:
+                sync.close()
+
+    def _num_serving(self) -> int:
+        return sum(one.is_serving for one in self.replicas)
+
+    def _error_of_all(self) -> InferenceServerError:
+        """Return why no server serves. If one may come back, it is a ServerLostError."""
+        errors = [one.error for one in self.replicas if one.error is not None]
+        is_final = errors and not any(isinstance(error, ServerLostError) for error in errors)
+        kind = InferenceServerError if is_final else ServerLostError
+        return kind("; ".join(map(str, errors)) or "no server has the weights yet")
+
+    # --- For rollouts -----------------------------------------------------------------------------
+
+    def take(self, policy_version: int) -> str:
+        """Return the URL of the server for a new rollout, and count the rollout there.
+
+        Raises:
+            ServerLostError: no replica serves this version.
+        """
+        with self._lock:
+            replica = choose(self.replicas, policy_version)
+            if replica is None:
+                raise ServerLostError(
+                    f"no server has version {policy_version} of the policy: {self._error_of_all()}"
+                )
+            replica.num_running += 1
+            return replica.url
+
+    def release(self, url: str) -> None:
+        """A rollout has left this server."""
+        with self._lock:
+            for replica in self.replicas:
+                replica.num_running -= replica.url == url
+
+    def report_lost(self, url: str) -> None:
+        """A rollout could not reach this server. No new rollout goes there until it has answered
+        the pool.
+        """
+        with self._lock:
+            for replica in self.replicas:
+                replica.is_in_doubt |= replica.url == url
+
+    def call_when_lost(self, callback: Callable[[str], None]) -> None:
+        """Call this with the URL of each server that is lost from now on, on any thread."""
+        self._on_lost.append(callback)
+
+    # --- Looking at the replicas ------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look at all replicas in the background, each on a thread of its own, because one that
+        hangs answers only at its deadline.
+        """
+        self._stop.clear()
+
+        def watch(replica: Replica) -> None:
+            while not self._stop.wait(LOOK_S):
+                self._look_at(replica)
+
+        for replica in self.replicas[len(self._watching) :]:
+            thread = threading.Thread(target=watch, args=(replica,), name="replica", daemon=True)
+            thread.start()
+            self._watching.append(thread)
+
+    def _look_at(self, replica: Replica) -> None:
+        with self._lock:
+            sync, has_weights = replica.sync, replica.policy_version is not None
+        try:
+            if sync is not None and has_weights:
+                sync.check_server()
+            else:
+                self._find(replica)
+        except InferenceServerError as error:
+            is_news = str(error) != str(replica.error)
+            if sync is None and is_news and not isinstance(error, ServerLostError):
+                logger.warning("the server at %s cannot be used: %s", replica.url, error)
+                replica.error = error
+            self._lose(replica, sync, error)
+        else:
+            with self._lock:
+                replica.is_in_doubt &= replica.sync is not sync
+
+    def _find(self, replica: Replica) -> None:
+        """Take in a replica that answers.
+
+        Raises:
+            ServerLostError: it does not answer.
+            InferenceServerError: it is another server than the run needs.
+        """
+        status = replica.client.status()
+        if replica.sync is not None:
+            return
+        facts = {name: status[name] for name in ("served_model_name", "dtype", "lora_dtype")}
+        self._facts = self._facts or facts
+        if facts != self._facts:
+            raise InferenceServerError(
+                f"the server at {replica.url} has {facts}, the first one {self._facts}; start all "
+                "servers with the same --model, --dtype and --lora-dtype"
+            )
+        self.lora_sync = choose_lora_sync(self.lora_sync, status)
+        self._check_server(replica.client)
+        with self._lock:
+            if replica.sync is not None:
+                return  # another thread has found it meanwhile
+            replica.sync = self._make_sync(replica.client, lora_sync=self.lora_sync)
+        if self.policy_version is not None:
+            logger.warning(
+                "the server at %s answers%s; it gets the weights with the next push",
+                replica.url,
+                " again" if replica.error is not None else "",
+            )
+
+    def _lose(self, replica: Replica, sync: WeightSync | None, error: InferenceServerError) -> None:
+        """Leave out a replica, unless it is another one by now than the caller has looked at."""
+        with self._lock:
+            if sync is None or replica.sync is not sync:
+                return
+            replica.sync, replica.policy_version, replica.error = None, None, error
+            replica.is_in_doubt = False
+        if self._num_serving():
+            logger.warning(
+                "%s; its %d rollouts begin again at the other servers", error, replica.num_running
+            )
+        sync.close()
+        for callback in self._on_lost:
+            callback(replica.url)
