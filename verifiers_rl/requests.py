@@ -20,7 +20,7 @@ from verifiers_rl.types import Rollout, Split
 
 
 class Router(Protocol):
-    """Chooses among several servers: see `inference.pool.ReplicaPool`."""
+    """Chooses among several servers: see `sync.ServerPool`."""
 
     def take(self, policy_version: int) -> str: ...
     def release(self, url: str) -> None: ...
