@@ -8,10 +8,10 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from typing import Any, Self
 
 import aiohttp
@@ -198,43 +198,40 @@ class ServerClient(AsyncOpenAI):
         self, url: str, data: str, headers: dict[str, str], times: dict[str, float]
     ) -> tuple[httpx.Response, Mapping[str, str]]:
         """Send a request; return the reply's body and headers. After a lost connection or a status
-        of 500 or more, try once again.
+        of 500 or more, send it once again; while the server says that it is busy, again and again.
         """
         total_s: float | None = self._timeout_s
         if "limit_s" in times:
             headers["X-Reply-Timeout-S"] = f"{times['limit_s']:.3f}"
             # The rollout and its batch have deadlines, so a request inside has none of its own.
             total_s = None
-        end = asyncio.get_running_loop().time() + (total_s or math.inf)
+        loop, pause_s, has_failed = asyncio.get_running_loop(), 0.5, False
+        end = loop.time() + (total_s or math.inf)
         timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_S)
-        send = partial(self._session.post, url, data=data, headers=headers, timeout=timeout)
-        try:
-            response, said = await self._when_not_busy(send, end, times)
-            is_final = response.status_code < 500 or response.status_code == 504
-        except TimeoutError:
-            raise
-        except aiohttp.ClientError:
-            is_final = False
-        if not is_final:
-            response, said = await self._when_not_busy(send, end, times)
-        times["queued_s"] += float(said.get("X-Queued-S", 0.0))
-        if response.status_code == 504 and (deadline := _deadline.get()) is not None:
-            deadline.num_lost_tokens = int(said.get("X-Num-Tokens", 0))
-        return response, said
-
-    async def _when_not_busy(
-        self, send: Callable[[], Any], end: float, times: dict[str, float]
-    ) -> tuple[httpx.Response, Mapping[str, str]]:
-        """Send a request again and again while the server says that it is busy, until `end`."""
-        pause_s = 0.5
         while True:
-            async with self._rollout.watching(), send() as reply:
-                content = await reply.read()
-            if reply.status not in BUSY or asyncio.get_running_loop().time() >= end:
-                return httpx.Response(reply.status, content=content), reply.headers
-            times["queued_s"] += pause_s
-            await asyncio.sleep(pause_s)  # there is nothing to await
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            try:
+                async with (
+                    self._rollout.watching(),
+                    self._session.post(url, data=data, headers=headers, timeout=timeout) as reply,
+                ):
+                    content = await reply.read()
+            except aiohttp.ClientError as error:
+                if has_failed or isinstance(error, TimeoutError):
+                    raise
+                has_failed = True
+                continue
+            if reply.status in BUSY and loop.time() < end:
+                times["queued_s"] += pause_s
+                await asyncio.sleep(pause_s)  # there is nothing to await
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            if has_failed or reply.status < 500 or reply.status == 504:
+                break
+            has_failed = True
+        times["queued_s"] += float(reply.headers.get("X-Queued-S", 0.0))
+        if reply.status == 504 and (deadline := _deadline.get()) is not None:
+            deadline.num_lost_tokens = int(reply.headers.get("X-Num-Tokens", 0))
+        return httpx.Response(reply.status, content=content), reply.headers
 
     async def close(self) -> None:
         await self._session.close()
