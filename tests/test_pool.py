@@ -306,6 +306,7 @@ def test_a_server_that_joins_is_used_from_the_next_push_on(make_pool, monkeypatc
     new = StubServer(7)
     monkeypatch.setattr(pool_module, "InferenceClient", lambda host, port, timeout_s: new)
     servers[0].joined = [("127.0.0.1", 7)]
+    soon(lambda: states(pool) == ["serving", "found"])
     assert push(pool, 1) == push(pool, 2) == 2 and has_weights_of(new, MODEL)
     assert states(pool) == ["serving"] * 2
     new.die()  # it is watched like the others

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Literal
 
 from torch import nn
@@ -180,7 +179,6 @@ class ServerPool:
         """
         start = time.monotonic()
         is_first = self.model_name == ""
-        self._take_in_joined()
         with self._lock:  # another thread may lose one meanwhile
             pushed = [(one, one.sync) for one in self.replicas if one.sync is not None]
         if not pushed:
@@ -208,21 +206,6 @@ class ServerPool:
             "sync_bytes": float(num_bytes),
             "num_servers": float(num_serving),
         }
-
-    def _take_in_joined(self) -> None:
-        """Add the servers that serving ones name in their status: Ray may have placed a lost one
-        anew, at another address.
-        """
-        for replica in self.replicas:
-            if not replica.is_serving:
-                continue
-            with suppress(ServerLostError):  # its next look says so
-                for host, port in replica.client.status().get("joined", []):
-                    new = Replica(InferenceClient(host, port, self.timeout_s))
-                    if new.url not in {one.url for one in self.replicas}:
-                        logger.warning("the server at %s joins the run", new.url)
-                        self.replicas = [*self.replicas, new]
-                        self._look_at(new)
 
     def _serve(
         self, replica: Replica, sync: WeightSync, model: nn.Module, policy_version: int
@@ -331,7 +314,7 @@ class ServerPool:
             sync, has_weights = replica.sync, replica.policy_version is not None
         try:
             if sync is not None and has_weights:
-                sync.check_server()
+                self._take_in(sync.check_server().get("joined", []))
             else:
                 self._find(replica)
         except InferenceServerError as error:
@@ -343,6 +326,19 @@ class ServerPool:
         else:
             with self._lock:
                 replica.is_in_doubt &= replica.sync is not sync
+
+    def _take_in(self, joined: Sequence[tuple[str, int]]) -> None:
+        """Add the servers of these addresses, which a server has named: Ray may have placed a lost
+        one anew.
+        """
+        for host, port in joined:
+            new = Replica(InferenceClient(host, port, self.timeout_s))
+            with self._lock:
+                if new.url in {replica.url for replica in self.replicas}:
+                    continue
+                self.replicas = [*self.replicas, new]
+            logger.warning("the server at %s joins the run", new.url)
+            self._look_at(new)
 
     def _find(self, replica: Replica) -> None:
         """Take in a replica that answers.

@@ -240,8 +240,8 @@ class WeightSync:
             where = f"weights over NCCL to {self.client.base_url}"
             raise ServerLostError(f"{where}: {error}") from error
 
-    def check_server(self) -> None:
-        """Return if the server still has the weights of the last push.
+    def check_server(self) -> dict[str, Any]:
+        """Return the status of the server if it still has the weights of the last push.
 
         Raises:
             ServerLostError: the server is gone, or has restarted and lost the weights.
@@ -255,6 +255,7 @@ class WeightSync:
                 f"another trainer has connected to the server at {self.client.base_url}; "
                 "give each run a server of its own (vllm_server_port)"
             )
+        return status
 
     def forget_server(self) -> None:
         """Give up the connection, without waiting for a push that may be unfinished: the server
