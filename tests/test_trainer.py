@@ -49,6 +49,7 @@ from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
 from verifiers_rl.report.metrics import RewardProgressCallback, TokenMeans, model_flops
 from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
+from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 
 
@@ -722,8 +723,9 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
     trainer = RLTrainer(make_tiny_model(), None, args, tokenizer, orchestrator=StubSource())
     trainer.train()
     assert servers[1].policy_version == 1 and servers[1].held == []
-    weights = dict(trainer.model.named_parameters())
-    assert all(torch.equal(weights[name], there) for name, there in servers[1].weights.items())
+    sources, _ = what_to_send(trainer.model, trainer.weight_sync.lora_sync)
+    assert sources.keys() == servers[1].weights.keys()
+    assert all(torch.equal(sources[n].make(), there) for n, there in servers[1].weights.items())
     assert [(client, name) for _, client, name, *_ in compared] == [(servers[1], "base")]
 
     runner.weights = [1.0, 2.0]
