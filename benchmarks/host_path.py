@@ -46,7 +46,8 @@ def node_of(token_ids: list[int], logprobs: list[float]) -> Any:
     """What verifiers keeps of a reply: lists."""
     return SimpleNamespace(
         sampled=True, token_ids=[*range(PROMPT), *token_ids], logprobs=logprobs, message=None,
-        mask=[False] * PROMPT + [True] * len(token_ids), advantages=None,
+        mask=[False] * PROMPT + [True] * len(token_ids), advantages=None, sampling_mask=None,
+        routed_experts=None,
     )  # fmt: skip
 
 
@@ -112,13 +113,15 @@ def packed_reply(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
 
 
 def sample_of_packed_reply(reply: bytes) -> Any:
-    from verifiers_rl.envs.v1 import samples_from_trace
+    import verifiers.v1 as vf
+
+    from verifiers_rl.envs.v1_samples import samples_from_trace
     from verifiers_rl.inference.packed_tokens import unpack_sampled
 
     token_ids, logprobs = unpack_sampled(json.loads(reply)["packed_tokens"])
     node = node_of(token_ids.tolist(), logprobs.tolist())  # verifiers wants lists
-    branch = SimpleNamespace(nodes=[node], trainable=True, advantages=None)
-    (sample,) = samples_from_trace(SimpleNamespace(branches=[branch]), {}, policy_version=3)
+    branch = vf.Branch.model_construct(index=0, nodes=[node])
+    (sample,) = samples_from_trace(SimpleNamespace(branches=[branch]), policy_version=3)
     sample.set_advantage(0.5)
     return sample
 

@@ -75,7 +75,6 @@ def example_table(num_train: int = 4096, num_eval: int = 256) -> EnvTable:
     v1 = {
         "taskset": {"id": "reverse_text", "num_tasks": num_train, "instruction": ""},
         "eval_taskset": {"held_out": True, "num_tasks": num_eval},
-        "harness": {"id": "null"},
     }
     return EnvTable("reverse_text", v1=v1)
 
@@ -110,7 +109,7 @@ def write_environment(
     head = f"import given\n\n\ndef setup():\n    {setup}\n\n\n"
     body = '__all__ = ["Given"]\n\n\nclass Given(given.GivenTaskset):\n'
     body += f"    questions = {dict(questions)}\n    functions = (lambda *a: 1.0, setup)\n"
-    lines = f'[env.taskset]\nid = "{name}"\n[env.harness]\nid = "null"\n'
+    lines = f'[env.taskset]\nid = "{name}"\n[env.agent.harness]\nid = "null"\n'
     (folder / f"{name}.py").write_text(head + body)
     return lines
 

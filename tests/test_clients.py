@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tests.helpers import serving
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.inference.rollout_client import RolloutDeadline, ServerClient, policy_versions
+from verifiers_rl.inference.rollout_client import RolloutDeadline, ServerClient
 
 REPLY = {
     "id": "1",
@@ -129,8 +129,8 @@ def test_a_reply_keeps_the_policy_versions_of_its_own_request():
 
     async def ask(client, text):
         body = {"messages": [{"role": "user", "content": text}]}
-        await client.post("/chat/completions", cast_to=httpx.Response, body=body)
-        return policy_versions.get()
+        reply = await client.post("/chat/completions", cast_to=httpx.Response, body=body)
+        return reply.extensions["policy_versions"]
 
     async def run():
         async with serving(handler) as url:

@@ -25,8 +25,8 @@ from tests.conftest import running_server
 from tests.helpers import ROOT, load_example, make_request, serving
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv
 from verifiers_rl.cli.config import load_run_config
+from verifiers_rl.envs import load_v1_environment
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.v1 import load_v1_environment
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 from verifiers_rl.inference.packed_tokens import pack_ids, unpack_ids, unpack_sampled
 from verifiers_rl.inference.rollout_client import ServerClient
@@ -39,9 +39,12 @@ EXTRA_TOKENS = ["<|tool|>", "<tool_call>", "</tool_call>", "<think>", "</think>"
 
 NULL = {"id": "null"}
 V1_ENVIRONMENTS = {
-    "one turn": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "harness": NULL},
+    "one turn": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "agent": {"harness": NULL}},
     "a user": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "user_env"},
-    "tools": {"taskset": {"id": "tool_tasks", "num_tasks": 3, "prompt": "four"}, "harness": NULL},
+    "tools": {
+        "taskset": {"id": "tool_tasks", "num_tasks": 3, "prompt": "four"},
+        "agent": {"harness": NULL},
+    },
     "three agents": {"taskset": {"id": "small_tasks", "num_tasks": 3}, "id": "team_env"},
 }
 

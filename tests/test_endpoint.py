@@ -9,7 +9,8 @@ from aiohttp import web
 from tests import test_environments_v1 as v1
 from tests.test_environments_v1 import check_tokens, load, play
 from verifiers_rl.envs import chat_harness
-from verifiers_rl.envs.endpoint import CHAT, LocalEndpoint, RemoteEndpoint
+from verifiers_rl.envs.chat_harness import CHAT
+from verifiers_rl.envs.endpoint import post_in_memory, post_over_http
 
 tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
 
@@ -36,14 +37,14 @@ def test_replies_are_those_of_the_socket():
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session:
             for secret in ("secret", "wrong"):
-                here, there = LocalEndpoint(runner, secret), RemoteEndpoint(session, url, secret)
+                here, there = post_in_memory(runner, secret), post_over_http(session, url, secret)
                 for path, size in ((CHAT, 3), (CHAT, 150_000), ("/nowhere", 3)):
                     body = {"text": "ä" * size}
                     try:
-                        found = await here.post(path, body)
+                        found = await here(path, body)
                     except web.HTTPNotFound:
                         found = (404, b"404: Not Found")
-                    assert found == await there.post(path, body)
+                    assert found == await there(path, body)
         await runner.cleanup()
 
     asyncio.run(ask())
@@ -58,15 +59,15 @@ def test_a_request_runs_in_a_task_of_its_own_and_ends_with_its_caller():
 
     async def ask():
         runner = await started(answer)
-        endpoint = LocalEndpoint(runner, "secret")
-        caller = asyncio.create_task(endpoint.post(CHAT, {}))
+        post = post_in_memory(runner, "secret")
+        caller = asyncio.create_task(post(CHAT, {}))
         await asyncio.sleep(0.01)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
         assert tasks[0] is not caller and tasks[0].cancelled()
         # verifiers cancels the handler if the rollout ends; the caller goes on.
-        caller = asyncio.create_task(endpoint.post(CHAT, {}))
+        caller = asyncio.create_task(post(CHAT, {}))
         await asyncio.sleep(0.01)
         tasks[1].cancel()
         assert await caller == (409, b"the rollout has ended")
@@ -79,18 +80,18 @@ def test_a_request_runs_in_a_task_of_its_own_and_ends_with_its_caller():
 def test_model_calls_of_the_chat_need_no_socket(tokenizer, tmp_path, monkeypatch, is_local):
     """The address is for rollouts whose interception server is not the environment's."""
     used = []
-    for kind in (LocalEndpoint, RemoteEndpoint):
+    for way in (post_in_memory, post_over_http):
 
-        def make(*arguments, kind=kind):
-            used.append(kind)
-            return kind(*arguments)
+        def make(*arguments, way=way):
+            used.append(way)
+            return way(*arguments)
 
-        monkeypatch.setattr(chat_harness, kind.__name__, make)
+        monkeypatch.setattr(chat_harness, way.__name__, make)
     if not is_local:
-        monkeypatch.setattr(chat_harness, "interception_of", lambda env, secret: None)
+        monkeypatch.setattr(chat_harness, "interception_of", lambda client, secret: None)
     rollouts, requests = play(load(), tokenizer, tmp_path, lambda _: "yes", num_rollouts=3)
     assert [rollout.error for rollout in rollouts] == [None] * 3
-    assert used == [LocalEndpoint if is_local else RemoteEndpoint] * 3
+    assert used == [post_in_memory if is_local else post_over_http] * 3
     check_tokens(rollouts, requests)
 
 

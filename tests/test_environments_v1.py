@@ -1,7 +1,9 @@
 """Environments of verifiers.v1, against a stand-in for vf-vllm that answers over HTTP."""
 
 import asyncio
+import base64
 import copy
+import io
 import json
 import math
 import os
@@ -20,7 +22,10 @@ from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, text_of
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.v1 import V1Environment, load_v1_environment
+from verifiers_rl.envs.v1 import V1Environment
+from verifiers_rl.envs.v1_client import AssistantMessage, biased_options
+from verifiers_rl.envs.v1_loading import load_v1_environment
+from verifiers_rl.envs.v1_samples import samples_from_trace
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
 from verifiers_rl.orchestrator import Orchestrator
@@ -29,7 +34,6 @@ from verifiers_rl.types import Rollout, Sample
 
 HERE = Path(__file__).parent / "v1"
 NULL = {"id": "null"}
-IS_04 = "is_timeout" in vf.Episode.model_fields
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,9 @@ def on_the_path(monkeypatch):
 
 def load(taskset="small_tasks", harness=NULL, **table):
     table = {"taskset": {"id": taskset} | table.pop("options", {})} | table
-    return load_v1_environment(table | ({"harness": harness} if harness else {}))
+    if harness:
+        table["agent"] = {**table.get("agent", {}), "harness": harness}
+    return load_v1_environment(table)
 
 
 def first(num_tasks, taskset):
@@ -94,7 +100,15 @@ class Server:
         }
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
         logprobs = np.array([-0.1 * (t % 7) for t in tokens])
-        packed = pack_sampled(tokens, logprobs)
+        mask = None
+        if body.get("sampling_mask"):  # each token and the one after it; any, for even ones
+            counts = np.array([2 * (t % 2) for t in tokens])
+            mask = counts, np.array([[t, t + 1] for t in tokens if t % 2]).reshape(-1)
+        num_rows = len(body["tokens"]) + len(tokens) - 1
+        experts = io.BytesIO()
+        np.save(experts, np.full((num_rows, 1, 2), version, np.uint8))
+        choice["routed_experts"] = base64.b64encode(experts.getvalue()).decode()
+        packed = pack_sampled(tokens, logprobs, mask)
         reply |= {"choices": [choice], "usage": None, "packed_tokens": packed}
         return web.json_response(reply, headers={"X-Policy-Versions": f"0:{version}"})
 
@@ -200,10 +214,6 @@ def test_a_taskset_is_played_by_one_agent(tokenizer, tmp_path):
     assert (body["max_tokens"], body["temperature"], body["top_k"]) == (40, 0.7, -1)
 
 
-@pytest.mark.skipif(
-    "advantages" not in vf.MessageNode.model_fields,
-    reason="the traces of this verifiers carry no advantages",
-)
 def test_advantages_that_a_trace_carries_are_those_of_its_tokens(tokenizer, tmp_path):
     env = load("graded_tasks")
     (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
@@ -277,13 +287,9 @@ def test_an_agent_that_runs_out_of_its_time_is_an_error(tokenizer, tmp_path, mon
     env = load(agent={"timeout": {"rollout": 0.3}})
     (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "yes")
     assert not requests and not rollout.samples
-    said = "ran out of its own time" if IS_04 else "rollout exceeded its 0.3s budget"
-    assert said in str(rollout.error)
+    assert "ran out of its own time" in str(rollout.error)
 
 
-@pytest.mark.skipif(
-    not IS_04, reason="verifiers before 0.4 relays streams, which cannot be trained"
-)
 def test_a_program_that_asks_for_a_stream_is_trained(tokenizer, tmp_path):
     here = {"runtime": {"type": "subprocess"}}
     env = load(harness={"id": "streaming_harness"}, agent=here)
@@ -295,7 +301,6 @@ def test_a_program_that_asks_for_a_stream_is_trained(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not IS_04, reason="verifiers before 0.4 has no gate for tool calls")
 def test_a_tool_call_that_the_taskset_refuses_is_not_made(tokenizer, tmp_path):
     def say(prompt):
         call = {"name": "double", "arguments": '{"x": 4}'}
@@ -329,6 +334,32 @@ def test_turns_with_a_user_are_one_sample_though_the_template_drops_thinking(tok
     assert {v for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True) if m} == {
         0, 1, 2,
     }  # fmt: skip
+
+
+def test_allowed_tokens_and_experts_are_those_of_the_turn_that_computed_a_token(
+    tokenizer, tmp_path
+):
+    env, options = load(id="user_env", harness=None), {"top_k": 9, "router_replay": True}
+    (rollout,), requests = play(env, tokenizer, tmp_path, think, sampling_mask=True, **options)
+    assert rollout.error is None, rollout.error
+    (sample,) = rollout.samples
+    is_odd = sample.loss_mask & (sample.token_ids % 2 == 1)
+    allowed = np.where(is_odd[:, None], sample.token_ids[:, None] + [0, 1], -1)
+    assert sample.extras["allowed_tokens"].tolist() == allowed.tolist()
+    # A turn returns the experts of all tokens but its last one.
+    ends = [0, *(len(body["tokens"]) + len(tokens) - 1 for body, tokens in requests)]
+    turns = [*np.repeat([0, 1, 2], np.diff(ends)), -1]
+    assert sample.extras["routed_experts"].tolist() == [[[turn, turn]] for turn in turns]
+    (plain,), _ = play(env, tokenizer, tmp_path, think)
+    assert not plain.samples[0].extras
+
+
+def test_an_empty_reply_is_trained_on(tokenizer, tmp_path):
+    env = load(id="user_env", harness=None)
+    (rollout,), requests = play(env, tokenizer, tmp_path, lambda _: "")
+    assert rollout.error is None and rollout.num_turns == 3 and len(rollout.samples) == 1
+    assert [tokens for _, tokens in requests] == [[tokenizer.eos_token_id]] * 3
+    check_tokens([rollout], requests)
 
 
 @pytest.mark.parametrize(("text", "num_samples"), [("x?yx?", 1), ("<think>hm", 1), ("</think>", 3)])
@@ -467,7 +498,10 @@ def test_an_environment_that_does_not_start_in_time_is_one_error(tokenizer, tmp_
     [
         ({"name": "halve", "arguments": "{}"}, "error: there is no tool 'halve'"),
         ({"name": "double", "arguments": "[1]"}, "error: the arguments must be a JSON object"),
-        ({"name": "double", "arguments": "{"}, "error: the arguments are no JSON"),
+        (
+            {"name": "double", "arguments": "{"},
+            "error: the arguments must be a JSON object, not '{'",
+        ),
     ],
 )
 def test_a_wrong_call_is_answered(play_with_tools, tokenizer, call, answer):
@@ -535,17 +569,16 @@ def test_overlong_prompts_are_left_out(tokenizer, tmp_path):
     options = RunnerOptions("http://unused", tokenizer, max_seq_len=200, max_prompt_len=14)
     env = load()
     assert V1Environment(env, options).sizes("train") == [3]  # but the one
-    with pytest.raises(InvalidEnvironmentError, match="4 were longer than max_prompt_len"):
+    with pytest.raises(
+        InvalidEnvironmentError, match="it has no tasks; 4 prompts longer than max_prompt_len=5"
+    ):
         V1Environment(env, replace(options, max_prompt_len=5))
 
 
 def test_evaluation_has_its_own_taskset(tokenizer, tmp_path):
     env = load(eval_taskset={"num_tasks": 2})
-    runner = only_runner(
-        make_runner(
-            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
-        )
-    )
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = only_runner(make_runner(env, "http://unused", tokenizer, args))
     assert (runner.sizes("train"), runner.sizes("eval")) == ([4], [2])
 
 
@@ -561,7 +594,7 @@ def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
     mix = [WeightedEnv(taskset, "new"), WeightedEnv(other, "other")]
     assert make_runner(mix, "http://unused", tokenizer, args).sizes("train") == [3, 2]
     assert make_runner("small_tasks", "http://unused", tokenizer, args).sizes("train") == [4]
-    with pytest.raises(InvalidEnvironmentError, match="id='no_such_tasks': no module"):
+    with pytest.raises(InvalidEnvironmentError, match="taskset 'no_such_tasks' not found"):
         make_runner("no_such_tasks", "http://unused", tokenizer, args)
 
 
@@ -571,7 +604,7 @@ def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
         ({"taskset": {"id": "no_such_tasks"}}, "no_such_tasks"),
         ({"taskset": {"id": "small_tasks", "sise": 3}}, "sise"),
         ({"taskset": {"id": "small_tasks"}, "id": "no_such_env"}, "no_such_env"),
-        ({"taskset": {"id": "small_tasks"}, "harness": {"id": "no_harness"}}, "no_harness"),
+        ({"taskset": {"id": "small_tasks"}, "agent": {"harness": {"id": "none"}}}, "'none'"),
     ],
 )
 def test_what_verifiers_refuses_is_one_error(table, message):
@@ -596,11 +629,8 @@ def test_what_was_set_on_an_environment_stays(tokenizer, tmp_path):
     env = load()
     env.index = {"a": 1}
     env.taskset = first(2, env.taskset)
-    runner = only_runner(
-        make_runner(
-            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
-        )
-    )
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = only_runner(make_runner(env, "http://unused", tokenizer, args))
     assert runner.env.index == {"a": 1} and runner.sizes("train") == [2]
 
 
@@ -611,19 +641,15 @@ def test_other_harnesses_and_runtimes_stay_as_they_are(tokenizer, tmp_path):
         ({"agent": agent}, "verifiers_rl", "docker"),
         ({"harness": {"id": "bash"}, "agent": agent}, "bash", "docker"),
     ):
-        env = load(**{"harness": NULL} | table)
-        runner = only_runner(
-            make_runner(
-                env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
-            )
+        env = load(**table)
+        runner = make_runner(
+            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
         )
         agent_of_it = runner.env.config.agent
         assert (agent_of_it.harness.id, agent_of_it.runtime.type) == (harness, runtime)
 
 
 def test_branches_share_their_tokens_and_train_them_once():
-    from verifiers_rl.envs.v1 import samples_from_trace
-
     class Trace:
         def __init__(self, nodes):
             self.nodes = nodes
@@ -636,14 +662,15 @@ def test_branches_share_their_tokens_and_train_them_once():
                 vf.Branch(index=1, nodes=[common, other]),
             ]
 
-    def node(prompt, sampled, logprob):
-        return vf.MessageNode(
-            message=vf.AssistantMessage(content="x"), sampled=True, token_ids=prompt + sampled,
-            mask=[False] * len(prompt) + [True] * len(sampled), logprobs=[logprob] * len(sampled),
+    def node(prompt, sampled, logprob, versions=None):
+        return vf.MessageNode.model_construct(
+            message=AssistantMessage(content="x", policy_versions=versions), sampled=True,
+            mask=np.array([False] * len(prompt) + [True] * len(sampled)),
+            token_ids=prompt + sampled, logprobs=[logprob] * len(sampled),
         )  # fmt: skip
 
-    trace = Trace([node([1], [2, 3], -0.1), node([4], [5], -0.2), node([6], [7], -0.3)])
-    versions = {id(trace.nodes[0].message): [(0, 4), (1, 5)]}
+    said = node([1], [2, 3], -0.1, [(0, 4), (1, 5)])
+    trace = Trace([said, node([4], [5], -0.2), node([6], [7], -0.3)])
     expected = [
         Sample(
             [1, 2, 3, 4, 5],
@@ -658,23 +685,22 @@ def test_branches_share_their_tokens_and_train_them_once():
             [-1, -1, -1, -1, 9],
         ),
     ]
-    samples = samples_from_trace(trace, versions, policy_version=9)
+    samples = samples_from_trace(trace, 9)
     assert [*map(values_of, samples)] == [*map(values_of, expected)]
-    if "trainable" in vf.Branch.model_fields:  # an attempt at a compaction, from verifiers 0.4 on
-        both, (first, second) = Trace.branches, trace.branches
-        second.trainable = False
-        Trace.branches = [first, second]
-        assert len(samples_from_trace(trace, versions, policy_version=9)) == 1
-        Trace.branches = both
+    both, (first, second) = Trace.branches, trace.branches
+    second.trainable = False  # an attempt at a compaction
+    Trace.branches = [first, second]
+    assert len(samples_from_trace(trace, 9)) == 1
+    Trace.branches = both
     trace.nodes[2].logprobs = [math.nan]
     with pytest.raises(ValueError, match="logprob of a sampled token is NaN or infinite"):
-        samples_from_trace(trace, versions, policy_version=9)
+        samples_from_trace(trace, 9)
     trace.nodes[2].logprobs = []
     with pytest.raises(ValueError, match="1 sampled tokens but 0 logprobs"):
-        samples_from_trace(trace, versions, 9)
+        samples_from_trace(trace, 9)
     trace.nodes[1].mask = [False, False]
     with pytest.raises(ValueError, match="rewritten"):
-        samples_from_trace(trace, versions, 9)
+        samples_from_trace(trace, 9)
     assert os.environ["PYTHONPATH"] == str(HERE)
 
 
@@ -684,11 +710,8 @@ def test_an_environments_own_timeout_is_not_taken_for_generation_timeout(tokeniz
     async def late(slot, context):
         raise TimeoutError("the database did not answer")
 
-    runner = only_runner(
-        make_runner(
-            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
-        )
-    )
+    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
+    runner = only_runner(make_runner(env, "http://unused", tokenizer, args))
     runner.env.run_slot = late
     for outcome, said in ((late, "the database did not answer"), (asyncio.sleep, "0.05 s")):
         runner.env.run_slot = outcome if outcome is late else lambda *_: asyncio.sleep(9)
@@ -736,25 +759,15 @@ def test_sampling_that_biases_logprobs_is_warned_of_once(tokenizer, tmp_path, ca
         ({"response_format": {"type": "json_object"}}, True),
         ({"tool_choice": "required"}, True),
         ({"repetition_penalty": 1.2}, True),
-        ({"guided_regex": "a+"}, True),
         ({"logit_bias": {"5": 1.0}}, True),
         ({"response_format": {"type": "text"}, "tool_choice": "auto", "top_p": 1.0}, False),
         ({"stop": ["x"], "seed": 3, "logit_bias": {}, "top_p": None}, False),
     ],
 )
-def test_what_a_harness_asks_for_is_warned_of_too(tokenizer, tmp_path, caplog, body, warns):
-    runner = only_runner(
-        make_runner(
-            load(), "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
-        )
-    )
-    for _ in range(2):
-        runner.warn_of_bias("agent", body, {"temperature": 0.7, "top_p": 1.0})
-    said = [record for record in caplog.records if "the agent 'agent'" in record.getMessage()]
-    assert len(said) == warns
+def test_what_a_harness_asks_for_is_warned_of_too(body, warns):
+    assert len(biased_options(body, {"temperature": 0.7, "top_p": 1.0})) == warns
 
 
-@pytest.mark.skipif(not IS_04, reason="verifiers before 0.4 relays streams")
 def test_the_option_of_a_harness_reaches_the_warning(tokenizer, tmp_path, caplog, monkeypatch):
     import streaming_harness
 

@@ -50,7 +50,7 @@ weight = 2
 [[env]]
 [env.taskset]
 id = "number_guess"
-[env.harness]
+[env.agent.harness]
 id = "null"
 
 [lora]
@@ -100,7 +100,7 @@ only = "train"
 only = "train"
 [env.taskset]
 id = "number_guess"
-[env.harness]
+[env.agent.harness]
 id = "null"
 [[env]]
 id = "someone/alphabet-sort"

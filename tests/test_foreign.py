@@ -52,7 +52,7 @@ def roll_out(env, tokenizer, tmp_path, **options):
 
 
 def test_rollouts_of_another_python_are_those_of_this_process(tokenizer, tmp_path):
-    table = {"taskset": {"id": "small_tasks", "num_tasks": 3}, "harness": {"id": "null"}}
+    table = {"taskset": {"id": "small_tasks", "num_tasks": 3}}
     foreign = WeightedEnv(table, "env", python=sys.executable, folders=[V1])
     groups, runner = roll_out([foreign], tokenizer, tmp_path, env_workers=0)  # here that is 1
     here, _ = roll_out("small_tasks", tokenizer, tmp_path, env_workers=0)

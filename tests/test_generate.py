@@ -57,7 +57,7 @@ def rl_toml(tmp_path, monkeypatch):
     (tmp_path / "held.jsonl").write_text("")
     (tmp_path / "rl.toml").write_text(
         'model = "./base"\n[env.taskset]\nid = "reverse_text"\nnum_tasks = 3\ninstruction = ""\n'
-        '[env.harness]\nid = "null"\n[trainer]\ngpus = 0\n[trainer.args]\ntop_k = 5\n'
+        '[env.agent.harness]\nid = "null"\n[trainer]\ngpus = 0\n[trainer.args]\ntop_k = 5\n'
     )
     (tmp_path / "reverse_text.py").write_text(
         (ROOT / "examples" / "reverse_text" / "reverse_text.py").read_text()

@@ -7,7 +7,7 @@ import torch
 from tests.helpers import sent
 from verifiers_rl import RLConfig
 from verifiers_rl.inference.generation import TokenRequest
-from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_mask
+from verifiers_rl.inference.packed_tokens import allowed_tokens, pack_sampled, unpack_mask
 from verifiers_rl.logprobs import chunked_logprobs_and_entropy, token_logprobs_and_entropy
 from verifiers_rl.packing import collate
 from verifiers_rl.types import ALLOWED_TOKENS, Rollout, Sample
@@ -118,7 +118,7 @@ def test_masks_are_sent_with_their_samples():
 def test_a_reply_has_the_mask_in_its_packed_tokens():
     mask = np.array([2, 1]), np.array([4, 5, 6])
     packed = pack_sampled([4, 6], np.array([-0.5, 0.0]), mask)
-    assert unpack_mask(packed).tolist() == [[4, 5], [6, -1]]
+    assert allowed_tokens(*unpack_mask(packed)).tolist() == [[4, 5], [6, -1]]
     assert unpack_mask(pack_sampled([4], np.array([-0.5]))) is None
     with pytest.raises(ValueError, match="1 tokens but a sampling mask of 2"):
         unpack_mask(pack_sampled([4], np.array([-0.5]), mask))

@@ -129,9 +129,7 @@ def test_a_taskset_in_the_script_that_runs_is_played(run_script):
         ["mine 0", *alone, [3], ["verifiers_rl"]],  # this very one, not another of its class
         ["own 0", *alone, [2], ["verifiers_rl"]],
     ]
-    assert lines[2].startswith(
-        "environment: the agent plays in verifiers_rl's chat, in this process"
-    )
+    assert lines[2].startswith("environment: agent plays in verifiers_rl's chat")
 
 
 def test_an_environment_in_the_script_plays_its_tasksets(run_script):
@@ -218,11 +216,11 @@ def test_without_a_harness_agents_chat_here_from_a_toml_as_from_a_script(tmp_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     chat = ("verifiers_rl", "subprocess")
     small, fix_it = {"taskset": {"id": "small_tasks"}}, {"taskset": {"id": "fix_it"}}
-    own = {"harness": {"id": "streaming_harness"}}
+    own = {"agent": {"harness": {"id": "streaming_harness"}}}
     docker = {"runtime": {"type": "docker"}}
     for table, expected in (
         (small, {"agent": chat}),
-        (small | {"harness": {"id": "null"}}, {"agent": chat}),
+        (small | {"agent": {"harness": {"id": "null"}}}, {"agent": chat}),
         (small | {"agent": docker}, {"agent": ("verifiers_rl", "docker")}),
         (fix_it, {"fixer": chat}),
         (fix_it | {"fixer": docker | {"harness": {"id": "bash"}}}, {"fixer": ("bash", "docker")}),
@@ -234,7 +232,7 @@ def test_without_a_harness_agents_chat_here_from_a_toml_as_from_a_script(tmp_pat
     found = harnesses(runner_of(load_v1_environment(small | own), tmp_path).env)
     assert found == {"agent": ("streaming_harness", "subprocess")}
     with pytest.raises(InvalidEnvironmentError) as caught:
-        runner_of(load_v1_environment(small | {"harness": {"id": "bash"}}), tmp_path)
+        runner_of(load_v1_environment(small | {"agent": {"harness": {"id": "bash"}}}), tmp_path)
     assert "the agent 'agent' plays in the harness 'bash', by verifiers' default" in str(
         caught.value
     )
@@ -272,40 +270,20 @@ def test_an_environment_of_the_script_is_played_as_it_is(tmp_path):
     assert env.config.agent.harness is None  # the script's own object is not changed
 
 
-def test_a_reward_that_is_no_coroutine_draws_a_warning_with_its_name(tmp_path, caplog):
-    class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-        @vf.reward
-        def length(self, trace: vf.Trace) -> float:
-            return 1.0
-
-    class Own(vf.Taskset[Task, vf.TasksetConfig]):
-        def load(self):
-            return [Task(vf.TaskData(idx=0, prompt="hello"), self.config.task)]
-
-    runner_of(Own(vf.TasksetConfig()), tmp_path)
-    assert "Task.length is no `async def`" in caplog.text
-
-
 def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
-    from code_golf_like import GolfTaskset
-
     docker = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
     mix = [
         WeightedEnv("fix_it", "fix"),
         WeightedEnv(load_v1_environment({"taskset": {"id": "small_tasks"}, "agent": docker}), "b"),
-        WeightedEnv(GolfTaskset(vf.TasksetConfig()), "golf"),
         WeightedEnv("stream_tasks", "s"),
     ]
     runner_of(mix, tmp_path, eval_examples=5)
-    chat = "in verifiers_rl's chat, in this process"
+    here = "plays in verifiers_rl's chat in this process, with its programs on this machine"
     assert capsys.readouterr().out.splitlines() == [
-        f"environment 'fix': FixItEnv, the agent fixer plays {chat}; 2 tasks, also for evaluations",
-        "environment 'b': the agent plays in the harness 'bash', in docker; 4 tasks, "
-        "also for evaluations",
-        f"environment 'golf': GolfEnv, the agent golfer plays {chat}; "
-        "its tasks' programs run on this machine; 2 tasks, also for evaluations",
-        f"environment 's': the agent plays {chat}; a stream of tasks, in its order, "
-        "5 for evaluations",
+        f"environment 'fix': FixItEnv, fixer {here}; 2 tasks, also for evaluations",
+        "environment 'b': agent plays in the harness 'bash', with its programs in docker; "
+        "4 tasks, also for evaluations",
+        f"environment 's': agent {here}; a stream of tasks, in its order, 5 for evaluations",
     ]
 
 
@@ -317,8 +295,8 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
     [
         (
             {"taskset": {"id": "small_task"}},
-            r"\[env.taskset\] id='small_task': no module 'small_task' is installed nor beside the "
-            r"TOML in .*v1; did you mean 'small_tasks'\?",
+            r"taskset 'small_task' not found .* nor beside the TOML in .*v1: No module named "
+            r"'small_task'; did you mean 'small_tasks'\?",
         ),
         (
             {"taskset": {"id": "small_tasks", "num_task": 3}},
@@ -334,14 +312,17 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
         ),
         (
             {"taskset": {"id": "small_tasks"}, "id": "fixit"},
-            r"\[env\] id='fixit': no module 'fixit' .*; did you mean 'fix_it'\?",
+            r"environment 'fixit' not found .*; did you mean 'fix_it'\?",
         ),
         (
-            {"taskset": {"id": "small_tasks"}, "harness": {"id": "nul"}},
-            r"\[env.harness\] id='nul': no module .*; did you mean 'null'\?",
+            {"taskset": {"id": "small_tasks"}, "agent": {"harness": {"id": "nul"}}},
+            r"harness 'nul' not found .*; did you mean 'null'\?",
         ),
         (
-            {"taskset": {"id": "small_tasks"}, "harness": {"id": "null", "tool_time": 3}},
+            {
+                "taskset": {"id": "small_tasks"},
+                "agent": {"harness": {"id": "null", "tool_time": 3}},
+            },
             r"\[env.agent.harness\] has an unknown key 'tool_time'; did you mean 'tool_timeout'\?",
         ),
         (
@@ -354,9 +335,12 @@ def test_the_line_at_the_start_says_what_is_played_where(tmp_path, capsys):
         ),
         (
             {"taskset": {"id": "fix_it"}, "harness": {"id": "null"}},
-            r"this environment has 'fixer'; write \[env.fixer.harness\]",
+            r"\[env\]:? a harness belongs to a seat: ",
         ),
-        ({"taskset": {"id": "needy"}}, r"its module imports 'not_there', which is missing"),
+        (
+            {"taskset": {"id": "needy"}},
+            r"taskset 'needy' not found .*: No module named 'not_there'",
+        ),
         ({"taskset": {"id": "bare"}}, r"'bare' defines no `__all__`"),
     ],
 )

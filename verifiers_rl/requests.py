@@ -9,13 +9,13 @@ Orchestrator ── GroupRequest ──►  EnvRunner.run_group ──► each r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from verifiers_rl.inference import RolloutSession, ServerLostError
+from verifiers_rl.inference import RolloutSession, ServerLostError, SessionLostError
 from verifiers_rl.types import Rollout, Split
 
 
@@ -85,6 +85,30 @@ class GroupRequest:
         async with self.places.take(self, number) as session:
             yield session
         self.progress.num_done += 1
+
+    async def play(
+        self, number: int, play: Callable[[RolloutSession], Awaitable[list[Rollout]]]
+    ) -> list[Rollout]:
+        """Play a rollout of the group in its place. If its server is lost, play all of it again at
+        another one, also if the environment has gone on without its last reply.
+
+        Args:
+            number: of the rollout in its group.
+            play: returns at least one rollout.
+        """
+        async with self.begin(number) as session:
+            while True:
+                rollouts = await play(session)
+                try:
+                    if not await session.move():
+                        break
+                except SessionLostError as error:
+                    rollouts[0].error = rollouts[0].error or error
+                    del rollouts[1:]
+                    break
+        for rollout in rollouts:
+            rollout.num_moves = session.num_moves
+        return rollouts
 
 
 class HasPlaces(Protocol):

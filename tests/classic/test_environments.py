@@ -153,18 +153,9 @@ def run_group(env, reply, num_rollouts=3, **options):
     runner._client = ScriptedClient(reply)
 
     async def run():
-        return await runner.run_group(
-            GroupRequest(
-                "train",
-                1,
-                num_rollouts,
-                "m",
-                2,
-                {"n": 1},
-                Places(8),
-                options.get("timeout_s", 600.0),
-            )
-        )
+        timeout_s = options.get("timeout_s", 600.0)
+        request = GroupRequest("train", 1, num_rollouts, "m", 2, {"n": 1}, Places(8), timeout_s)
+        return await runner.run_group(request)
 
     return asyncio.run(run()), runner
 
@@ -181,7 +172,7 @@ def test_a_group_is_rolled_out_and_scored():
     )
     assert rollouts[0].samples[0].token_ids.tolist() == [1, 2, *b"ok"]
     assert rollouts[0].samples[0].policy_versions.tolist() == [-1, -1, 2, 2]
-    assert runner._client.requests == [("m", {"n": 1})] * 3
+    assert runner._client.requests == [("m", {"extra_body": {"n": 1}})] * 3
 
 
 def test_the_record_of_a_rollout_has_its_messages():
@@ -293,9 +284,7 @@ def test_max_prompt_len_leaves_examples_out(caplog):
     runner = ClassicEnvironment(env, with_options(max_prompt_len=3))
     assert runner.sizes("train") == [2]
     assert "1 prompts longer than max_prompt_len=3 left out" in caplog.text
-    with pytest.raises(
-        InvalidEnvironmentError, match=r"training dataset is empty; \d examples were"
-    ):
+    with pytest.raises(InvalidEnvironmentError, match=r"no example; \d had overlong"):
         ClassicEnvironment(
             vf.SingleTurnEnv(
                 dataset=dataset.select([2]), rubric=vf.Rubric(funcs=[lambda completion: 1.0])
@@ -338,7 +327,8 @@ class Server:
         n = len(self.ids)
         choice = {"index": 0, "finish_reason": "stop", "logprobs": {"content": []}}
         choice["message"] = {"role": "assistant", "content": self.content}
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+        reply = {"object": "chat.completion", "created": 0, "model": body["model"]}
+        reply["id"] = f"{len(self.requests)}"
         reply["choices"] = [choice]
         if request.path.endswith("/tokens"):
             mask = np.ones(n, int), np.array(self.ids)
@@ -423,9 +413,9 @@ def test_what_cannot_be_rendered_here_goes_to_the_server_as_messages(tokenizer):
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 
     async def run():
-        client = make_client("openai_chat_completions_token", "http://unused", tokenizer, 1.0)
+        client = make_client(with_options(tokenizer=tokenizer))
         try:
-            return client.client._render({"messages": [picture]})
+            return client.client._prompt_of({"messages": [picture]})
         finally:
             await client.close()
 
@@ -446,7 +436,7 @@ def test_an_empty_dataset_is_refused():
         dataset=Dataset.from_dict({"question": [], "answer": []}),
         rubric=vf.Rubric(funcs=[lambda completion: 1.0]),
     )
-    with pytest.raises(InvalidEnvironmentError, match="training dataset is empty"):
+    with pytest.raises(InvalidEnvironmentError, match="no example"):
         ClassicEnvironment(env, with_options())
 
 

@@ -7,7 +7,7 @@ import_from = ["../shared"]      # more folders with modules; this file's own is
 
 [env.taskset]                    # of verifiers.v1; [env] has the keys of its EnvConfig
 id = "reverse_text"              # installed, or a module beside this file; or owner/name
-[env.harness]                    # of its only agent; short for [env.agent.harness]
+[env.agent.harness]              # of its agent; by default a chat, unless the taskset has one
 id = "null"
 [env.eval_taskset]               # what differs in the taskset of evaluations
 

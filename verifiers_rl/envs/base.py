@@ -1,7 +1,7 @@
 """What all kinds of environment share. Each kind is a class that satisfies `requests.EnvRunner`:
 
 v1.py       `verifiers.v1`: tasksets, agents, episodes; v1_loading.py makes them, v1_client.py takes
-            their model calls to the server
+            their model calls to the server, v1_samples.py makes samples of what they leave
 workers.py  environments in processes of their own; worker_main.py runs there
 foreign.py  environments that another Python makes, in workers of their own; tables.py runs there
 classic.py  `verifiers.Environment`, up to verifiers 0.3, in such a worker

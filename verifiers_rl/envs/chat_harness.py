@@ -8,7 +8,6 @@ agent with `harness = { id = "null" }` gets the harness of this module.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -20,46 +19,23 @@ from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import HarnessSession
 
-from verifiers_rl.envs.endpoint import CHAT, GATE, Endpoint, LocalEndpoint, RemoteEndpoint
+from verifiers_rl.envs.endpoint import Post, post_in_memory, post_over_http
 from verifiers_rl.envs.local_tools import LiveTools, LocalUrl, open_tools
 
+CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
 
 
-def interception_of(env: Any, secret: str) -> Any:
+def interception_of(client: Any, secret: str) -> Any:
     """Return the `aiohttp.web.AppRunner` of the interception server at which a rollout with this
-    secret is registered; None if the rollout has a server of its own.
+    secret is registered; None if that is not one of our environment's.
     """
-    serving = getattr(env, "_interception", None)
+    runner = getattr(client, "_runner", None)  # of a `v1_client.TokenClientConfig`
+    serving = getattr(runner and runner.env, "_interception", None)
     for server in getattr(serving, "servers", [serving]):
         if secret in getattr(server, "sessions", ()):
             return server.runner
     return None
-
-
-def tools_http_client(timeout_s: float) -> Any:
-    """Make an HTTP client as `mcp` would make it for a tool server, but read the TLS certificates
-    only once. Reading them for each connection took half of a rollout's time.
-
-    Args:
-        timeout_s: how long a tool may take, seconds.
-    """
-    import httpx2
-
-    return httpx2.AsyncClient(
-        verify=_certificates(),
-        timeout=httpx2.Timeout(
-            30.0, read=timeout_s + 30.0
-        ),  # the harness's own deadline is earlier
-        follow_redirects=True,
-    )
-
-
-@functools.cache
-def _certificates() -> Any:
-    import httpx2
-
-    return httpx2.create_ssl_context()
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -78,30 +54,20 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def session(
-        self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, Any],
-        data: Any,
-        tool_interception_url: str | None = None,
-    ) -> HarnessSession:
+    async def session(self, *given: Any, **options: Any) -> HarnessSession:
         """Open the rollout's own tools that this process has; they last until it ends."""
-        servers, tools = dict(mcp_urls), AsyncExitStack()
+        session = _ChatSession(self, *given, **options)
+        session.mcp_urls = servers = dict(session.mcp_urls)
         try:
-            for server, url in mcp_urls.items():
+            for server, url in servers.items():
                 if isinstance(url, LocalUrl):
-                    servers[server] = url.shared or await tools.enter_async_context(
-                        open_tools(url.toolset, trace.task.data)
+                    servers[server] = url.shared or await session.tools.enter_async_context(
+                        open_tools(url.toolset, session.trace.task.data)
                     )
         except BaseException:
-            await tools.aclose()
+            await session.tools.aclose()
             raise
-        arguments = (ctx, trace, runtime, endpoint, secret, servers, data, tool_interception_url)
-        return _ChatSession(tools, self, *arguments)
+        return session
 
     async def launch(
         self,
@@ -114,20 +80,18 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        environment = getattr(ctx.client, "_environment", None)
-        runner = environment and interception_of(environment.env, secret)
+        runner = interception_of(ctx.client, secret)
         try:
             async with AsyncExitStack() as stack:
-                reached: Endpoint
                 if runner is not None:
-                    reached = LocalEndpoint(runner, secret)
+                    post = post_in_memory(runner, secret)
                 else:
                     http = await stack.enter_async_context(aiohttp.ClientSession())
-                    reached = RemoteEndpoint(http, endpoint.removesuffix("/v1"), secret)
+                    post = post_over_http(http, endpoint.removesuffix("/v1"), secret)
                 tools = _Tools(self.config.tool_timeout, trace)
                 await tools.connect_all(stack, mcp_urls)
                 is_gated = tool_interception_url is not None
-                return await self._chat(reached, ctx.model, data, tools, is_gated)
+                return await self._chat(post, ctx.model, data, tools, is_gated)
         except BaseExceptionGroup as group:  # from a session's task group; it contains the cause
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -135,7 +99,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             raise error from None
 
     async def _chat(
-        self, endpoint: Endpoint, model: str, data: Any, tools: _Tools, is_gated: bool
+        self, post: Post, model: str, data: Any, tools: _Tools, is_gated: bool
     ) -> ProgramResult:
         system_prompt, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = []
@@ -149,7 +113,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             body = {"model": model, "messages": messages}
             if tools.schemas:
                 body["tools"] = tools.schemas
-            status, reply = await endpoint.post(CHAT, body)
+            status, reply = await post(CHAT, body)
             if status != 200:
                 return _failed(status, reply)
             message = json.loads(reply)["choices"][0]["message"]
@@ -158,7 +122,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 return ProgramResult(0, "", "")
             for call in message["tool_calls"]:
                 if is_gated:  # the taskset may refuse calls
-                    status, reply = await endpoint.post(GATE, _gate_request(call))
+                    status, reply = await post(GATE, _gate_request(call))
                     if status != 200:
                         return _failed(status, reply)
                     decision = json.loads(reply)
@@ -174,27 +138,32 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 class _ChatSession(HarnessSession):
     """A rollout in the chat, with the tools that it has in this process."""
 
-    def __init__(self, tools: AsyncExitStack, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._tools = tools
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.tools = AsyncExitStack()
 
     async def close(self) -> None:
         await super().close()
-        await self._tools.aclose()
+        await self.tools.aclose()
 
 
 def _failed(status: int, reply: bytes) -> ProgramResult:
     return ProgramResult(1, "", f"{status}: {reply.decode(errors='replace')}")
 
 
+def _arguments(function: dict[str, Any]) -> Any:
+    """Return the arguments of a call as JSON; the text itself if it is none."""
+    try:
+        return json.loads(function["arguments"] or "{}")
+    except json.JSONDecodeError:
+        return function["arguments"]
+
+
 def _gate_request(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call in the form that verifiers' interception expects."""
     function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError:
-        arguments = function["arguments"]
-    return {"tool_call_id": call["id"], "name": function["name"], "arguments": arguments}
+    named = {"tool_call_id": call["id"], "name": function["name"]}
+    return named | {"arguments": _arguments(function)}
 
 
 class _Tools:
@@ -213,20 +182,28 @@ class _Tools:
         try:
             async with asyncio.timeout(CONNECT_S):
                 for server, where in servers.items():
-                    if isinstance(where, LiveTools):
-                        self._add_local(server, where)
-                    else:
+                    if not isinstance(where, LiveTools):
                         await self._connect(stack, server, where)
+                        continue
+                    for name, tool in where.tools.items():
+                        call = partial(where.call, self._trace, name)
+                        self._add(server, name, tool.description, tool.parameters, call)
         except TimeoutError as error:
             raise HarnessError(
                 f"the tool servers {list(servers)} did not answer within {CONNECT_S:g} s"
             ) from error
 
     async def _connect(self, stack: AsyncExitStack, server: str, url: str) -> None:
+        import httpx2
         from mcp import ClientSession
         from mcp.client.streamable_http import streamable_http_client
 
-        http = await stack.enter_async_context(tools_http_client(self._timeout_s))
+        # As mcp makes it, but without reading the TLS certificates where none are needed, which
+        # took half of a rollout's time. The harness's own deadline is earlier than this one.
+        timeout = httpx2.Timeout(30.0, read=self._timeout_s + 30.0)
+        is_tls = url.startswith("https:")
+        made = httpx2.AsyncClient(verify=is_tls, timeout=timeout, follow_redirects=True)
+        http = await stack.enter_async_context(made)
         streams = await stack.enter_async_context(streamable_http_client(url, http_client=http))
         session = await stack.enter_async_context(ClientSession(*streams[:2]))
         await session.initialize()
@@ -238,11 +215,6 @@ class _Tools:
             # This is the name in MCP. The attribute's name depends on the version of `mcp`.
             parameters = tool.model_dump(by_alias=True)["inputSchema"]
             self._add(server, tool.name, tool.description, parameters, partial(call, tool.name))
-
-    def _add_local(self, server: str, live: LiveTools) -> None:
-        for name, tool in live.tools.items():
-            call = partial(live.call, self._trace, name)
-            self._add(server, name, tool.description, tool.parameters, call)
 
     def _add(
         self, server: str, tool: str, description: str | None, parameters: Any, call: Any
@@ -256,13 +228,9 @@ class _Tools:
 
     async def call(self, function: dict[str, Any]) -> str:
         """Call a tool. Return its result, or what is wrong with the call; the model reads both."""
-        name = function["name"]
+        name, arguments = function["name"], _arguments(function)
         if name not in self._calls:
             return f"error: there is no tool {name!r}"
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except json.JSONDecodeError as error:
-            return f"error: the arguments are no JSON: {error}"
         if not isinstance(arguments, dict):
             return f"error: the arguments must be a JSON object, not {arguments!r}"
         try:

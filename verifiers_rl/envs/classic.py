@@ -1,16 +1,15 @@
 """Classic environments: `verifiers.Environment`, which verifiers has up to 0.3. This module runs in
 the rollout workers of a Python that has that verifiers (`python = ...`), and nowhere else.
 
-Model calls go through the clients of verifiers, on our HTTP transport:
+Model calls go through verifiers' clients, on our HTTP transport. `client_type` is one of:
 
     openai_chat_completions        sends messages. The server renders the whole conversation again
-                                   at each turn. The sequence of tokens breaks if the text does not
-                                   tokenize to what was sampled, or a template rewrites past turns
-    openai_chat_completions_token  sends tokens, rendered by the model's tokenizer here. From the
-                                   second turn on, these are the tokens so far and those of the new
-                                   messages, so that the sequence continues exactly
-    renderer                       sends tokens at each turn, made by the `renderers` package: exact
-                                   for the model families that it knows, without tools for others
+                                   at each turn, so the tokens of a turn may not continue those of
+                                   the turn before
+    openai_chat_completions_token  the transport makes tokens of messages, with the tokenizer here:
+                                   the tokens so far, unchanged, and those of new messages
+    renderer                       sends tokens that the `renderers` package makes: exact for the
+                                   model families that it knows, without tools for others
 """
 
 from __future__ import annotations
@@ -22,20 +21,15 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import httpx
-import numpy as np
 import verifiers as vf
 from jinja2 import TemplateError
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
-from verifiers.legacy.clients.openai_chat_completions_token_client import (
-    OpenAIChatCompletionsTokenClient,
-)
 from verifiers.legacy.clients.renderer_client import RendererClient
 from verifiers.legacy.errors import EmptyModelResponseError
-from verifiers.legacy.types import ResponseTokens
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
 
 from verifiers_rl.envs.base import (
@@ -52,9 +46,8 @@ from verifiers_rl.inference import (
     RolloutDeadline,
     RolloutSession,
     ServerClient,
-    SessionLostError,
+    allowed_tokens,
     pack_ids,
-    policy_versions,
     unpack_experts,
     unpack_mask,
     unpack_sampled,
@@ -101,56 +94,48 @@ def samples_from_trajectory(
     one sample, after exactly the tokens that were its context when it was sampled.
 
     Args:
-        steps: the trajectory. Each step has `tokens` as the server returned them, and `response`,
-            whose `policy_versions` says which weights sampled them, `sampling_mask` from which
-            tokens, and `experts` by which experts.
+        steps: the trajectory. Each has `tokens`, and what `_KeepsAll` adds to its `response`.
         policy_version: version for steps whose response has none.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
     Raises:
         ValueError: a step has no token ids, or its numbers of tokens and logprobs differ.
     """
-    chains: list[list[dict[str, Any]]] = []
+    chains: list[Any] = []  # for each sample, a list for each of its columns
     so_far: list[int] = []
     for turn, step in enumerate(steps):
-        tokens = step["tokens"]
+        tokens, response = step["tokens"], step.get("response")
         if tokens is None:
             raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
-        reply, logprobs = tokens["completion_ids"], tokens["completion_logprobs"]
-        if len(reply) != len(logprobs):
-            raise ValueError(f"turn {turn}: {len(reply)} tokens but {len(logprobs)} logprobs")
-        check_logprobs(logprobs)
-        if chains and tokens["prompt_ids"][: len(so_far)] == so_far:
-            chains[-1].append(step)
-        else:
-            chains.append([step])
-        so_far = [*tokens["prompt_ids"], *reply]
-    return [_sample_of(chain, policy_version, mask_env_responses) for chain in chains]
-
-
-def _sample_of(chain: list[dict[str, Any]], policy_version: int, masks_env: bool) -> Sample:
-    """Return the sample of turns, each of which continues the tokens of the turn before."""
-    first, last = chain[0]["tokens"], chain[-1]["tokens"]
-    token_ids = np.array([*last["prompt_ids"], *last["completion_ids"]], np.int32)
-    n, begin = len(token_ids), len(first["prompt_ids"])
-    in_loss, versions = np.zeros(n, bool), np.full(n, -1, np.int32)
-    logprobs = np.zeros(n, np.float32)
-    if not masks_env:  # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
-        in_loss[begin:], logprobs[begin:] = True, math.nan
-    masks: list[tuple[int, np.ndarray | None]] = []
-    experts, stop = [], 0
-    for step in chain:
-        tokens, response, before = step["tokens"], step.get("response"), stop
-        start, num = len(tokens["prompt_ids"]), len(tokens["completion_ids"])
-        stop = start + num
-        in_loss[start:stop], logprobs[start:stop] = True, tokens["completion_logprobs"]
+        prompt, reply = tokens["prompt_ids"], tokens["completion_ids"]
+        new_logprobs, num = tokens["completion_logprobs"], len(reply)
+        if num != len(new_logprobs):
+            raise ValueError(f"turn {turn}: {num} tokens but {len(new_logprobs)} logprobs")
+        check_logprobs(new_logprobs)
+        is_first = not chains or prompt[: len(so_far)] != so_far
+        if is_first:
+            chains.append([[] for _ in range(6)])
+        token_ids, in_loss, logprobs, versions, masks, experts = chains[-1]
+        num_added = len(prompt) - len(token_ids)
+        trains_added = not (is_first or mask_env_responses)
+        token_ids[:] = so_far = [*prompt, *reply]
+        in_loss += [trains_added] * num_added + [True] * num
+        # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
+        logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
         spans = getattr(response, "policy_versions", None) or [(0, policy_version)]
-        versions[start:stop] = versions_of_tokens(spans, num)
-        masks += [(start - before, None), (num, getattr(response, "sampling_mask", None))]
+        versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
+        mask = getattr(response, "sampling_mask", None)
+        # verifiers may have cut the reply.
+        allowed = None if mask is None else allowed_tokens(*mask)[:num]
+        masks += [(num_added, None), (num, allowed)]
         experts.append(getattr(response, "experts", None))
-    extras = {ALLOWED_TOKENS: join_column(masks), ROUTED_EXPERTS: join_experts(n, experts)}
-    known = {name: column for name, column in extras.items() if column is not None}
-    return Sample(token_ids, in_loss, logprobs, versions, extras=known)
+    samples = []
+    for *columns, masks, experts in chains:
+        extras = {ALLOWED_TOKENS: join_column(masks)}
+        extras[ROUTED_EXPERTS] = join_experts(len(columns[0]), experts)
+        known = {name: column for name, column in extras.items() if column is not None}
+        samples.append(Sample(*columns, extras=known))
+    return samples
 
 
 # --- Rollouts -------------------------------------------------------------------------------------
@@ -170,28 +155,21 @@ class ClassicEnvironment:
         self.env, self.options, self.name = env, options, options.name
         self.num_overlong_prompts = 0
         self.weights = [1.0]
-        self._client: Any = None
         # Each rollout holds a connection to the server.
         self._slots = asyncio.Semaphore(rollouts_at_once(options.max_concurrent, 1))
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
         try:
             splits = {"train": env.get_dataset(), "eval": env.get_eval_dataset()}
+            self._examples = {name: self._without_overlong(split) for name, split in splits.items()}
+            if not len(self._examples["train"]):
+                raise ValueError(f"no example; {self.num_overlong_prompts} had overlong prompts")
+            for message in self._examples["train"][0]["prompt"]:
+                as_vllm_renders(dict(message))  # refuses images
         except (ValueError, IndexError) as error:
             raise InvalidEnvironmentError(
-                f"the environment's dataset cannot be read: {error}"
+                f"environment {self.name!r}: its training dataset: {error}"
             ) from error
-        self._examples = {name: self._without_overlong(split) for name, split in splits.items()}
-        if not len(self._examples["train"]):
-            raise InvalidEnvironmentError(
-                "the environment's training dataset is empty; "
-                f"{self.num_overlong_prompts} examples were longer than max_prompt_len"
-            )
-        try:
-            for message in self._examples["train"][0]["prompt"]:
-                as_vllm_renders(dict(message))
-        except ValueError as error:
-            raise InvalidEnvironmentError(f"the first training example: {error}") from error
 
     def _without_overlong(self, dataset: Any) -> Any:
         """Return the dataset without the examples whose first prompt is too long."""
@@ -199,10 +177,9 @@ class ClassicEnvironment:
         if limit is None:
             return dataset
         template = self.options.chat_template_kwargs
-        kept = [
-            i for i, row in enumerate(dataset) if len(render(row["prompt"], **template)) <= limit
-        ]
-        if num_left_out := len(dataset) - len(kept):
+        lengths = [len(render(prompt, **template)) for prompt in dataset["prompt"]]
+        kept = [number for number, length in enumerate(lengths) if length <= limit]
+        if num_left_out := len(lengths) - len(kept):
             self.num_overlong_prompts += num_left_out
             logger.warning("%d prompts longer than max_prompt_len=%d left out", num_left_out, limit)
         return dataset.select(kept)
@@ -213,10 +190,7 @@ class ClassicEnvironment:
 
     async def open(self) -> None:
         """Make the HTTP client; called on the event loop that will use it."""
-        options = self.options
-        self._client = make_client(
-            options.client_type, options.base_url, options.tokenizer, options.timeout_s
-        )
+        self._client = make_client(self.options)
 
     async def close(self) -> None:
         await self._client.close()
@@ -227,102 +201,91 @@ class ClassicEnvironment:
         Rollouts run through `env.rollout` one by one, not through `env.run_group`. There, an
         exception in one of them (for example in a tool) would lose the whole group.
         """
-        example = {"example_id": request.index, **self._examples[request.split][request.index]}
-        prompt = text_of(example["prompt"][-1:])
-        group = [Rollout(0, prompt, env=self.name) for _ in range(request.num_rollouts)]
-        played = await asyncio.gather(
-            *(self._play(rollout, n, example, request) for n, rollout in enumerate(group))
-        )
-        states = [state for state, one in zip(played, group, strict=True) if one.error is None]
+        row = {"example_id": request.index, **self._examples[request.split][request.index]}
+        states: dict[int, Any] = {}  # verifiers' own, of the rollouts that have one
+        runs = [self._run(row, request, states, n) for n in range(request.num_rollouts)]
+        group = [rollout for (rollout,) in await asyncio.gather(*runs)]
+        scored = [state for n, state in states.items() if group[n].error is None]
+        late = f"scoring a group took longer than generation_timeout ({request.timeout_s:g} s)"
         try:
             async with asyncio.timeout(request.timeout_s) as deadline:
-                if states:
-                    await self.env.rubric.score_group(states)
-                for state in states:
+                if scored:
+                    await self.env.rubric.score_group(scored)
+                for state in scored:
                     await self.env.rubric.cleanup(state)
         except Exception as error:  # whatever the environment's scoring raises
             is_late = deadline.expired() and isinstance(error, TimeoutError)
             for rollout in group:
-                rollout.error = rollout.error or (
-                    _late("scoring a group", request) if is_late else error
-                )
-        for rollout, state in zip(group, played, strict=True):
-            self._complete(rollout, state, request.policy_version)
+                rollout.error = rollout.error or (TimeoutError(late) if is_late else error)
+        for number, state in states.items():
+            try:
+                self._complete(group[number], state, request.policy_version)
+            except (ValueError, TypeError) as error:
+                group[number].error = error
         return group
 
-    async def _play(
-        self, rollout: Rollout, number: int, row: dict[str, Any], request: GroupRequest
-    ) -> Any:
-        """Play one rollout. Return verifiers' state of it; None if there is none."""
-        async with self._slots, request.begin(number) as session:
-            while True:
-                state = await self._play_once(rollout, row, request, session)
-                try:  # all of it again, also if the environment has hidden that a reply is missing
-                    if not await session.move():
-                        return state
-                except SessionLostError as lost:
-                    rollout.error = rollout.error or lost
-                    return state
-                rollout.num_moves = session.num_moves
+    async def _run(self, *given: Any) -> list[Rollout]:
+        _, request, _, number = given
+        async with self._slots:
+            return await request.play(number, partial(self._play, *given))
 
-    async def _play_once(
+    async def _play(
         self,
-        rollout: Rollout,
         row: dict[str, Any],
         request: GroupRequest,
+        states: dict[int, Any],
+        number: int,
         session: RolloutSession,
-    ) -> Any:
+    ) -> list[Rollout]:
+        rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
+        client, sampling = self._client.of_rollout(session), {**request.sampling_args}
+        sampling |= sampling.pop("extra_body", {})
         deadline, start = RolloutDeadline(request.timeout_s), time.monotonic()
-        client = self._client.of_rollout(session)
-        sampling_args = dict(request.sampling_args)
-        state, rollout.error = None, None
+        states.pop(number, None)  # of the time before, at a server that was lost
         try:
             async with deadline:
-                state = await self.env.rollout(row, client, request.model, sampling_args)
-            rollout.generation_s, rollout.error = time.monotonic() - start, state.get("error")
+                # verifiers' clients pass all of extra_body on, and drop some of the others.
+                options = {"extra_body": sampling}
+                state = await self.env.rollout(row, client, request.model, options)
+            states[number], rollout.generation_s = state, time.monotonic() - start
             if state.get("timed_out"):
                 raise TimeoutError(
                     "the environment's own timeout_seconds passed, or its code raised TimeoutError"
                 )
+            rollout.error = state.get("error")
         except Exception as error:  # whatever the environment's own code raises
-            rollout.error = _late("a rollout", request) if deadline.is_cause_of(error) else error
+            rollout.error = error
+        # The environment may have hidden that the server has ended a reply.
         rollout.num_lost_tokens = deadline.num_lost_tokens
-        if rollout.num_lost_tokens is not None:  # the environment may have hidden the error
-            rollout.error = _late("a rollout", request)
-        return state
+        if deadline.is_cause_of(rollout.error or RuntimeError()):
+            rollout.error = TimeoutError(
+                f"a rollout took longer than generation_timeout ({request.timeout_s:g} s)"
+            )
+        return [rollout]
 
     def _complete(self, rollout: Rollout, state: Any, policy_version: int) -> None:
-        """Fill in what is known after scoring: the samples and the reward, or the error."""
-        if state is None:
-            return
+        """Fill in what is known after scoring: the samples and the reward, or the error. Raises
+        ValueError or TypeError if the rollout cannot be trained on.
+        """
         rollout.record = record_of_state(state)
         rollout.error = rollout.error or state.get("error")
         if rollout.error is not None:
             return
         masks_env = self.options.mask_env_responses
-        try:
-            samples = samples_from_trajectory(state["trajectory"], policy_version, masks_env)
-            if not any((sample.policy_versions >= 0).any() for sample in samples):
-                raise ValueError(
-                    "no token was sampled: the prompt and max_tokens exceed the server's "
-                    "max_model_len, or the environment took no turn"
-                )
-            reward = float(state["reward"])
-            if not math.isfinite(reward):
-                raise ValueError(f"the environment's reward is {reward}")
-        except (ValueError, TypeError) as error:
-            rollout.error = error
-            return
-        rollout.samples = samples
-        rollout.reward = reward
+        samples = samples_from_trajectory(state["trajectory"], policy_version, masks_env)
+        if not any((sample.policy_versions >= 0).any() for sample in samples):
+            raise ValueError(
+                "no token was sampled: the prompt and max_tokens exceed the server's "
+                "max_model_len, or the environment took no turn"
+            )
+        reward = float(state["reward"])
+        if not math.isfinite(reward):
+            raise ValueError(f"the environment's reward is {reward}")
+        rollout.samples, rollout.reward = samples, reward
         rollout.completion = text_of(state["completion"])
         rollout.metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         rollout.num_turns = len(state["trajectory"])
         rollout.is_truncated = bool(state["is_truncated"])
-
-
-def _late(what: str, request: GroupRequest) -> TimeoutError:
-    return TimeoutError(f"{what} took longer than generation_timeout ({request.timeout_s:g} s)")
 
 
 def _keep_reward_errors(rubric: Any) -> None:
@@ -352,87 +315,113 @@ def _keep_reward_errors(rubric: Any) -> None:
 
 # --- Clients --------------------------------------------------------------------------------------
 
-_CHAT, _TOKENS, _GENERATE = (
-    "/chat/completions",
-    "/chat/completions/tokens",
-    "/inference/v1/generate",
-)
-# The prompt of the last request of this task, and the packed tokens of its reply.
-_sampled: ContextVar[tuple[list[int], dict[str, Any]] | None] = ContextVar("sampled", default=None)
+
+def _plain(message: Any) -> dict[str, Any]:
+    """Return what makes two messages the same one."""
+    fields = ("role", "content", "tool_calls", "tool_call_id")
+    return {name: message[name] for name in fields if message.get(name)}
 
 
-class _TokenRoute(ServerClient):
-    """Sends all requests to the token route of `vf-vllm`: their messages become tokens here. A
-    conversation that cannot be rendered here goes on as messages.
+class _Route(ServerClient):
+    """Sends the requests of verifiers' clients. If it has a renderer, they go to the token route of
+    `vf-vllm`: messages become tokens here. A conversation that cannot be rendered here goes on as
+    messages.
+
+    Attributes:
+        replies: what a chat's form has no place for, by the id of the reply.
     """
 
-    def __init__(self, base_url: str, timeout_s: float, renderer: Renderer) -> None:
+    def __init__(self, base_url: str, timeout_s: float, renderer: Renderer | None) -> None:
         super().__init__(base_url, timeout_s)
         self._renderer = renderer
+        self.replies: dict[str, dict[str, Any]] = {}
+        # Of the rollout: each turn's messages with its reply, and their tokens.
+        self._turns: list[tuple[list[Any], list[int]]] = []
+
+    def of_rollout(self, session: RolloutSession) -> _Route:
+        route = super().of_rollout(session)
+        route.replies, route._turns = {}, []
+        return route
 
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
-        body: Any = kwargs.get("body")
-        is_generate = path.endswith(_GENERATE)
-        if is_generate:  # its options are those of a chat, in a field
-            prompt = body["token_ids"]
+        body: Any = kwargs["body"]
+        if "sampling_params" in body:  # of `renderers`; its options are those of a chat, in a field
             rest = {key: body[key] for key in ("model", "cache_salt", "priority") if key in body}
-            body = {**rest, **body["sampling_params"]}
+            prompt, body = body["token_ids"], {**rest, **body["sampling_params"]}
             body.pop("routed_experts_prompt_start", None)
-        elif path == _TOKENS:
-            prompt = body["tokens"]
         else:
-            prompt = self._render(body) if path == _CHAT and cast_to is httpx.Response else []
-        if not prompt:
-            return await super().post(path, cast_to=cast_to, **kwargs)
-        # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
-        short = [{"role": "user", "content": "."}]
-        packed = {"tokens": pack_ids(prompt), "packed_tokens": True, "messages": short}
-        kwargs["body"] = {**body, **packed}
-        wants_experts = kwargs["body"].pop("routed_experts", False)
-        reply = await super().post(_TOKENS, cast_to=httpx.Response, **kwargs)
+            prompt = self._prompt_of(body)
+        wants_experts, messages = body.get("routed_experts", False), body.get("messages", [])
+        if prompt:
+            # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
+            short = [{"role": "user", "content": "."}]
+            packed = {"tokens": pack_ids(prompt), "packed_tokens": True, "messages": short}
+            path, body = "/chat/completions/tokens", {**body, **packed}
+            body.pop("routed_experts", None)  # the server's flag returns them
+        reply = await super().post(path, cast_to=httpx.Response, **kwargs | {"body": body})
         completion = json.loads(reply.content)
-        experts = completion["choices"][0].get("routed_experts") if wants_experts else None
-        _sampled.set((prompt, completion["packed_tokens"] | {"routed_experts": experts}))
-        if not is_generate:
-            return reply
-        token_ids, logprobs = unpack_sampled(completion["packed_tokens"])
-        pairs = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-        choice = {
-            "token_ids": token_ids.tolist(),
-            "logprobs": {"content": [{"token": f"token_id:{t}", "logprob": lp} for t, lp in pairs]},
-            "finish_reason": completion["choices"][0]["finish_reason"],
+        (choice,) = completion["choices"]
+        experts, packed = choice.pop("routed_experts", None), completion.pop("packed_tokens", {})
+        self.replies[completion["id"]] = {
+            "policy_versions": reply.extensions["policy_versions"],
+            "sampling_mask": unpack_mask(packed),
+            "experts": unpack_experts(experts) if wants_experts and experts is not None else None,
         }
-        generated = {"request_id": completion["id"], "choices": [choice]}
-        return httpx.Response(200, content=json.dumps(generated).encode())
+        if packed:
+            token_ids, logprobs = (values.tolist() for values in unpack_sampled(packed))
+            if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
+                said = [*map(_plain, messages), _plain(choice.get("message", {}))]
+                self._turns.append((said, prompt + token_ids))
+            # As the clients read them, in the form of a chat or of `renderers`.
+            choice["token_ids"], choice["logprobs"] = token_ids, {"content": []}
+            for token, logprob in zip(token_ids, logprobs, strict=True):
+                value = {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+                choice["logprobs"]["content"].append(value)
+            completion |= {"prompt_token_ids": prompt, "request_id": completion["id"]}
+        return httpx.Response(200, content=json.dumps(completion).encode())
 
-    def _render(self, body: dict[str, Any]) -> list[int]:
-        """Return the tokens of the messages; none if only the server can render them."""
+    def _prompt_of(self, body: dict[str, Any]) -> list[int]:
+        """Return the tokens so far and those of new messages, or all of them rendered; none if only
+        the server shall render them.
+        """
+        if self._renderer is None:
+            return []
         template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
+        messages = [_plain(message) for message in body["messages"]]
         try:
+            for said, tokens in reversed(self._turns):
+                new = messages[len(said) :]
+                if (
+                    new
+                    and messages[: len(said)] == said
+                    and all(m["role"] != "assistant" for m in new)
+                ):
+                    added = self._renderer.render_after_reply(
+                        body["messages"], len(new), tokens[-1], **template
+                    )
+                    if added is not None:
+                        return tokens + added
             return self._renderer.render(body["messages"], **template)
         except (TemplateError, ValueError):  # the server says what is wrong, or renders an image
             return []
 
 
 class _KeepsAll:
-    """What every client here adds to its base: it keeps what the server says of its tokens, and
-    accepts empty replies.
+    """What a client here adds to its base: it keeps what the server says of its tokens, and accepts
+    empty replies.
 
     A policy that ends its turn at once has sampled a token like any other, and must be able to
     unlearn it. The stock clients raise EmptyModelResponseError for such a reply, which would remove
     the rollout from the batch.
     """
 
+    client: _Route
+
     def of_rollout(self, session: RolloutSession) -> Any:
         """Return the client for the requests of one rollout."""
         client: Any = copy.copy(self)
-        client._client = client.client.of_rollout(session)
+        client._client = self.client.of_rollout(session)
         return client
-
-    async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
-        policy_versions.set(None)
-        _sampled.set(None)
-        return await super().get_native_response(*args, **kwargs)  # type: ignore[misc]
 
     async def raise_from_native_response(self, response: Any) -> None:
         try:
@@ -443,79 +432,30 @@ class _KeepsAll:
 
     async def from_native_response(self, response: Any) -> Any:
         parsed = await super().from_native_response(response)  # type: ignore[misc]
-        # `ServerClient.post` has set it in this task, because this task awaited the request.
-        parsed.policy_versions = policy_versions.get()
+        for name, value in self.client.replies.pop(parsed.id).items():
+            setattr(parsed, name, value)
         if parsed.message.content is None and not parsed.message.tool_calls:
             parsed.message.content = ""
-        if (sampled := _sampled.get()) is not None:
-            prompt_ids, packed = sampled
-            token_ids, logprobs = unpack_sampled(packed)
-            parsed.message.tokens = ResponseTokens(
-                prompt_ids=prompt_ids,
-                prompt_mask=[0] * len(prompt_ids),
-                completion_ids=token_ids.tolist(),
-                completion_mask=[1] * len(token_ids),
-                completion_logprobs=logprobs.tolist(),
-            )
-            experts = packed["routed_experts"]
-            parsed.experts = None if experts is None else unpack_experts(experts)
-            parsed.sampling_mask = unpack_mask(packed)
         return parsed
 
 
 class ChatClient(_KeepsAll, OpenAIChatCompletionsClient):
-    """Sends messages."""
-
-
-class TokenClient(_KeepsAll, OpenAIChatCompletionsTokenClient):
-    """Sends tokens. They come from the tokenizer here, because asking the server for them takes two
-    more requests per turn. A turn that cannot continue the tokens exactly (for example after a
-    truncated reply) is rendered from messages, and starts a new sample.
-    """
-
-    def __init__(self, client: Any, renderer: Renderer) -> None:
-        super().__init__(client)
-        self._renderer = renderer
-        self.logger.setLevel(logging.ERROR)  # hides a warning per fallback; see broken_turn_share
-
-    async def tokenize(
-        self, messages: Any, tools: Any, model: str, extra_kwargs: Any = None, **kwargs: Any
-    ) -> list[int]:
-        options = {**(extra_kwargs or {})}
-        options |= options.pop("chat_template_kwargs", {})
-        is_prompt = options.pop("add_generation_prompt", True)
-        return self._renderer.render(messages, is_prompt, tools=tools, **options)
+    """Sends messages, of which its transport may make tokens."""
 
 
 class ExactRendererClient(_KeepsAll, RendererClient):
     """Sends tokens that the `renderers` package makes."""
 
-    async def get_native_response(
-        self, prompt: Any, model: str, sampling_args: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        # The base drops options that it does not know, except in extra_body.
-        extra = {**sampling_args, **sampling_args.get("extra_body", {})}
-        extra.pop("extra_body", None)
-        return await super().get_native_response(
-            prompt, model, {"extra_body": extra}, *args, **kwargs
-        )
 
-
-def make_client(client_type: str, base_url: str, tokenizer: Any, timeout_s: float) -> Any:
-    """Make a client of this type. Called on the event loop that will use it.
-
-    Args:
-        client_type: see the head of this module.
-        base_url: URL of the server, without /v1.
-        tokenizer: the model's; `openai_chat_completions` does not use it.
-        timeout_s: deadline of one request.
+def make_client(options: RunnerOptions) -> Any:
+    """Make a client of the options' `client_type`, see the head of this module. Called on the event
+    loop that will use it.
     """
-    url, renderer = f"{base_url}/v1", Renderer(tokenizer)
-    if client_type == "openai_chat_completions":
-        return ChatClient(ServerClient(url, timeout_s))
-    route = _TokenRoute(url, timeout_s, renderer)
-    if client_type == "openai_chat_completions_token":
-        return TokenClient(route, renderer)
+    sends_tokens = options.client_type == "openai_chat_completions_token"
+    renderer = Renderer(options.tokenizer) if sends_tokens else None
+    route = _Route(f"{options.base_url}/v1", options.timeout_s, renderer)
+    if options.client_type != "renderer":
+        return ChatClient(route)
     from renderers import create_renderer
 
-    return ExactRendererClient(route, renderer=create_renderer(tokenizer))
+    return ExactRendererClient(route, renderer=create_renderer(options.tokenizer))

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import verifiers.v1 as vf
-from verifiers.v1.dialects.chat import message_to_wire
 
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.v1 import V1Environment, failure_of
+from verifiers_rl.envs.records import message_of
+from verifiers_rl.envs.v1 import V1Environment, trained_traces
 from verifiers_rl.types import Split
 
 
@@ -65,23 +65,19 @@ class PlayedEnvironment(V1Environment):
         (slot,) = self.env.slots(task)
         async with asyncio.timeout(self.options.timeout_s):
             episode = await self.env.run_slot(slot, self._context)
-        if not episode.ok:
-            raise failure_of(episode)
-        return [self._row(trace, number) for trace in episode.traces if trace.agent.trainable]
+        return [self._row(trace, number) for trace in trained_traces(episode)]
 
     def _row(self, trace: Any, number: int) -> tuple[dict[str, Any], bool]:
         reward = float(trace.reward)
         if not math.isfinite(reward):
             raise ValueError(f"the environment's reward is {reward}")
-        if trace.is_timeout:
-            raise ValueError(f"the agent {trace.agent.name!r} ran out of its own time")
         nodes = trace.branches[-1].nodes if trace.branches else []
         sampled = [place for place, node in enumerate(nodes) if node.sampled]
         if not sampled:
             raise ValueError("the agent took no turn")
         first, last = sampled[0], sampled[-1]
         # What follows the last reply, such as an answer of the environment, teaches nothing.
-        messages = [_as_row_has(node.message) for node in nodes[: last + 1]]
+        messages = [message_of(node.message) for node in nodes[: last + 1]]
         # Replies that nobody sampled are not learned: the task's own examples, or what the
         # environment says in the assistant's name.
         for message, node in zip(messages[first:], nodes[first:], strict=False):
@@ -98,15 +94,6 @@ class PlayedEnvironment(V1Environment):
         row |= {"example": number, "model": self._context.model}
         is_cut = any(call.finish_reason == "length" for call in trace.calls)
         return row, is_cut or trace.stop_condition == "context_length"
-
-
-def _as_row_has(message: Any) -> dict[str, Any]:
-    """Return a message as chat templates take it, with its reasoning as one text."""
-    wire = message_to_wire(message)
-    if (reasoning := getattr(message, "reasoning_content", None)) is not None:
-        wire.pop("reasoning_details", None)  # verifiers prefers these
-        wire["reasoning_content"] = reasoning
-    return wire
 
 
 def _tool(tool: Any) -> dict[str, Any]:

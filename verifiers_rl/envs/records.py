@@ -14,14 +14,11 @@ from verifiers_rl.envs.base import field_of
 from verifiers_rl.json_text import as_json
 
 
-def record_of_trace(
-    trace: Any, versions: Mapping[int, list[tuple[int, int]]], policy_version: int
-) -> bytes:
+def record_of_trace(trace: Any, policy_version: int) -> bytes:
     """Return the record of a `verifiers.v1.Trace`, also of one that failed on its way.
 
     Args:
-        versions: the policy versions of a reply's tokens, by the `id` of its message.
-        policy_version: version for replies that are not in `versions`.
+        policy_version: version of replies that do not say which policy sampled them.
     """
     begin = trace.timing.start
     branches = [branch.nodes for branch in trace.branches]
@@ -32,7 +29,7 @@ def record_of_trace(
         if call.node is None:
             continue
         node = trace.nodes[call.node]
-        own = versions.get(id(node.message)) or [(0, policy_version)]
+        own = getattr(node.message, "policy_versions", None) or [(0, policy_version)]
         turns.append(
             {
                 "message": place_of.get(id(node)),
@@ -46,11 +43,11 @@ def record_of_trace(
         )
     record: dict[str, Any] = {
         "begun_at": begin,
-        "messages": [_message(node.message) for node in nodes],
+        "messages": [message_of(node.message) for node in nodes],
         "turns": turns,
     }
     if branches:
-        record["other_branches"] = [[_message(node.message) for node in own] for own in branches]
+        record["other_branches"] = [[message_of(node.message) for node in own] for own in branches]
     return as_json(record)
 
 
@@ -75,10 +72,10 @@ def _num_tokens_up_to(trace: Any, place: int | None) -> int:
 def _messages(messages: Any, role: str) -> list[dict[str, Any]]:
     if isinstance(messages, str):  # of an environment without chat
         return [{"role": role, "content": messages}]
-    return [_message(message) for message in messages or []]
+    return [message_of(message) for message in messages or []]
 
 
-def _message(message: Any) -> dict[str, Any]:
+def message_of(message: Any) -> dict[str, Any]:
     """Return a message as OpenAI's chat API has it, with its content as one text."""
     result: dict[str, Any] = {
         "role": field_of(message, "role"),

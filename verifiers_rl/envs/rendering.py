@@ -44,6 +44,9 @@ class Renderer:
     """Renders messages with a tokenizer's chat template. It keeps the last `NUM_KEPT` renderings,
     so the rollouts of a group render their prompt once, and a template that has tools renders them
     once. Threads may share it.
+
+    Args:
+        tokenizer: the model's; None for an environment whose messages nobody renders.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -57,6 +60,34 @@ class Renderer:
         if not messages:
             return []
         return self._render_json(json.dumps([messages, is_prompt, template])).tolist()
+
+    def render_after_reply(
+        self, messages: list[Any], num_new: int, last_token: int, **template: Any
+    ) -> list[int] | None:
+        """Return what the template writes after a reply whose tokens ended with `last_token`, for
+        the last `num_new` messages; None if it cannot be told.
+
+        A short reply stands in for the real one. The tokens of the real one are known, and the
+        template may render it otherwise than it was sampled. A reply that ended with no special
+        token, as one does at a `stop` string, is followed by the token that ends the template's
+        replies.
+
+        Raises:
+            jinja2.TemplateError: the template refuses such a conversation.
+        """
+        is_ended = last_token in self._special_ids
+        end = last_token if is_ended else self._tokenizer.eos_token_id
+        question = {"role": "user", "content": "?"}
+        reply = {**messages[-num_new - 1], "content": "."}
+        reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
+        num_before = self.render([question], is_prompt=False, **template).count(end)
+        after = self.render([question, reply, *messages[-num_new:]], **template)
+        ends = [at for at, token in enumerate(after) if token == end]
+        return after[ends[num_before] + is_ended :] if len(ends) > num_before else None
+
+    @functools.cached_property
+    def _special_ids(self) -> set[int]:
+        return {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
 
     def _render(self, request: str) -> array[int]:
         # The request is parsed again: then nothing can enter the rendering that is not in its key.

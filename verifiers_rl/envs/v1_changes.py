@@ -1,4 +1,4 @@
-"""What we change inside `verifiers.v1`, when this module is imported."""
+"""What we change inside `verifiers.v1`, when this module is imported. v1_client.py has one more."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from verifiers.v1 import MessageNode, runtimes
 from verifiers_rl.process.secret_names import is_secret
 
 # verifiers 0.4.1 moves the runtime of this machine and names its class anew.
-_IS_MOVED = find_spec("verifiers.v1.runtimes.subprocess") is None
-local_runtime: Any = import_module(
-    "verifiers.v1.runtimes.backends.subprocess" if _IS_MOVED else "verifiers.v1.runtimes.subprocess"
-)
-_CLASS = "SubprocessBackend" if _IS_MOVED else "SubprocessRuntime"
+_MODULE, _CLASS = "verifiers.v1.runtimes.subprocess", "SubprocessRuntime"
+if find_spec(_MODULE) is None:
+    _MODULE, _CLASS = "verifiers.v1.runtimes.backends.subprocess", "SubprocessBackend"
+local_runtime: Any = import_module(_MODULE)
 _Runtime: Any = getattr(local_runtime, _CLASS)
+
+
+# --- Nodes of a trace -----------------------------------------------------------------------------
+# verifiers makes nodes by pydantic's `model_construct`, which inspects the signature of each
+# `default_factory` every time. The signature of `list` is parsed from a docstring, so a node takes
+# 0.3 to 0.8 ms. With a function of ours that has its signature it takes 0.02 ms.
+#
+# Not needed once pydantic remembers the signature, or verifiers makes its nodes otherwise.
 
 
 def _new_list() -> list[Any]:
@@ -28,22 +35,14 @@ def _new_list() -> list[Any]:
 
 # `inspect.signature` returns this instead of looking it up.
 _new_list.__signature__ = inspect.signature(_new_list)  # type: ignore[attr-defined]
+for node_field in MessageNode.model_fields.values():
+    if node_field.default_factory is list:
+        node_field.default_factory = _new_list
 
 
-def make_nodes_cheap() -> None:
-    """Replace `list` as the default factory in nodes of a trace. verifiers makes nodes by
-    pydantic's `model_construct`, which inspects the signature of each `default_factory` every time.
-    The signature of `list` is parsed from a docstring, so a node takes 0.3 to 0.8 ms. With a
-    function of ours that has its signature it takes 0.02 ms.
-
-    Not needed once pydantic remembers the signature, or verifiers makes its nodes otherwise.
-    """
-    for node_field in MessageNode.model_fields.values():
-        if node_field.default_factory is list:
-            node_field.default_factory = _new_list
-
-
-make_nodes_cheap()
+# --- The runtime of this machine ------------------------------------------------------------------
+# Not needed once verifiers 0.4.1 is the oldest: an agent's runtime may then be a class of ours, by
+# `CustomRuntimeConfig(import_path=...)`.
 
 
 class _OsWithoutSecrets:
@@ -60,8 +59,7 @@ class _OsWithoutSecrets:
 # Hides secret environment variables from programs that the model writes, and from harnesses and
 # tool servers on this machine. verifiers passes this process's environment on to them, without
 # variables that are named like an API key. They still get what verifiers passes on explicitly:
-# `runtime_env()` of a task, `env` and `forward_env` of a harness. Not needed once verifiers lets us
-# choose what is passed on.
+# `runtime_env()` of a task, `env` and `forward_env` of a harness.
 local_runtime.os = _OsWithoutSecrets()
 
 
@@ -98,5 +96,4 @@ class _LazyRuntime(_Runtime):
             super().cleanup()
 
 
-# verifiers looks the class up here. Not needed once a harness can say that it uses no runtime.
-setattr(runtimes, _CLASS, _LazyRuntime)
+setattr(runtimes, _CLASS, _LazyRuntime)  # where verifiers looks the class up

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from base64 import b64encode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,54 +11,111 @@ import httpx
 import openai
 import verifiers.v1 as vf
 from jinja2 import TemplateError
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
+from verifiers.v1.types import SamplingMask
 
 from verifiers_rl.envs.v1_loading import IN_PROCESS
 from verifiers_rl.inference import (
+    RolloutSession,
     ServerClient,
     pack_ids,
-    policy_versions,
     unpack_experts,
     unpack_mask,
     unpack_sampled,
 )
 
 if TYPE_CHECKING:
-    from verifiers_rl.envs.v1 import V1Environment
+    from verifiers_rl.envs.v1 import V1ExampleRunner
+    from verifiers_rl.requests import GroupRequest
+
+logger = logging.getLogger(__name__)
+
+# Request options that only take tokens away. With a mask, the trainer knows which they left.
+_OF_MASK = {"top_p", "top_k", "min_p", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos"}
+# These too make vLLM sample from another distribution than the softmax of the logits.
+_OTHERS = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
+_OTHERS |= {"tool_choice", "response_format", "structured_outputs"}
+_NEUTRAL: tuple[Any, ...] = (None, 0, {}, [], "auto", "none", {"type": "text"})
+
+
+def biased_options(request: Mapping[str, Any], of_run: Mapping[str, Any]) -> list[str]:
+    """Return the options by which a request's tokens come from another distribution than the
+    trainer's. Options equal to the run's are left out: `make_runner` warned of them.
+    """
+    names = _OTHERS if of_run.get("sampling_mask") else _OTHERS | _OF_MASK
+    given = [(name, request[name]) for name in names & request.keys()]
+    return [name for name, value in given if value not in (*_NEUTRAL, of_run.get(name))]
 
 
 class TokenClientConfig(vf.TrainClientConfig):
-    """Says to which of our environments a model call belongs, and its sampling options."""
-
-    sampling: dict[str, Any]
-    _environment: Any = PrivateAttr()  # a V1Environment
-
-
-def prompt_too_long(turn: PendingTurn | None, reason: str) -> ProviderError:
-    """Return the exception for a prompt that leaves no room for a reply. verifiers leaves it to the
-    harness to end the trace then; for ours, this function ends it.
-
-    Args:
-        reason: contains the words by which harnesses recognize this error.
+    """Names our client to verifiers. Each episode has one of its own, by which a model call finds
+    what its tokens depend on. verifiers takes them for equal, so they share one `TokenClient`.
     """
-    if turn is not None and turn.trace.agent.config.harness.id == IN_PROCESS:
-        turn.trace.stop("context_length")
-    return ProviderError(reason, status_code=400)
+
+    _runner: V1ExampleRunner = PrivateAttr()
+    _sampling: dict[str, Any] = PrivateAttr()  # options of the run, without extra_body
+    _session: RolloutSession = PrivateAttr()
+
+    @classmethod
+    def of_episode(
+        cls, runner: V1ExampleRunner, request: GroupRequest, session: RolloutSession
+    ) -> TokenClientConfig:
+        client = cls(base_url=runner.options.base_url, api_key_var="VLLM_API_KEY")
+        client._runner, client._session = runner, session
+        client._sampling = {**request.sampling_args}
+        client._sampling |= client._sampling.pop("extra_body", {})
+        return client
+
+    def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
+        """Warn once for each agent and option by which importance ratios are off."""
+        for name in biased_options(request, self._sampling):
+            if (agent, name) not in self._runner.warned:
+                self._runner.warned.add((agent, name))
+                logger.warning(
+                    "environment %r: the agent %r samples with %s=%r, from another distribution "
+                    "than the trainer's softmax; importance ratios will be off, watch mismatch_kl",
+                    *(self._runner.name, agent, name, request[name]),
+                )
+
+    def check(self, trace: vf.Trace, is_trained: bool) -> None:
+        """Raise ValueError if a trace's tokens are not of the run's model and temperature. Nothing
+        is trained on an evaluation, so its agents may sample at any temperature.
+        """
+        name, config = trace.agent.name, trace.agent.config
+        if config.client is not self:
+            raise ValueError(
+                f"the agent {name!r} has a client of its own, so its tokens are not of the model "
+                "that is trained; mark it trainable = False in the environment's setup()"
+            )
+        temperature, own = self._sampling["temperature"], config.sampling.temperature
+        if is_trained and own not in (None, temperature):
+            raise ValueError(
+                f"the agent {name!r} samples at temperature={own:g}, and the trainer takes "
+                f"logprobs at {temperature:g}; remove temperature from the agent's sampling"
+            )
+
+
+class AssistantMessage(vf.AssistantMessage):
+    """A reply that says which policies sampled its tokens: (first token, version) pairs.
+
+    It has the name of its base, because verifiers compares messages by the names of their classes.
+    Not needed once verifiers 0.4.1 is the oldest: its nodes have `weight_versions`.
+    """
+
+    policy_versions: list[tuple[int, int]] | None = Field(None, exclude=True, repr=False)
 
 
 class TokenClient(vf.Client):
     """Passes model calls from the endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
 
     def __init__(self, config: TokenClientConfig) -> None:
-        self._env: V1Environment = config._environment
-        self._sampling = {**config.sampling}
-        self._sampling |= self._sampling.pop("extra_body", {})
-        self._http = ServerClient(f"{config.base_url}/v1", self._env.options.timeout_s)
+        timeout_s = config._runner.options.timeout_s
+        self._http = ServerClient(f"{config.base_url}/v1", timeout_s)
 
     async def get_response(
         self,
@@ -67,30 +126,29 @@ class TokenClient(vf.Client):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> vf.Response:
+        assert turn is not None  # verifiers' interception always has it
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"{type(dialect).__name__}: only chat completions can be trained on; use a harness "
                 "that asks for them",
                 status_code=400,
             )
-        own = sampling.model_dump(exclude_none=True)  # the agent's
-        extra = {k: v for k, v in own.pop("extra_body", {}).items() if v is not None}
-        options = self._sampling | extra | own
+        episode: TokenClientConfig = turn.trace.agent.config.client
+        of_agent = sampling.model_dump(exclude_none=True)
+        options = episode._sampling | of_agent
         template = {"tools": body.get("tools")}
-        for layer in (body, self._sampling, extra, own):  # a later one wins
+        for layer in (body, episode._sampling, of_agent):  # a later one wins
             template |= layer.get("chat_template_kwargs") or {}
         options.pop("chat_template_kwargs", None)
         try:
-            prompt_ids = self._prompt_ids(body["messages"], turn, template)
+            prompt_ids = _prompt_ids(episode._runner, body["messages"], turn, template)
         except ValueError as error:  # the prompt has an image
             raise ProviderError(str(error), status_code=400) from error
-        room = self._env.options.max_seq_len - len(prompt_ids)
+        max_seq_len = episode._runner.options.max_seq_len
+        room = max_seq_len - len(prompt_ids)
         if room < 1:
-            raise prompt_too_long(
-                turn,
-                f"maximum context length: {len(prompt_ids)} tokens fill max_seq_len="
-                f"{self._env.options.max_seq_len}",
-            )
+            tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
+            raise _prompt_too_long(turn, f"maximum context length: {tokens}")
         request = body | options | {"tokens": pack_ids(prompt_ids), "packed_tokens": True}
         # If a program asks for a stream, verifiers makes one from the whole reply. The only
         # limit is max_tokens below.
@@ -98,90 +156,92 @@ class TokenClient(vf.Client):
             request.pop(name, None)
         wants_experts = request.pop("routed_experts", False)  # the server's flag returns them
         if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
-            request["top_k"] = self._sampling["top_k"]  # an agent has taken the limit away
-        agent = turn.trace.agent.name if turn is not None else ""
-        self._env.warn_of_bias(agent, request, self._sampling)
+            request["top_k"] = episode._sampling["top_k"]  # an agent has taken the limit away
+        episode.warn_of_bias(turn.trace.agent.name, request)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
         # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
         request["messages"] = [{"role": "user", "content": "."}]
-        policy_versions.set(None)
-        http = self._http.of_rollout(self._env.session_of(session_id))
+        http = self._http.of_rollout(episode._session)
         try:
             reply = await http.post(
                 "/chat/completions/tokens", cast_to=httpx.Response, body=request
             )
         except openai.OpenAIError as error:
             if "context length" in str(error):
-                raise prompt_too_long(turn, str(error)) from error
+                raise _prompt_too_long(turn, str(error)) from error
             status = getattr(error, "status_code", 503)
             raise ProviderError(str(error), status_code=status) from error
         completion = reply.json()
         (choice,) = completion["choices"]
         packed = completion.pop("packed_tokens")
-        token_ids, logprobs = unpack_sampled(packed)
-        experts = choice.pop("routed_experts", None)
+        experts = choice.pop("routed_experts", None) if wants_experts else None
         response = dialect.parse_response(dialect.validate_response(completion))
         response.raw = completion
-        response.tokens = vf.TurnTokens(
-            prompt_ids=prompt_ids,
-            completion_ids=token_ids.tolist(),
-            completion_logprobs=logprobs.tolist(),
+        response.message = AssistantMessage(
+            **dict(response.message), policy_versions=reply.extensions["policy_versions"]
         )
-        if session_id and (spans := policy_versions.get()):
-            self._env.versions.setdefault(session_id, []).append((response.message, spans))
-        if session_id and wants_experts and experts is not None:
-            unpacked = unpack_experts(experts)
-            self._env.experts.setdefault(session_id, []).append((response.message, unpacked))
-        if session_id and (mask := unpack_mask(packed)) is not None:
-            self._env.masks.setdefault(session_id, []).append((response.message, mask))
+        response.tokens = _turn_tokens(prompt_ids, packed, experts)
         return response
-
-    def _prompt_ids(
-        self, messages: list[Any], turn: PendingTurn | None, template: dict[str, Any]
-    ) -> list[int]:
-        """Return the tokens so far and those of new messages; render all again if that fails."""
-        before = turn.previous_renderer_token_ids() if turn is not None else None
-        if turn is not None and before is not None:  # prompt and reply of the turn before
-            tokens = [*before[0], *before[1]]
-            last = turn.prefix_node_ids[-1]
-            was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
-            all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)
-            if all_new and not was_cut:
-                added = self._tokens_after(messages, len(turn.tail), tokens[-1], template)
-                if added is not None:
-                    return tokens + added
-        return self._env.render(messages, **template)
-
-    def _tokens_after(
-        self, messages: list[Any], num_new: int, last_token: int, template: dict[str, Any]
-    ) -> list[int] | None:
-        """Return what the template writes after a reply that ended with `last_token`, for the last
-        `num_new` messages; None if it cannot be told.
-
-        A short reply stands in for the real one. The tokens of the real one are known, and the
-        template may render it otherwise than it was sampled. A reply that ended with no special
-        token, as one does at a `stop` string, is followed by the token that ends the template's
-        replies.
-        """
-        is_ended = last_token in self._env.special_ids
-        end = last_token if is_ended else self._env.end_id
-        question = {"role": "user", "content": "?"}
-        reply = {**messages[-num_new - 1], "content": "."}
-        reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
-        try:
-            before = self._env.render([question], is_prompt=False, **template)
-            after = self._env.render([question, reply, *messages[-num_new:]], **template)
-        except TemplateError:
-            return None  # the template refuses such a conversation
-        ends = [at for at, token in enumerate(after) if token == end]
-        num_before = before.count(end)
-        return after[ends[num_before] + is_ended :] if len(ends) > num_before else None
 
     async def relay(self, *args: Any, **kwargs: Any) -> Any:
         raise ProviderError("streamed replies cannot be trained on", status_code=400)
 
     async def close(self) -> None:
         await self._http.close()
+
+
+def _prompt_too_long(turn: PendingTurn, reason: str) -> ProviderError:
+    """Return the exception for a prompt that leaves no room for a reply. verifiers leaves it to the
+    harness to end the trace then; for ours, this function ends it.
+
+    Args:
+        reason: contains the words by which harnesses recognize this error.
+    """
+    if turn.trace.agent.config.harness.id == IN_PROCESS:
+        turn.trace.stop("context_length")
+    return ProviderError(reason, status_code=400)
+
+
+def _prompt_ids(
+    runner: V1ExampleRunner, messages: list[Any], turn: PendingTurn, template: dict[str, Any]
+) -> list[int]:
+    """Return the tokens so far and those of new messages; render all again if that fails."""
+    before = turn.previous_renderer_token_ids()
+    if before is not None:  # prompt and reply of the turn before
+        tokens = [*before[0], *before[1]]
+        last = turn.prefix_node_ids[-1]
+        was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
+        all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)
+        if all_new and not was_cut:
+            try:
+                added = runner.renderer.render_after_reply(
+                    messages, len(turn.tail), tokens[-1], **template
+                )
+            except TemplateError:
+                added = None
+            if added is not None:
+                return tokens + added
+    return runner.renderer.render(messages, **template)
+
+
+def _turn_tokens(
+    prompt_ids: list[int], packed: Mapping[str, Any], experts: str | None
+) -> vf.TurnTokens:
+    """Return a reply's tokens as verifiers keeps them in the nodes of a trace."""
+    token_ids, logprobs = unpack_sampled(packed)
+    routed_experts = None
+    if experts is not None:
+        rows = unpack_experts(experts)
+        routed_experts = {"data": b64encode(rows.tobytes()), "dtype": "int16", "start": 0}
+        routed_experts["shape"] = rows.shape
+    mask = unpack_mask(packed)
+    return vf.TurnTokens.model_construct(  # it would drop the dtype of the experts
+        prompt_ids=prompt_ids,
+        completion_ids=token_ids.tolist(),
+        completion_logprobs=logprobs.tolist(),
+        routed_experts=routed_experts,
+        sampling_mask=None if mask is None else SamplingMask(counts=mask[0], ids=mask[1]),
+    )
 
 
 _stock_resolve_client = interception.resolve_client

@@ -33,14 +33,13 @@ def first_messages(task: vf.Task) -> list[dict[str, Any]]:
     return messages + [message_to_wire(message) for message in data.prompt or []]
 
 
-def check_text_only(task: vf.Task) -> None:
-    """Raise InvalidEnvironmentError for a prompt with an image."""
-    if isinstance(task.data.prompt, list):
-        try:
-            for message in first_messages(task):
-                as_vllm_renders(message)
-        except ValueError as error:
-            raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
+def check_text_only(task: vf.Task, prompt: list[dict[str, Any]]) -> None:
+    """Raise InvalidEnvironmentError for a first prompt with an image."""
+    try:
+        for message in prompt:
+            as_vllm_renders(message)
+    except ValueError as error:
+        raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
 
 
 def pack_task(taskset: vf.Taskset, task: vf.Task) -> dict[str, Any]:

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.client import ServerLostError as ServerLostError
     from verifiers_rl.inference.client import generation_key as generation_key
     from verifiers_rl.inference.client import wait_for_servers as wait_for_servers
+    from verifiers_rl.inference.packed_tokens import allowed_tokens as allowed_tokens
     from verifiers_rl.inference.packed_tokens import pack_ids as pack_ids
     from verifiers_rl.inference.packed_tokens import unpack_experts as unpack_experts
     from verifiers_rl.inference.packed_tokens import unpack_mask as unpack_mask
     from verifiers_rl.inference.packed_tokens import unpack_sampled as unpack_sampled
     from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
     from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
-    from verifiers_rl.inference.rollout_client import policy_versions as policy_versions
     from verifiers_rl.inference.session import RolloutSession as RolloutSession
     from verifiers_rl.inference.session import SessionLostError as SessionLostError
     from verifiers_rl.inference.session import derive_seed as derive_seed
@@ -36,9 +36,9 @@ HOME = {
     "ControlRequest": "client",
     "generation_key": "client",
     "pack_ids": "packed_tokens",
-    "policy_versions": "rollout_client",
     "wait_for_servers": "client",
     "unpack_experts": "packed_tokens",
+    "allowed_tokens": "packed_tokens",
     "unpack_mask": "packed_tokens",
     "unpack_sampled": "packed_tokens",
 }

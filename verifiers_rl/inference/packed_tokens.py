@@ -83,9 +83,9 @@ def unpack_experts(text: str) -> np.ndarray:
     return np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False).astype(np.int16)
 
 
-def unpack_mask(packed: Mapping[str, Any]) -> np.ndarray | None:
-    """Return the tokens that the server could choose from, for each sampled token: (tokens, K)
-    int32, with -1 behind them; None if the reply does not say so.
+def unpack_mask(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return how many tokens the server could choose from for each sampled token, and the ids of
+    all of these; None if the reply does not say so.
 
     Raises:
         ValueError: it has more or fewer positions than tokens, or ids than it says.
@@ -99,6 +99,17 @@ def unpack_mask(packed: Mapping[str, Any]) -> np.ndarray | None:
             f"{num} tokens but a sampling mask of {len(counts)}, with {len(ids)} ids for "
             f"{counts.sum()}"
         )
-    allowed = np.full((num, max(counts.max(initial=1), 1)), -1, np.int32)
+    return counts, ids
+
+
+def allowed_tokens(counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return the column of a sampling mask: (tokens, K) int32, the ids of each token with -1 behind
+    them.
+
+    Args:
+        counts: (tokens,), ids of each token; 0 where any token could be chosen.
+        ids: (sum of counts,).
+    """
+    allowed = np.full((len(counts), max(counts.max(initial=1), 1)), -1, np.int32)
     allowed[np.arange(allowed.shape[1]) < counts[:, None]] = ids
     return allowed

@@ -27,11 +27,6 @@ from openai import (
 from verifiers_rl.inference.client import generation_key
 from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
-policy_versions: ContextVar[list[tuple[int, int]] | None] = ContextVar(
-    "policy_versions", default=None
-)
-
-
 BUSY = (429, 503)  # the server says that it has too much to do
 LONGEST_PAUSE_S = 30.0  # between two attempts at a server that is busy
 CONNECT_S = 60.0  # deadline of a connection
@@ -175,7 +170,8 @@ class ServerClient(AsyncOpenAI):
         try:
             async with _time_of_request() as times:
                 response, said = await self._reply_to(url, json.dumps(body), headers, times)
-            spans = _remember_policy_versions(said.get("X-Policy-Versions"))
+            spans = _versions_of(said.get("X-Policy-Versions"))
+            response.extensions["policy_versions"] = spans
             if response.is_error:
                 response.request = httpx.Request("POST", url)
                 raise self._make_status_error_from_response(response)
@@ -238,13 +234,12 @@ class ServerClient(AsyncOpenAI):
         await super().close()
 
 
-def _remember_policy_versions(header: str | None) -> list[tuple[int, int]] | None:
-    """Set `policy_versions` from a reply's header, and return them: "0:3,17:4" becomes
-    [(0, 3), (17, 4)]. Without a header, change nothing and return None.
+def _versions_of(header: str | None) -> list[tuple[int, int]] | None:
+    """Return the (first token, policy version) pairs of a reply's header: "0:3,17:4" becomes
+    [(0, 3), (17, 4)].
     """
     if not header:
         return None
-    spans = [span.split(":") for span in header.split(",")]
-    versions = [(int(start), int(version)) for start, version in spans]
-    policy_versions.set(versions)
-    return versions
+    return [
+        (int(start), int(version)) for start, version in (s.split(":") for s in header.split(","))
+    ]
