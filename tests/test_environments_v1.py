@@ -598,55 +598,10 @@ def test_a_taskset_alone_and_a_mix_of_both_kinds(tokenizer, tmp_path):
         make_runner("no_such_tasks", "http://unused", tokenizer, args)
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"taskset": {"id": "no_such_tasks"}}, "no_such_tasks"),
-        ({"taskset": {"id": "small_tasks", "sise": 3}}, "sise"),
-        ({"taskset": {"id": "small_tasks"}, "id": "no_such_env"}, "no_such_env"),
-        ({"taskset": {"id": "small_tasks"}, "agent": {"harness": {"id": "none"}}}, "'none'"),
-    ],
-)
-def test_what_verifiers_refuses_is_one_error(table, message):
-    with pytest.raises(InvalidEnvironmentError, match=message):
-        load_v1_environment(table)
-
-
 def test_an_option_of_classic_environments_is_refused(tokenizer, tmp_path):
     args = RLConfig(output_dir=str(tmp_path), client_type="renderer")
     with pytest.raises(InvalidEnvironmentError, match="leave client_type out"):
         make_runner(load(), "http://unused", tokenizer, args)
-
-
-def test_a_remote_runtime_without_its_key_is_one_error(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.delenv("PRIME_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(InvalidEnvironmentError, match=r"not authenticated.*set a runtime"):
-        play(load(harness={"id": "bash"}), tokenizer, tmp_path, lambda _: "yes")
-
-
-def test_what_was_set_on_an_environment_stays(tokenizer, tmp_path):
-    env = load()
-    env.index = {"a": 1}
-    env.taskset = first(2, env.taskset)
-    args = RLConfig(output_dir=str(tmp_path), env_workers=0)
-    runner = only_runner(make_runner(env, "http://unused", tokenizer, args))
-    assert runner.env.index == {"a": 1} and runner.sizes("train") == [2]
-
-
-def test_other_harnesses_and_runtimes_stay_as_they_are(tokenizer, tmp_path):
-    agent = {"runtime": {"type": "docker"}}
-    for table, harness, runtime in (
-        ({}, "verifiers_rl", "subprocess"),
-        ({"agent": agent}, "verifiers_rl", "docker"),
-        ({"harness": {"id": "bash"}, "agent": agent}, "bash", "docker"),
-    ):
-        env = load(**table)
-        runner = make_runner(
-            env, "http://unused", tokenizer, RLConfig(output_dir=str(tmp_path), env_workers=0)
-        )
-        agent_of_it = runner.env.config.agent
-        assert (agent_of_it.harness.id, agent_of_it.runtime.type) == (harness, runtime)
 
 
 def test_branches_share_their_tokens_and_train_them_once():

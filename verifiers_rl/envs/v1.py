@@ -101,7 +101,8 @@ class V1ExampleRunner:
         self.env = with_local_chat(environment_of(env) if env is train else env)
         has_tools_here = options.tools_in_process and plays_in_our_chat_here(self.env)
         self._local_tools = LocalTools(self.env) if has_tools_here else None
-        at_once = rollouts_at_once(options.max_concurrent, self._files_per_rollout())
+        self.files_per_rollout = self._files_per_rollout()
+        at_once = rollouts_at_once(options.max_concurrent, self.files_per_rollout)
         self._slots = asyncio.Semaphore(at_once)
         self.renderer = Renderer(options.tokenizer)
         self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
