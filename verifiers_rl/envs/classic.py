@@ -344,8 +344,11 @@ class _Route(ServerClient):
         return route
 
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
-        body: Any = kwargs["body"]
-        if "sampling_params" in body:  # of `renderers`; its options are those of a chat, in a field
+        body: Any = kwargs.get("body") or {}
+        is_generate = "sampling_params" in body  # of `renderers`
+        if not is_generate and cast_to is not httpx.Response:  # of the environment's own code
+            return await super().post(path, cast_to=cast_to, **kwargs)
+        if is_generate:  # its options are those of a chat, in a field
             rest = {key: body[key] for key in ("model", "cache_salt", "priority") if key in body}
             prompt, body = body["token_ids"], {**rest, **body["sampling_params"]}
             body.pop("routed_experts_prompt_start", None)
