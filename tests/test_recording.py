@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from tests.helpers import ROOT, StubSource, make_samples
 from tests.test_rollouts import read as read_rollouts
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
-from verifiers_rl.envs.messages import EnvWorkerError
+from verifiers_rl.envs.messages import WorkerError
 from verifiers_rl.groups import RolloutError
 from verifiers_rl.report import recording
 from verifiers_rl.report.recording import WritingError, row_of
@@ -51,7 +51,7 @@ class GroupSource(StubSource):
 
     def get(self):
         step, version = self.pending.pop(0)
-        error = EnvWorkerError("TimeoutError: a tool took too long <- OSError: no")
+        error = WorkerError("TimeoutError: a tool took too long <- OSError: no")
         groups = [make_group(3, step), make_group(8, step), make_group(5, step, error=error)]
         kept = [r for group in (groups[0], groups[2]) for r in group if r.error is None]
         samples = [sample for rollout in kept for sample in rollout.samples]
