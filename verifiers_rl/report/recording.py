@@ -301,7 +301,7 @@ def _describe(error: BaseException) -> str:
     the first one in their message.
     """
     text = describe_error(error)
-    for wrapper in ("EnvWorkerError: ", "EpisodeError: "):
+    for wrapper in ("WorkerError: ", "EpisodeError: "):
         text = text.removeprefix(wrapper)
     return text
 
