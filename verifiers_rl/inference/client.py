@@ -163,7 +163,11 @@ class InferenceClient:
         Args:
             num_bytes: of weights that the caller writes; none if NCCL carries them meanwhile.
         """
-        headers = {PUSH_HEADER: json.dumps(fields), "Content-Length": str(num_bytes)}
+        headers = {
+            PUSH_HEADER: json.dumps(fields),
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(num_bytes),
+        }
         return ControlRequest(self, "/weight_sync/receive", timeout_s=timeout_s, headers=headers)
 
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -245,6 +249,7 @@ class ControlRequest:
         self._url, self._method, self._path = client.base_url, method, path
         self._body = b"" if fields is None else json.dumps(fields).encode()
         self._headers = {
+            "Content-Type": "application/json",
             "Content-Length": str(len(self._body)),
             **client.authorization(),
             **headers,
