@@ -406,7 +406,9 @@ def test_a_port_in_use_is_one_clear_error(write_toml, run_here, how):
         )
         done = run_here("rl", "@", toml)  # "e" is no environment: the port comes first
     assert done.returncode == 1
-    reason = "Address already in use" if how == "listens" else f"process {os.getpid()}, a vf-rl"
+    reason = (
+        "Address already in use" if how == "listens" else "another vf-rl or vf-vllm has reserved"
+    )
     assert f"cannot listen on 127.0.0.1:{port}: {reason}" in done.stderr
     assert "vllm_server_port" in done.stderr and "Traceback" not in done.stderr
 

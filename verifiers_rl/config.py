@@ -201,7 +201,10 @@ _AutoOrBool = Annotated[
     str, checked_as(Literal["auto"] | Annotated[bool, Strict(False)])  # also "false"
 ]
 _AutoOrCount = Annotated[
-    str, checked_as(Literal["auto"] | Annotated[int, Field(ge=0), Strict(False)])  # also "3"
+    str,
+    checked_as(Literal["auto"] | NotNegativeInt),
+    # A command line has it as text.
+    BeforeValidator(lambda v: int(v) if isinstance(v, str) and v.isdigit() else v),
 ]
 _Layers = Annotated[
     list[str] | None,
