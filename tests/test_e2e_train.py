@@ -312,15 +312,16 @@ SIX_STEPS = {
 
 def after_a_bucket(trainer, version, work):
     """Does `work` when the first bucket of this version's push has left, and others have not."""
-    sync, pushed = trainer.weight_sync, []
+    pool, pushed = trainer.weight_sync, []
+    sync = pool.replicas[0].sync
     sync.bucket_bytes = 50_000
-    push = sync.push
+    push = pool.push
 
     def watched_push(model, policy_version, in_flight):
         pushed.append(policy_version)
         return push(model, policy_version, in_flight)
 
-    sync.push = watched_push
+    pool.push = watched_push
     at_bucket(
         sync, 3, lambda: work() if pushed.count(version) == 1 and pushed[-1] == version else 0
     )
