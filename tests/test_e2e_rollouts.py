@@ -518,7 +518,8 @@ def test_environments_as_their_authors_publish_them_train_from_a_toml(
         str(model_folder), load_run_config(toml).load_envs(), make_args(server, tmp_path, **options)
     )
     lines = capsys.readouterr().out
-    assert "'kuhn_like': DuelEnv, the agents player0, player1 play in verifiers_rl's chat" in lines
+    assert "'kuhn_like': DuelEnv, player0 plays in verifiers_rl's chat" in lines
+    assert "; player1 plays in verifiers_rl's chat" in lines
     assert "a stream of tasks, in its order, 1 for evaluations" in lines
     evaluated = trainer.evaluate()
     assert evaluated["eval_error_share"] == 0, evaluated

@@ -61,7 +61,7 @@ def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         raise
     except ModuleNotFoundError as error:
         raise InvalidEnvironmentError(_describe_missing(error, folders)) from error
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever the code of the environment raises
         raise InvalidEnvironmentError(
             f"cannot load the environment {table['taskset'].get('id')!r}: "
             f"{type(error).__name__}: {error}"
