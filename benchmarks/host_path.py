@@ -17,6 +17,7 @@ ranks, where they are seconds of the clock.
 """
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
@@ -137,9 +138,14 @@ def frame_from_worker(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
 
 
 def sample_of_frame(data: bytes) -> Any:
-    from verifiers_rl.envs.messages import parse, unpack_group
+    from verifiers_rl.envs.messages import receive, unpack_group
 
-    message, arrays = parse(data[8:])
+    async def read() -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        return await receive(reader)
+
+    message, arrays = asyncio.run(read())
     (rollout,) = unpack_group(message["rollouts"], arrays)
     rollout.set_advantage(0.5)
     return rollout.samples[0]

@@ -777,6 +777,13 @@ class RLConfig(TrainingArguments):
                 "without effect unless eval_strategy = 'steps'",
             ),
             (
+                "hub_strategy",
+                not self.push_to_hub
+                or self.hub_strategy not in ("checkpoint", "all_checkpoints")
+                or self.save_strategy != "no",
+                f"without effect if save_strategy={self.save_strategy!r}",
+            ),
+            (
                 "vllm_servers",
                 self.vllm_servers is None or is_alone,
                 "takes the place of vllm_server_host and vllm_server_port; remove these two",
