@@ -431,7 +431,7 @@ def test_auto_takes_a_quarter_of_the_cores(monkeypatch, num_cores, expected):
 
 
 def test_stopping_the_orchestrator_ends_its_workers(tmp_path):
-    pool = WorkerPool(2, 64, 60.0)
+    pool = WorkerPool(2, 60.0)
     env = WorkerEnvironment(TroubledEnv(tmp_path), pool)
     orchestrator = Orchestrator(
         env, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}
