@@ -118,7 +118,7 @@ def test_a_run_outlives_two_servers_and_a_worker_and_uses_a_server_that_comes_ba
         due.add("in a push")
         while num_serving() == 3:
             yield
-        worker = trainer.orchestrator.env.pool.workers[0]
+        worker = trainer.orchestrator.env.parts["train"][0].runner.pool.workers[0]
         in_background(kill_when_it_generates, servers[0], worker._process.pid, "worker")
         while len(killed) < 3:
             yield
