@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -53,12 +54,13 @@ def die_with_server() -> None:
     """
     try:
         server = psutil.Process(int(os.environ["VERIFIERS_RL_SERVER_PID"]))
+        death = os.pidfd_open(server.pid)  # psutil would wait until its parent has reaped it, too
         family = server.children(recursive=True)
-    except (KeyError, psutil.NoSuchProcess):
+    except (KeyError, psutil.NoSuchProcess, ProcessLookupError):
         return  # this is no vf-vllm, or it has ended
 
     def wait() -> None:
-        server.wait()
+        select.select([death], [], [])
         for process in family:
             if process.pid != os.getpid():
                 with suppress(psutil.NoSuchProcess):
