@@ -135,6 +135,9 @@ def test_a_plan_survives_json():
         ({"bucket_bytes": 0}, "not a transfer plan: bucket_bytes: "),
         ({"adapter": {"r": "8"}}, "adapter rank '8'"),
         ({"tensors": [["a", "float32", [-1]]]}, r"plan: tensors\.0\.2\.0: .* greater than"),
+        ({"bucket_bytes": 2**40}, "not a transfer plan: bucket_bytes: .* 1073741824"),
+        ({"tensors": [["a", "nn", [1]]]}, "unknown tensor dtype 'nn'"),
+        ({"tensors": [["a", "float32", [1]], ["a", "float32", [2]]]}, "tensor 'a' comes twice"),
         ({"tensors": []}, "a plan without tensors"),
     ],
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 
 # Set by `vf-rl` for its server: `vf-rl` holds the reservation, also while its server restarts.
@@ -43,7 +44,9 @@ def reserve_port(host: str, port: int) -> socket.socket:
             reservation.bind(name)
         except OSError as error:
             reservation.close()
-            raise _error(host, port, "another vf-rl or vf-vllm has reserved the port") from error
+            reason = f"process {_holder_of(name)}, a vf-rl or vf-vllm, has reserved the port"
+            raise _error(host, port, reason) from error
+        reservation.listen()  # lets others ask who holds it; no connection is accepted
     return reservation
 
 
@@ -78,3 +81,14 @@ def _error(host: str, port: int, reason: str) -> PortError:
     return PortError(
         f"cannot listen on {host}:{port}: {reason}; stop what uses it or choose another --port"
     )
+
+
+def _holder_of(name: str) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(1.0)
+        try:
+            asking.connect(name)
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        except OSError:
+            return "(unknown)"  # the holder has just ended, or too many processes ask
+    return str(struct.unpack("3i", credentials)[0])

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from torch import Tensor
 
 ADAPTER_NAME = "policy"
+MAX_BUCKET_BYTES = 2**30
 
 _ALIGNMENT = 16  # bytes; every dtype can be viewed at such an offset
 
@@ -48,7 +49,7 @@ class TransferPlan:
 
     kind: Literal["full", "adapter"]
     tensors: list[TensorSpec]
-    bucket_bytes: PositiveInt
+    bucket_bytes: Annotated[int, Field(gt=0, le=MAX_BUCKET_BYTES)]
     adapter: dict[str, Any]
 
     @classmethod
@@ -62,6 +63,13 @@ class TransferPlan:
             raise ValueError(f"not a transfer plan: {where}: {first['msg']}") from error
         if not plan.tensors:
             raise ValueError("a plan without tensors")
+        names = set[str]()
+        for name, dtype, _ in plan.tensors:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"unknown tensor dtype {dtype!r}")
+            if name in names:
+                raise ValueError(f"tensor {name!r} comes twice")
+            names.add(name)
         if plan.kind == "adapter" and type(plan.adapter.get("r")) is not int:
             raise ValueError(f"adapter rank {plan.adapter.get('r')!r}: must be an integer")
         return plan
