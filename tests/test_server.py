@@ -1023,7 +1023,7 @@ def test_a_reserved_port_is_refused_to_others_and_free_when_its_holder_dies(monk
     with subprocess.Popen(command, **options) as holder:
         try:
             assert holder.stdout.readline() == "reserved\n"
-            reason = "another vf-rl or vf-vllm has reserved the port"
+            reason = f"process {holder.pid}, a vf-rl or vf-vllm, has reserved the port"
             assert reason in port_error("127.0.0.1", port)
             with pytest.raises(PortError, match=f"{reason}; stop what uses it or choose another"):
                 reserve_port("0.0.0.0", port)
