@@ -3,7 +3,6 @@
 import copy
 import io
 from base64 import b64encode
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,32 +201,6 @@ def test_experts_of_a_reply_come_as_a_file_of_numpy_and_no_other_object():
         assert unpacked.tolist() == experts.tolist() and unpacked.dtype == np.int16
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
         unpack_experts(packed(np.array([{}], object)))
-
-
-@pytest.mark.slow  # it imports vLLM
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_scheduler_passes_on_each_tokens_experts_once():
-    from verifiers_rl.inference.routed_experts import RowsOfRequests
-
-    def rows(start, stop):
-        values = np.arange(start, stop).reshape(-1, 1, 1)
-        return {"a": SimpleNamespace(token_start=start, rows=values)}
-
-    connector = RowsOfRequests()
-    request = SimpleNamespace(request_id="a", num_tokens=5, is_finished=lambda: False)
-    assert connector.take_output(request, rows(0, 4)).ravel().tolist() == [0, 1, 2, 3]
-    request.num_tokens = 6
-    assert connector.take_output(request, rows(4, 5)).ravel().tolist() == [4]
-    connector.request_finished(request)  # preempted: all its tokens are computed again
-    request.num_tokens = 7
-    assert connector.take_output(request, rows(0, 6)).ravel().tolist() == [5]
-    request.num_tokens = 9
-    with pytest.raises(RuntimeError, match="the experts of tokens 6 to 7 are unknown"):
-        connector.take_output(request, rows(7, 8))
-    request.is_finished = lambda: True
-    connector.request_finished(request)
-    request.num_tokens = 3
-    assert len(connector.take_output(request, rows(0, 2))) == 2
 
 
 def test_what_cannot_replay_is_refused_at_the_start(tmp_path):

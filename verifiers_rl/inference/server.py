@@ -147,7 +147,8 @@ def fit_to_cpu(args: Any) -> str | None:
         return "VLLM_BATCH_INVARIANT: vLLM has no such mode on a CPU; unset it"
     if args.enable_return_routed_experts:
         args.worker_cls, args.scheduler_cls = ROUTING_WORKER, ROUTING_SCHEDULER
-        args.enable_return_routed_experts = args.enable_prefix_caching = False
+        # vLLM refuses its own flag here; its connector keeps rows by the hashes of prefixes.
+        args.enable_return_routed_experts, args.enable_prefix_caching = False, True
     if hasattr(os, "sched_getaffinity"):
         num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
         cores = server_cores(list(os.sched_getaffinity(0)), num_workers * args.data_parallel_size)
