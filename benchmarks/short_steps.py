@@ -108,7 +108,6 @@ def main() -> None:
     options = parser.parse_args()
 
     import torch
-    from transformers import set_seed
     from warm_start import make_model, make_tokenizer
 
     from tests.conftest import running_server
@@ -118,7 +117,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory() as folder:
-        set_seed(0)
+        torch.manual_seed(0)
         tokenizer = make_tokenizer()
         make_model(tokenizer).save_pretrained(f"{folder}/model")
         tokenizer.save_pretrained(f"{folder}/model")

@@ -45,7 +45,8 @@ PAGES = [
     path.relative_to(ROOT).as_posix()
     for path in (
         *sorted(DOCS.glob("*.md")),
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+        *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
+        ROOT / "benchmarks" / "README.md",
         ROOT / "examples" / "README.md",
         *sorted((ROOT / "examples").glob("*/README.md")),
     )
@@ -443,7 +444,7 @@ def known_names():
     return options | tables | flags | arguments | metrics() | {*LOSSES, *MASKS, *ADVANTAGES}
 
 
-CHECKED = ("troubleshooting", "rules_of_thumb", "scaling", "from_trl")
+CHECKED = ("troubleshooting", "scaling", "from_trl")
 
 
 @pytest.mark.parametrize("name", CHECKED)

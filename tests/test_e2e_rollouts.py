@@ -565,7 +565,7 @@ def test_the_first_example_of_the_readme_runs_as_it_stands(server, model_folder,
 
 
 def test_gepa_optimises_a_prompt_against_the_server(server, v1_path, tmp_path):
-    """As docs/prompt_optimisation.md says. The teacher that proposes prompts is a stand-in, because
+    """As docs/environments.md says. The teacher that proposes prompts is a stand-in, because
     its prompt is too long for the tiny model.
     """
     asked = []

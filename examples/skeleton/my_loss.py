@@ -1,6 +1,6 @@
 """Your loss. In a TOML: `loss = "my_loss:my_loss"`; in a script: `RLTrainer(loss_fn=my_loss)`.
 
-docs/own_loss.md says which inputs there are, and who divides by what.
+docs/losses.md says which inputs there are, and who divides by what.
 """
 
 from verifiers_rl import LossInputs, LossOutputs
