@@ -152,7 +152,8 @@ def measure_rounds(modes: dict[str, Callable[[], None]], repeats: int, rows: Row
 def complete(client: InferenceClient, body: dict[str, Any]) -> dict[str, Any]:
     url = f"{client.base_url}/v1/completions"
     reply = httpx.post(url, json=body, timeout=TIMEOUT_S, trust_env=False)
-    reply.raise_for_status()
+    if reply.status_code != 200:
+        raise RuntimeError(f"{url}: {reply.status_code} {reply.text}")
     return reply.json()
 
 
@@ -166,22 +167,27 @@ def generate(client: InferenceClient, name: str, options: argparse.Namespace) ->
         raise RuntimeError(f"the server generated {usage}")
 
 
-PROMPT = torch.randint(256, (64,), generator=torch.Generator().manual_seed(1))
+PROMPT = torch.randint(256, (8,), generator=torch.Generator().manual_seed(1)).tolist()
+Reply = tuple[list[int], Tensor]  # its tokens, and the server's logprobs of them
 
 
-def served_logprobs(client: InferenceClient, name: str) -> Tensor:
-    """Return the server's logprobs of PROMPT[1:]."""
-    body = {"model": name, "prompt": PROMPT.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
-    given = complete(client, body)["choices"][0]["prompt_logprobs"]
-    pairs = zip(given[1:], PROMPT.tolist()[1:], strict=True)
-    return torch.tensor([entry[str(token)]["logprob"] for entry, token in pairs])
+def served_reply(client: InferenceClient, name: str) -> Reply:
+    """Let the server sample 56 tokens. (vLLM on a CPU gives no logprobs of a prompt with LoRA.)"""
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 56, "ignore_eos": True, "seed": 0}
+    body |= {"temperature": 1.0, "logprobs": 0, "return_token_ids": True}
+    (choice,) = complete(client, body)["choices"]
+    return choice["token_ids"], torch.tensor(choice["logprobs"]["token_logprobs"])
 
 
 @torch.no_grad()
-def exact_logprobs(model: nn.Module) -> Tensor:
-    prompt = PROMPT.to(next(model.parameters()).device)
-    logprobs = model(prompt[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, prompt[1:, None])[:, 0].cpu()
+def error_of(reply: Reply, model: nn.Module) -> Tensor:
+    """Return how far the server's logprobs are from those of the trainer's model, (tokens,)."""
+    token_ids, served = reply
+    device = next(model.parameters()).device
+    ids = torch.tensor([PROMPT + token_ids], device=device)
+    logprobs = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    exact = logprobs.gather(-1, ids[0, len(PROMPT) :, None])[:, 0].cpu()
+    return (served - exact).abs()
 
 
 @torch.no_grad()
@@ -243,15 +249,15 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
         }
         # The time of a push means nothing unless its weights arrive. The server has loaded the
         # model's weights from the checkpoint; after a push of others they must be there again.
-        served = {"loaded": served_logprobs(client, sync.model_name)}
+        served = {"loaded": served_reply(client, sync.model_name)}
         for mode in ("merged", "full"):
             modes[mode]()
-            served[mode] = served_logprobs(client, sync.model_name)
-        arrived = torch.equal(served["full"], served["loaded"])
-        if not arrived or torch.equal(served["full"], served["merged"]):
+            served[mode] = served_reply(client, sync.model_name)
+        arrived = torch.equal(served["full"][1], served["loaded"][1])
+        if not arrived or torch.equal(served["full"][1], served["merged"][1]):
             raise RuntimeError(f"weights did not arrive: {served}")
-        differences["base"] = (served["full"] - exact_logprobs(model)).abs()
-        differences["merged"] = (served["merged"] - exact_logprobs(adapted)).abs()
+        differences["base"] = error_of(served["full"], model)
+        differences["merged"] = error_of(served["merged"], adapted)
         measure_rounds(modes, options.repeats, rows)
         modes["merged"]()
         merged = {"generate merged": lambda: generate(client, sync.model_name, options)}
@@ -263,8 +269,7 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
         sync.push(adapted, 0)
         plans["adapter"] = sync.plan
         adapter_sizes = sizes(sync)
-        served["adapter"] = served_logprobs(client, sync.model_name)
-        differences["adapter"] = (served["adapter"] - exact_logprobs(adapted)).abs()
+        differences["adapter"] = error_of(served_reply(client, sync.model_name), adapted)
         modes = {
             "adapter": lambda: sync.push(adapted, 0) and None,
             "adapter (a)": lambda: raw.push(adapter_sizes),
