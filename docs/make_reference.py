@@ -86,10 +86,6 @@ The keys that prime-rl's and hosted training's users have, and what they set her
 a file leaves out is ours.
 
 """
-NOT_FLAT = """
-These keys of the flat layout cannot be honoured. Each is an error that says what to do:
-
-"""
 # Values of which each rule refuses at least one, so that it says what it wants.
 PROBES = ("", "?", "a/b:c:", -3, ["?"])
 
@@ -294,12 +290,10 @@ def _described_keys(description: str) -> dict[tuple[str, str], str]:
 
 
 def flat_keys() -> str:
-    """Return tables of the flat layout's keys: what they set, and which cannot be honoured."""
+    """Return a table of the flat layout's keys and what they set."""
     rows = [(_flat(key), f"`[trainer.args]` `{option}`") for key, option in flat.MOVED.items()]
     rows += [(_flat(key), meaning) for key, meaning in flat.MEANINGS.items()]
-    refused = [(_flat(key), what) for key, what in flat.REFUSED.items()]
-    head = FLAT + table(("flat key", "what it sets or means here"), rows)
-    return head + NOT_FLAT + table(("flat key", "what to do"), refused)
+    return FLAT + table(("flat key", "what it sets or means here"), rows)
 
 
 def _flat(key: str) -> str:

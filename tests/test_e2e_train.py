@@ -702,15 +702,14 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
     (tmp_path / "reverse_text.py").write_text(module + SPY)
     own = 'id = "reverse_text"\nargs = { instruction = "", num_tasks = 64 }\n'
     (tmp_path / "here.toml").write_text(
-        f"model = {json.dumps(str(warm_start))}\n[[env]]\n{own}"
+        f"model = {json.dumps(str(warm_start))}\n[[env]]\n{own}only = 'train'\n"
+        f"[[env]]\n{own.replace('64', '64, held_out = true')}only = 'eval'\n"
         "[inference]\ngpus = 0\n[inference.args]\n"
         'dtype = "float32"\nenforce_eager = true\nmax_num_seqs = 64\n[trainer]\ngpus = 0\n'
         f"[trainer.args]\nmax_seq_len = 64\nmax_tokens = 16\noutput_dir = '{tmp_path}/run'\n"
         f"vllm_server_port = {free_port()}\n"
     )
-    held_out = own.replace("64", "64, held_out = true")
-    (tmp_path / "evaluations.toml").write_text(f"[[eval.env]]\n{held_out}")
-    files = [word for name in ("hosted", "here", "evaluations") for word in ("@", f"{name}.toml")]
+    files = [word for name in ("hosted", "here") for word in ("@", f"{name}.toml")]
     keys = ["--max_steps", "3", "--batch_size=32", "--eval.interval", "2", "--eval.num_examples=8"]
     done = subprocess.run(
         [sys.executable, "-m", "verifiers_rl.cli.rl", *files, *keys, "--no-tmux"],

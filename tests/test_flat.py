@@ -19,14 +19,12 @@ max_steps = 100
 batch_size = 256
 rollouts_per_example = 8
 learning_rate = 1e-4
-gradient_accumulation_steps = 1
 warmup_steps = 10
 lora_alpha = 32
 oversampling_factor = 2.0
 max_async_level = 2
 max_inflight_rollouts = 96
 seq_len = 4096
-loss = "rl"
 
 [sampling]
 max_tokens = 512
@@ -73,7 +71,6 @@ target_kl = 0.1
 [wandb]
 project = "words"
 name = "mine"
-entity = "us"
 
 [eval]
 interval = 20
@@ -137,7 +134,6 @@ kl_beta = 0.02
 kl_target = 0.1
 report_to = ["wandb"]
 project = "words"
-wandb_entity = "us"
 eval_strategy = "steps"
 eval_steps = 20
 eval_examples = 50
@@ -191,7 +187,6 @@ def test_every_flat_key_sets_an_option_that_exists():
     known = {option.name for option in fields(RLConfig)}
     assert {name.split(".")[0] for name in flat.MOVED.values()} <= known
     assert RLConfig(use_cpu=True).eval_examples == flat.EVAL_EXAMPLES
-    assert not {*flat.MOVED, *flat.MEANINGS} & flat.REFUSED.keys()
 
 
 NO_FILTER = {"group_filter": {"min_reward_variance": 0.0, "min_reward": None, "max_reward": None}}
@@ -253,11 +248,11 @@ def test_layers_of_both_layouts_compose_and_the_later_one_wins(read):
         assert args.make_filter().lets_all_pass
         assert {name: getattr(args, name) for name in NO_PENALTY} == NO_PENALTY
     words = "--sampling.temperature 0.5 --max_steps 3 --trainer.args.batch_size 32 --env.1.weight 4"
-    config = read(FLAT, words=words + " --eval.env.0.num_examples 7")
+    config = read(FLAT, words=words + " --env.2.eval_examples 7")
     args = config.trainer_args
     assert (args["temperature"], args["max_steps"], args["batch_size"]) == (0.5, 3, 32)
     assert [env.weight for env in config.envs] == [2, 4, 1.0]
-    assert config.envs[2].eval_examples == 7 and args["eval_examples"] == 7
+    assert config.envs[2].eval_examples == 7 and args["eval_examples"] == 50
     # Of two keys for one option on the command line, the last.
     for words, steps in (
         ("--max_steps 3 --trainer.args.max_steps 4", 4),
@@ -312,14 +307,14 @@ def test_an_evaluation_that_is_switched_off_has_no_defaults(read):
         config.make_args(use_cpu=True)
 
 
-def test_an_error_about_what_a_table_implies_names_the_table(read):
-    text = 'model = "m"\n[[env]]\nid = "e"\n[[eval.env]]\nid = "f"\nonly = "train"\n'
-    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1: weight=0: must be"):
+def test_an_error_about_an_environment_of_evaluations_counts_it_among_all(read):
+    text = 'model = "m"\n[[env]]\nid = "e"\n[eval]\nnum_examples = 5\n[[eval.env]]\nid = "f"\n'
+    with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2: weight=0: must be"):
         read(text + "weight = 0\n")
-    with pytest.raises(TomlError, match=r"0\.toml: \[\[eval\.env\]\] 1 has an unknown key 'wight'"):
+    with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2 has an unknown key 'wight'"):
         read(text + "wight = 2\n")
-    with pytest.raises(TomlError, match=r"0\.toml: \[\[env\]\] 2: id is missing"):
-        read(text.replace('id = "f"\n', "weight = 2\n"))
+    with pytest.raises(TomlError, match=r"1\.toml: \[eval\] env: write \[\[eval.env\]\]s into"):
+        read('model = "m"\n[env]\nid = "e"\n', '[[eval.env]]\nid = "f"\n')
     config = read(text + "num_examples = 3\n")
     assert [env.eval_examples for env in config.envs] == [None, 3]
 

@@ -132,7 +132,7 @@ def test_a_word_is_a_value_of_toml_or_json_or_itself(text, value):
         ("env_workers 2", "env_workers", 2),
         ("eval_strategy steps", "eval_strategy", "steps"),
         ("max_tokens none", "max_tokens", None),
-        ("wandb_entity none", "wandb_entity", None),  # also where any text would do
+        ("hub_model_id none", "hub_model_id", None),  # also where any text would do
         ("output_dir None", "output_dir", None),
         ("report_to none", "report_to", None),
         ("loss_args none", "loss_args", None),

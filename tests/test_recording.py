@@ -341,8 +341,8 @@ def test_wandb_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
         monkeypatch.setenv(f"WANDB_{name}", value)
     for name in ("PROJECT", "ENTITY"):
         monkeypatch.setenv(f"WANDB_{name}", "of the shell")  # restored afterwards
-    make(max_steps=2, report_to="wandb", project="words", wandb_entity="us").train()
-    assert (wandb.run.project, wandb.run.entity) == ("words", "us")
+    make(max_steps=2, report_to="wandb", project="words").train()
+    assert (wandb.run.project, wandb.run.entity) == ("words", "of the shell")
     wandb.finish()
     wandb.teardown()  # its service process writes the last bytes when it ends
     (source,) = tmp_path.rglob("run-*.wandb")

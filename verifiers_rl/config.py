@@ -328,9 +328,6 @@ class RLConfig(TrainingArguments):
     save_steps: PositiveNumber = _option(100, "Steps between checkpoints.")
     # The order of the types lets HfArgumentParser parse a list.
     report_to: list[str] | None | str = _option("none", "Trackers, such as wandb or tensorboard.")
-    wandb_entity: str | None = _option(
-        None, "User or team that owns the project at W&B. Default: that of the key."
-    )
 
     # --- LoRA -------------------------------------------------------------------------------------
     use_lora: bool = _option(True, "Train a LoRA adapter; False trains all weights.")

@@ -64,6 +64,7 @@ address = "auto"                 # of the Ray cluster; "auto": the one of this m
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import os
@@ -81,19 +82,21 @@ from verifiers_rl.cli import flat
 from verifiers_rl.cli.env_file import read_env_files
 from verifiers_rl.cli.layers import (
     COMMAND_LINE,
-    Tables,
+    MISSING,
+    Data,
+    Key,
+    Layer,
     TomlError,
-    Tree,
-    Value,
     find,
-    layer_of,
+    is_tables,
+    leaves,
     merge,
     nearest_hint,
     overrides_of,
-    plain,
-    read_layer,
+    place_of,
+    put,
+    read_file,
     table_name,
-    values_in,
 )
 from verifiers_rl.cli.teachers import TeacherTable, check_use, make_scorers, read_teachers
 from verifiers_rl.inference.checkpoint import model_error
@@ -210,7 +213,8 @@ class RunConfig:
         path: of its file; of several, the last.
         files: all of its files.
         words: the words of a command that give the same configuration.
-        tree: all keys in our layout, each with where it is from.
+        tree: all keys, in our layout.
+        layers: that are composed in it, the first one first.
     """
 
     PROGRAM = "vf-rl"
@@ -231,7 +235,8 @@ class RunConfig:
     trainer_class_name: str = ""
     files: list[Path] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    tree: Tree = field(default_factory=dict)
+    tree: Data = field(default_factory=dict)
+    layers: list[Layer] = field(default_factory=list)
     env_files: list[Path] = field(default_factory=list)
     import_from: list[Path] = field(default_factory=list)
     cluster: ClusterTable = field(default_factory=ClusterTable)
@@ -248,26 +253,34 @@ class RunConfig:
 
     # --- Keys, and errors about them --------------------------------------------------------------
 
-    def source(self, *path: str) -> str:
+    def _written(self, key: Key) -> tuple[Layer | None, Key]:
+        """Return the newest layer that has this key, and the key as it is written there."""
+        for layer in reversed(self.layers):
+            if find(layer.data, key) is not MISSING:
+                return layer, layer.names.get(key, key)
+        return None, key
+
+    def source(self, *key: str) -> str:
         """Where a key or a table is from: the file, or all files if none of them has it."""
-        found = find(self.tree, path)
-        first = next(values_in(found), None) if found is not None else None
-        return first.source if first is not None else ", ".join(map(str, self.files))
+        layer, _ = self._written(key)
+        return layer.source if layer is not None else ", ".join(map(str, self.files))
 
-    def place(self, *path: str) -> str:
+    def folder_of(self, *key: str) -> Path:
+        """Return the folder to which paths in the value of a key are relative."""
+        layer, _ = self._written(key)
+        here = layer is None or layer.source == COMMAND_LINE
+        return Path.cwd() if here else Path(cast(Layer, layer).source).parent
+
+    def place(self, *key: str) -> str:
         """Where the value of a key is from, for an error about it: the source and the table."""
-        found = find(self.tree, path)
-        if isinstance(found, Value):
-            return found.place
-        table = table_name(path[:-1])
-        return f"{self.source(*path)}: {table}" if table else f"{self.source(*path)}:"
+        return place_of(self.source(*key), self._written(key)[1])
 
-    def error(self, path: Sequence[str], problem: str) -> TomlError:
+    def error(self, key: Key, problem: str) -> TomlError:
         """Return the error about this key: "FILE: [table] key=value: problem"."""
-        found, place, shown = find(self.tree, path), self.place(*path), path[-1]
+        place, (_, written), value = self.place(*key), self._written(key), find(self.tree, key)
         place += ":" * place[-1].isdigit()  # behind "[[env]] 2"
-        if isinstance(found, Value):
-            shown = f"{found.key[-1]}={found.value!r}"
+        is_value = value is not MISSING and not isinstance(value, dict) and not is_tables(value)
+        shown = f"{written[-1]}={value!r}" if is_value else key[-1]
         return TomlError(f"{place} {shown}: {problem}")
 
     def of_option(self, message: str) -> TomlError:
@@ -275,48 +288,53 @@ class RunConfig:
         the flat layout is named as it is there.
         """
         name = (re.match(r"\w+(\.\w+)*", message) or [""])[0]
-        path = ("trainer", "args", *name.split("."))
-        found = find(self.tree, path)
-        own = found.key[-1] if isinstance(found, Value) else name
-        return TomlError(f"{self.place(*path)} {own}{message.removeprefix(name)}")
+        key = (*flat.ARGS, *name.split("."))
+        _, written = self._written(key)
+        own = name if isinstance(find(self.tree, key), dict) else written[-1]
+        return TomlError(f"{self.place(*key)} {own}{message.removeprefix(name)}")
 
-    def table(self, *at: str) -> dict[str, Any]:
+    def table(self, *at: str) -> Data:
         """Return the data of a table; {} if there is none.
 
         Raises:
             TomlError: it is no table.
         """
-        found = find(self.tree, at)
-        data = {} if found is None else plain(found)
+        data = find(self.tree, at)
+        if data is MISSING:
+            return {}
         if not isinstance(data, dict):
             raise self.error(at, "must be a table")
         return data
 
-    def check_keys(self, at: tuple[str, ...], known: Iterable[str], advice: str = "") -> None:
+    def check_keys(self, at: Key, known: Iterable[str], advice: str = "") -> None:
         """Raise TomlError for a key of this table that is not known, with the nearest known one."""
         for key in self.table(*at):
             if key not in known:
                 hint = nearest_hint(key, known, advice)
                 raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
 
-    def read(self, path: tuple[str, ...], checker: TypeAdapter[Any]) -> Any:
+    def read(self, key: Key, checker: TypeAdapter[Any]) -> Any:
         """Return the value of a key, checked; on the command line, in the form that it asks for.
 
         Raises:
             TomlError: it does not fit.
         """
-        found = find(self.tree, path)
-        value = None if found is None else plain(found)
-        if isinstance(found, Value) and found.text is not None:
-            value = of_type(found.text, value, checker)
+        value = self.typed(key, checker)
         try:
             return checker.validate_python(value)
         except ValidationError as error:
-            raise self.error(path, problem_of(error)) from error
+            raise self.error(key, problem_of(error)) from error
+
+    def typed(self, key: Key, checker: TypeAdapter[Any]) -> Any:
+        """Return the value of a key; on the command line, in the form that `checker` asks for."""
+        layer, value = self._written(key)[0], find(self.tree, key)
+        if layer is not None and layer.text is not None and layer.key == key:
+            return of_type(layer.text, value, checker)
+        return copy.deepcopy(value)
 
     def read_table(
         self,
-        at: tuple[str, ...],
+        at: Key,
         kind: type[_Kind],
         advice: str = "",
         elsewhere: Iterable[str] = (),
@@ -340,17 +358,16 @@ class RunConfig:
         values = {names[key]: self.read((*at, key), checks[names[key]]) for key in given}
         return kind(**values, **others)
 
-    def find_model(self, at: tuple[str, ...], checks_model: bool) -> str:
+    def find_model(self, at: Key, checks_model: bool) -> str:
         """Return the model that this key names: its folder, or its name on the hub.
 
         Raises:
             TomlError: the key is missing, or there is no such model.
         """
-        found = find(self.tree, at)
-        model = self.read(at, TypeAdapter(str)) if found is not None else ""
-        if not isinstance(found, Value) or not model:
+        model = self.read(at, TypeAdapter(str)) if find(self.tree, at) is not MISSING else ""
+        if not model:
             raise TomlError(f"{self.place(*at)} model is missing; set it to a string")
-        folder = folder_of(found)
+        folder = self.folder_of(*at)
         if model.startswith(("./", "../")):
             model = str((folder / model).resolve())
         elif os.path.isdir(os.path.expanduser(model)):
@@ -367,13 +384,12 @@ class RunConfig:
         Raises:
             TomlError: it names none, or one does not exist.
         """
-        value, paths = self.tree.get(key), []
-        if value is None:
+        if self.tree.get(key) is None:
             return []
         names = self.read((key,), TypeAdapter(_Text | list[_Text]))
+        paths = []
         for name in [names] if isinstance(names, str) else names:
-            folder = folder_of(cast(Value, value))
-            path = Path(os.path.normpath(folder / Path(name).expanduser()))
+            path = Path(os.path.normpath(self.folder_of(key) / Path(name).expanduser()))
             if not exists(path):
                 raise self.error(
                     (key,),
@@ -510,9 +526,9 @@ class RunConfig:
             for number, (env, table) in enumerate(zip(loaded, self.envs, strict=True))
         ]  # fmt: skip
 
-    def path_of_env(self, number: int) -> tuple[str, ...]:
-        """Return where the keys of this environment are in the tree."""
-        return ("env", str(number)) if isinstance(self.tree.get("env"), Tables) else ("env",)
+    def path_of_env(self, number: int) -> Key:
+        """Return where the keys of this environment are."""
+        return ("env", str(number)) if is_tables(self.tree.get("env")) else ("env",)
 
     def _of_env(self, number: int, message: str) -> str:
         """Return the error of an environment with the source of its keys in front: of the key that
@@ -521,7 +537,7 @@ class RunConfig:
         own = self.path_of_env(number)
         about = re.match(r"\[env\.?([\w.]*)\] (?:has an unknown key )?'?(\w+)", message)
         path = (*own, *filter(None, about[1].split(".")), about[2]) if about else own
-        known = path if find(self.tree, path) is not None else own
+        known = path if find(self.tree, path) is not MISSING else own
         item = "" if about and len(own) == 1 else f" {table_name(own)}:"
         return f"{self.source(*known)}:{item} {message}"
 
@@ -565,25 +581,30 @@ def load_run_config(
     """
     given = [files] if isinstance(files, Path) else files
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
-    layers = [(read_layer(path), str(path)) for path in paths]
-    layers += [(layer_of(key, text), COMMAND_LINE) for key, text in overrides]
-    tree, defaults = Tree(), Tree()
-    for layer, source in layers:
-        tree = merge(tree, flat.translate(layer, source, defaults))
-    flat.join_evaluations(tree)
-    strategy = find(tree, (*flat.ARGS, "eval_strategy"))
-    if isinstance(strategy, Value) and strategy.value == "no":
-        defaults = Tree()
+    data, defaults, layers = Data(), Data(), list[Layer]()
+    for path in paths:
+        layers.append(flat.translate(read_file(path), str(path), defaults))
+        data = merge(data, copy.deepcopy(layers[-1].data))
+    for key, text in overrides:
+        layers.append(layer := flat.layer_of_word(key, text, defaults))
+        is_whole = layer.key and key not in flat.MOVED
+        named = [(layer.key, find(layer.data, layer.key))] if is_whole else leaves(layer.data)
+        for at, value in named:
+            put(data, at, copy.deepcopy(value))
+    if find(data, (*flat.ARGS, "eval_strategy")) == "no":
+        defaults = Data()
     words = [word for path in paths for word in ("@", str(path))]
     words += [f"--{key}={text}" for key, text in overrides]
-    tree = merge(defaults, tree)
-    config = kind(paths[-1], model="", envs=[], files=paths, words=words, tree=tree)
+    config = kind(
+        paths[-1], model="", envs=[], files=paths, words=words, tree=merge(defaults, data),
+        layers=layers,
+    )  # fmt: skip
     _check(config, checks_model, options)
     return config
 
 
 def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> None:
-    """Fill in the fields from the tree.
+    """Fill in the fields from the data.
 
     Raises:
         TomlError: a key is unknown, or has a value that cannot work.
@@ -628,17 +649,12 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
     config.check_own()
 
 
-def folder_of(value: Value) -> Path:
-    """Return the folder to which paths in a value are relative."""
-    return Path.cwd() if value.source == COMMAND_LINE else Path(value.source).parent
-
-
 def _read_envs(config: RunConfig) -> None:
     """Fill in the environments of [env] or the [[env]]s."""
-    found = config.tree.get("env", Tree())
-    if not isinstance(found, dict):
+    found = config.tree.get("env", {})
+    if not isinstance(found, dict) and not is_tables(found):
         raise config.error(("env",), "must be one [env] or several [[env]]")
-    for number in range(len(found) if isinstance(found, Tables) else 1):
+    for number in range(len(found) if is_tables(found) else 1):
         at = config.path_of_env(number)
         table = _read_env(config, at)
         config.envs.append(table)
@@ -649,11 +665,10 @@ def _read_envs(config: RunConfig) -> None:
                     f"{config.place(*at, 'name')}: two [[env]] are named {table.name!r}; give one "
                     "another name"
                 )
-    own = {*_BESIDE_V1[1:]}
-    config.is_mix = isinstance(found, Tables) or not own.isdisjoint(found)
+    config.is_mix = is_tables(found) or not {*_BESIDE_V1[1:]}.isdisjoint(found)
 
 
-def _read_env(config: RunConfig, at: tuple[str, ...]) -> EnvTable:
+def _read_env(config: RunConfig, at: Key) -> EnvTable:
     given = config.table(*at)
     # The other keys of a taskset's environment are checked by verifiers.
     of_v1 = {k: v for k, v in given.items() if k not in _BESIDE_V1} if "taskset" in given else None
@@ -673,7 +688,7 @@ def _read_env(config: RunConfig, at: tuple[str, ...]) -> EnvTable:
             "is of vf-rl",
         )
     if os.sep in env.python:  # else it is looked for as a shell does
-        folder = folder_of(cast(Value, find(config.tree, (*at, "python"))))
+        folder = config.folder_of(*at, "python")
         # Not resolved: an interpreter knows its packages by the link that it is started by.
         env.python = os.path.normpath(folder / Path(env.python).expanduser())
     return env
@@ -693,9 +708,8 @@ def check_trainer_args(config: RunConfig) -> None:
         if name not in checkers(kind):
             hint = unknown_option_hint(name, kind)
             raise TomlError(f"{place} has an unknown key {name!r}; {hint}")
-        found = find(config.tree, (*flat.ARGS, name))
-        if isinstance(found, Value) and found.text is not None:
-            config.trainer_args[name] = of_type(found.text, found.value, checkers(kind)[name])
+        if find(config.tree, (*flat.ARGS, name)) is not MISSING:  # else the program has set it
+            config.trainer_args[name] = config.typed((*flat.ARGS, name), checkers(kind)[name])
 
 
 def make_importable(folders: Iterable[Path]) -> None:

@@ -5,19 +5,22 @@ of the command line at a time. Everything behind this module knows our layout on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from verifiers_rl.cli.layers import (
-    Tables,
+    COMMAND_LINE,
+    Data,
+    Key,
+    Layer,
     TomlError,
-    Tree,
-    Value,
     find,
+    is_tables,
+    leaves,
     nearest_hint,
+    nested,
+    place_of,
     put,
-    table_name,
-    values_in,
+    read_word,
 )
 
 ARGS = ("trainer", "args")
@@ -59,7 +62,6 @@ MOVED = {
     "kl_penalty.target_kl": "kl_target",
     "wandb.project": "project",
     "wandb.name": "run_name",
-    "wandb.entity": "wandb_entity",
     "eval.interval": "eval_steps",
     "eval.num_examples": "eval_examples",
     "eval.rollouts_per_example": "eval_rollouts_per_example",
@@ -68,7 +70,6 @@ MOVED = {
 }
 # The other flat keys that are read, and what they mean.
 MEANINGS = {
-    "env_files": "another name of `env_file`",
     "difficulty_filter.enabled": "false leaves the filter out. Default true; with no bound beside "
     "it, groups of one reward are replaced (`group_filter.min_reward_variance = 1e-6`)",
     "kl_penalty.enabled": "false leaves the penalty out. Default true, if the table is there",
@@ -78,169 +79,115 @@ MEANINGS = {
     "eval.env": "environments for evaluations only: their `only` is `eval`, and that of the others "
     "is `train`. Without one, evaluations use those of training",
 }
-# Keys that cannot be honoured, and what to do.
-REFUSED = {
-    "trajectory_strategy": "turns are one sequence wherever their tokens allow it; remove it",
-    "checkpoint_id": "give the folder of a model or an adapter as `model`, or resume with --resume",
-    "val": "evaluations are set by [eval]; remove it",
-    "buffer": "groups are filtered by [difficulty_filter]; remove it",
-    "adapters": "each checkpoint and the end of a run have the adapter; remove it",
-    "orchestrator": "this layout of prime-rl is not read; docs/configuration.md has both that are",
-    "checkpoints.keep_cloud": "checkpoints stay on this machine; remove it, or give "
-    "--trainer.args.save_total_limit",
-    "sampling.seed": "rollouts of a group must differ; remove it. The order of examples follows "
-    "from --trainer.args.seed",
-    "sampling.n": "a group has rollouts_per_example rollouts; remove it",
-    "sampling.min_tokens": "replies would be sampled from another distribution than the trainer's; "
-    "remove it",
-    "sampling.temp_scheduler": "the temperature is the same in all steps; set temperature",
-    "sampling.extra_body": "write its keys under [sampling], and variables of the chat template "
-    "into --trainer.args.chat_template_kwargs",
-    "eval.env.rollouts_per_example": "it is the same for all environments; set it under [eval]",
-    "gradient_accumulation_steps": "1 only: a batch is one optimizer step, split as memory allows; "
-    "set batch_size to all rollouts of a step, and remove it",
-    "loss": "'rl' only; the loss of a policy is --trainer.args.loss",
-}
-# Values of such keys that are what happens anyway.
-_HARMLESS = {"gradient_accumulation_steps": 1, "loss": "rl"}
 # What a table that is switched off sets, so that it also switches off that of an earlier file.
-_NEUTRAL: dict[str, dict[str, Any]] = {
+_NEUTRAL: dict[str, Data] = {
     "difficulty_filter": {"min_reward_variance": 0.0, "min_reward": None, "max_reward": None},
     "kl_penalty": {"beta": 0.0, "target_kl": None},
 }
 # What a table that is there sets, and what it sets where no file does.
-_IMPLIED: dict[str, dict[str, Any]] = {
+_IMPLIED: dict[str, Data] = {
     "wandb": {"report_to": ["wandb"]},
     "eval": {"eval_strategy": "steps"},
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, Data] = {
     "eval": {"eval_steps": 100, "eval_on_start": True},
     "difficulty_filter": {"group_filter.min_reward_variance": 1e-6},
 }
 OURS = ("inference", "trainer")
 COMMON = ("model", "env", "teacher", "env_file", "import_from", "cluster")
-FLAT = tuple(dict.fromkeys(key.split(".")[0] for key in (*MOVED, *MEANINGS, *REFUSED)))
-EVAL_ENV = "[[eval.env]]"  # the key of these tables until all layers are together
+FLAT = tuple(dict.fromkeys(key.split(".")[0] for key in (*MOVED, *MEANINGS)))
 EVAL_EXAMPLES = 256  # the default of the option
 
 
-def translate(layer: Tree, source: str, defaults: Tree) -> Tree:
-    """Return a layer in our layout.
+def translate(data: Data, source: str, defaults: Data) -> Layer:
+    """Return the layer of a file, or of a key of the command line.
 
     Args:
-        source: of the layer.
-        defaults: gets what its tables set where no layer does.
+        defaults: gets what tables of the flat layout set where no layer does.
 
     Raises:
-        TomlError: it mixes both layouts, or a flat key is unknown or cannot be honoured.
+        TomlError: it mixes both layouts, or a flat key is unknown.
     """
-    flat = {key: inner for key, inner in layer.items() if key in FLAT}
-    made = {key: inner for key, inner in layer.items() if key not in FLAT}
-    if flat and (ours := [f"[{key}]" for key in made if key in OURS]):
-        theirs = [key if isinstance(flat[key], Value) else f"[{key}]" for key in flat]
+    flat = {key: inner for key, inner in data.items() if key in FLAT}
+    layer = Layer(source, {key: inner for key, inner in data.items() if key not in FLAT})
+    if flat and (ours := [f"[{key}]" for key in layer.data if key in OURS]):
+        theirs = [f"[{key}]" if isinstance(flat[key], dict) else key for key in flat]
         raise TomlError(
             f"{source}: two layouts are mixed: {', '.join(theirs)} of the flat one with "
             f"{', '.join(ours)} of ours; write one of them, or put them into two files"
         )
-    if (files := flat.pop("env_files", None)) is not None:
-        made["env_file"] = files
-    if isinstance(evaluation := flat.get("eval"), dict) and "env" in evaluation:
-        envs = evaluation["env"]
-        items = envs if isinstance(envs, dict) else {"0": envs}
-        named = {number: _with_our_names(env) for number, env in items.items()}
-        made[EVAL_ENV] = Tables(named) if isinstance(envs, Tables) else named
-        flat["eval"] = {key: evaluation[key] for key in evaluation if key != "env"}
+    if isinstance(flat.get("eval"), dict) and "env" in flat["eval"]:
+        flat["eval"] = _join_evaluated(layer, flat["eval"])
     for name, table in flat.items():
-        first = next(values_in(table), Value(None, source, (name,)))
         for option, value in _IMPLIED.get(name, {}).items():
-            put(made, (*ARGS, option), first.implies(value, name, option))
+            put(layer.data, (*ARGS, option), value)
         is_open = name == "eval" or (isinstance(table, dict) and not table.keys() - {"enabled"})
         for option, value in _DEFAULTS.get(name, {}).items() if is_open else ():
-            path = (*ARGS, *option.split("."))
-            put(defaults, path, first.implies(value, name, path[-1]))
+            put(defaults, (*ARGS, *option.split(".")), value)
         if name in _NEUTRAL and isinstance(table, dict):
-            flat[name] = _unless_off(name, table)
-    for path, value in _leaves(flat):
-        key = ".".join(path)
-        _check_refused(path, value)
-        if key in MOVED:
-            at = (*ARGS, *MOVED[key].split("."))
-            before = find(made, at)
-            if isinstance(before, Value) and before.value != value.value:
-                raise TomlError(
-                    f"{value.place} {path[-1]}={value.value!r}: {'.'.join(before.key)}="
-                    f"{before.value!r} sets the same; remove one of the two"
-                )
-            put(made, at, value)
-        elif key not in _HARMLESS:
-            start = ".".join([*path[:-1], ""])
-            names = (name for name in (*MOVED, *MEANINGS) if name.startswith(start))
-            known = {name.removeprefix(start).split(".")[0] for name in names}
-            raise TomlError(
-                f"{value.place} has an unknown key {path[-1]!r}; {nearest_hint(path[-1], known)}"
-            )
-    return made
+            flat[name] = _unless_off(name, table, source)
+    for key, value in leaves(flat):
+        _move(layer, key, value)
+    return layer
 
 
-def _leaves(tree: Tree, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Value]]:
-    for key, inner in tree.items():
-        if isinstance(inner, Value):
-            yield (*at, key), inner
-        else:
-            yield from _leaves(inner, (*at, key))
-
-
-def _check_refused(path: tuple[str, ...], value: Value) -> None:
-    """Raise TomlError for a key that cannot be honoured, or one in such a table."""
-    for end in range(1, len(path) + 1):
-        key = ".".join(path[:end])
-        if key in REFUSED and (key not in _HARMLESS or value.value != _HARMLESS[key]):
-            place = f"{value.source}: {table_name(path[:end])}"
-            if end == len(path):
-                place = f"{value.place} {path[-1]}={value.value!r}:"
-            raise TomlError(f"{place} cannot be honoured: {REFUSED[key]}")
-
-
-def _unless_off(name: str, table: Tree) -> Tree:
-    """Return a table without `enabled`; if that is false, values that have no effect."""
-    enabled = table.get("enabled")
-    if not isinstance(enabled, Value):
-        return table
-    if not isinstance(enabled.value, bool):
-        raise TomlError(f"{enabled.place} enabled={enabled.value!r}: must be true or false")
-    if enabled.value:
-        return {key: inner for key, inner in table.items() if key != "enabled"}
-    return {key: enabled.implies(value, name, key) for key, value in _NEUTRAL[name].items()}
-
-
-def _with_our_names(env: Any) -> Any:
-    """Return one [[eval.env]] with our names of its keys."""
-    if not isinstance(env, dict):
+def _move(layer: Layer, key: Key, value: Any) -> None:
+    place, written = place_of(layer.source, key), ".".join(key)
+    if written not in MOVED:
+        start = ".".join([*key[:-1], ""])
+        names = (name for name in (*MOVED, *MEANINGS) if name.startswith(start))
+        known = {name.removeprefix(start).split(".")[0] for name in names}
+        raise TomlError(f"{place} has an unknown key {key[-1]!r}; {nearest_hint(key[-1], known)}")
+    at = (*ARGS, *MOVED[written].split("."))
+    if at in layer.names and (before := find(layer.data, at)) != value:
         raise TomlError(
-            f"{env.place} {env.key[-1]}={env.value!r}: write one or several [[eval.env]]"
+            f"{place} {key[-1]}={value!r}: {'.'.join(layer.names[at])}={before!r} sets the same; "
+            "remove one of the two"
         )
-    if "rollouts_per_example" in env:
-        _check_refused(("eval", "env", "rollouts_per_example"), env["rollouts_per_example"])
-    return {("eval_examples" if key == "num_examples" else key): env[key] for key in env}
+    put(layer.data, at, value)
+    layer.names[at] = key
 
 
-def join_evaluations(tree: Tree) -> None:
-    """Put the [[eval.env]]s of all layers behind the environments of training. Each has at most
-    `num_examples` of its own or of [eval], and the run's limit is the largest of these.
+def _unless_off(name: str, table: Data, source: str) -> Data:
+    """Return a table without `enabled`; if that is false, values that have no effect."""
+    enabled = table.get("enabled", True)
+    if not isinstance(enabled, bool):
+        place = place_of(source, (name, "enabled"))
+        raise TomlError(f"{place} enabled={enabled!r}: must be true or false")
+    return {k: v for k, v in table.items() if k != "enabled"} if enabled else _NEUTRAL[name]
+
+
+def _join_evaluated(layer: Layer, table: Data) -> Data:
+    """Put the [[eval.env]]s of a layer behind its environments of training. Each has at most
+    `num_examples` of its own or of [eval], and the run's limit is the largest of these. Returns
+    [eval] without what this says.
     """
-    evaluated, trained = tree.pop(EVAL_ENV, None), tree.get("env")
-    if not isinstance(evaluated, dict) or not isinstance(trained, dict):
-        return
-    first, at = next(values_in(evaluated)), (*ARGS, "eval_examples")
-    limit = find(tree, at) or first.implies(EVAL_EXAMPLES, "eval", "num_examples")
-    envs: list[Any] = [*trained.values()] if isinstance(trained, Tables) else [trained]
-    for env in envs:
-        env.setdefault("only", first.implies("train"))
-    limits = []
-    for own in cast(list[Tree], [*evaluated.values()]):
-        own["only"] = first.implies("eval")
-        limits.append(cast(Value, own.setdefault("eval_examples", limit)))
-        envs.append(own)
-    tree["env"] = Tables({str(number): env for number, env in enumerate(envs)})
-    if all(isinstance(one.value, int) for one in limits):
-        put(tree, at, max(limits, key=lambda one: one.value))
+    evaluated, trained = table["env"], layer.data.get("env")
+    if not is_tables(evaluated) or not (isinstance(trained, dict) or is_tables(trained)):
+        place = place_of(layer.source, ("eval", "env"))
+        raise TomlError(f"{place} env: write [[eval.env]]s into the file with the [[env]]s")
+    limit, envs = table.get("num_examples", EVAL_EXAMPLES), []
+    for env in evaluated:
+        own = {key: value for key, value in env.items() if key != "num_examples"}
+        envs.append({**own, "only": "eval", "eval_examples": env.get("num_examples", limit)})
+    trained = trained if isinstance(trained, list) else [trained]
+    layer.data["env"] = [{"only": "train", **env} for env in trained] + envs
+    limits = [env["eval_examples"] for env in envs]
+    rest = {key: value for key, value in table.items() if key != "env"}
+    return rest | ({"num_examples": max(limits)} if all(type(n) is int for n in limits) else {})
+
+
+def layer_of_word(key: str, text: str, defaults: Data) -> Layer:
+    """Return the layer of one key of the command line.
+
+    Raises:
+        TomlError: see `translate` and `layers.read_word`.
+    """
+    parts, value = read_word(key, text)
+    layer = translate(nested(parts, value), COMMAND_LINE, defaults)
+    if parts[0] not in FLAT:
+        layer.key = parts
+    elif key in MOVED:
+        layer.key = (*ARGS, *MOVED[key].split("."))
+    layer.text = text
+    return layer

@@ -3,65 +3,48 @@
     vf-rl @ base.toml @ mine.toml --trainer.args.max_steps 10
 
 A later layer wins. Tables are merged key by key; everything else, lists and [[env]] too, is
-replaced, and so is a table that the command line gives as a whole. Each value keeps where it is
-from, for the errors about it.
+replaced, and so is a table that the command line gives as a whole. All layers are kept, so that an
+error about a value can say where it is from.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from verifiers_rl.did_you_mean import did_you_mean
 
 COMMAND_LINE = "the command line"
+MISSING: Any = object()  # what `find` returns for a key that is not there
+Key = tuple[str, ...]  # the parts of a key; items of [[env]] have numbers, from 0
+Data = dict[str, Any]  # of a TOML
 
 
 class TomlError(ValueError):
     """The configuration cannot be used; the message names the file, the key and the fix."""
 
 
-@dataclass(frozen=True)
-class Value:
-    """A value that is no table, and where it is from.
+@dataclass
+class Layer:
+    """One file, or one key of the command line.
 
     Attributes:
-        value: as TOML has it.
-        source: path of a file, or `COMMAND_LINE`.
-        key: the parts of its key as they are written there. Items of [[env]] have numbers, from 0.
-        text: on the command line, the value as it is written there.
+        source: path of the file, or `COMMAND_LINE`.
+        data: what it has, in our layout.
+        names: for each key of the flat layout, by its key in ours.
+        key: of the command line, in our layout; () for a file.
+        text: the value of this key as it is written on the command line.
     """
 
-    value: Any
     source: str
-    key: tuple[str, ...]
+    data: Data
+    names: dict[Key, Key] = field(default_factory=dict)
+    key: Key = ()
     text: str | None = None
-
-    @property
-    def place(self) -> str:
-        """Where it is: the source and the table."""
-        table = table_name(self.key[:-1])
-        return f"{self.source}: {table}" if table else f"{self.source}:"
-
-    def implies(self, value: Any, *key: str) -> Value:
-        """Return the value of another key that follows from this one."""
-        return Value(value, self.source, key or self.key)
-
-
-Tree = dict[str, Union["Tree", Value]]
-
-
-class Tables(Tree):
-    """The items of an array of tables such as [[env]], by their numbers as text."""
-
-
-class Whole(Tree):
-    """A table that the command line gives as one value. It replaces what is below it."""
 
 
 def table_name(parts: Sequence[str]) -> str:
@@ -75,6 +58,11 @@ def table_name(parts: Sequence[str]) -> str:
     return f"{name}: [{'.'.join([array, *inside])}]" if inside else name
 
 
+def place_of(source: str, key: Key) -> str:
+    """Return where a key is: the source and the table."""
+    return f"{source}: {table_name(key[:-1])}" if key[1:] else f"{source}:"
+
+
 def nearest_hint(key: str, known: Iterable[str], advice: str = "") -> str:
     """Return the end of an error about an unknown key: the nearest known one, or all and advice."""
     known = list(known)
@@ -85,36 +73,29 @@ def nearest_hint(key: str, known: Iterable[str], advice: str = "") -> str:
 # --- From files and from the command line ---------------------------------------------------------
 
 
-def read_layer(path: Path) -> Tree:
+def read_file(path: Path) -> Data:
     """Read a TOML.
 
     Raises:
         TomlError: there is no such file, or it is no TOML.
     """
     try:
-        data = tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin with a mark
+        # Some editors begin with a mark.
+        return _with_spelled_flags(tomllib.loads(path.read_text("utf-8-sig")))
     except OSError as error:
         raise TomlError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TomlError(f"{path}: {error}") from error
-    return _as_tree(data, (), str(path))
 
 
-def _as_tree(data: dict[str, Any], at: tuple[str, ...], source: str) -> Tree:
-    tree: Tree = {}
-    for name, value in data.items():
-        # Flags of servers have one spelling, so that a later layer replaces them.
-        is_flag = at[:1] in (("inference",), ("teacher",)) and at[-1] == "args"
-        key = name.lstrip("-").replace("-", "_") if is_flag else name
-        here = (*at, key)
-        if isinstance(value, dict):
-            tree[key] = _as_tree(value, here, source)
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            items = {str(number): item for number, item in enumerate(value)}
-            tree[key] = Tables(_as_tree(items, here, source))
-        else:
-            tree[key] = Value(value, source, here)
-    return tree
+def _with_spelled_flags(data: Data) -> Data:
+    """Give flags of servers one spelling, so that a later layer replaces them."""
+    teachers: Any = data.get("teacher")
+    for table in (data.get("inference"), *(teachers if is_tables(teachers) else ())):
+        if isinstance(table, dict) and isinstance(table.get("args"), dict):
+            flags = table["args"].items()
+            table["args"] = {name.lstrip("-").replace("-", "_"): value for name, value in flags}
+    return data
 
 
 def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -173,8 +154,8 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def layer_of(key: str, text: str) -> Tree:
-    """Return the layer of one key of the command line.
+def read_word(key: str, text: str) -> tuple[Key, Any]:
+    """Return the parts of a key of the command line, and its value.
 
     Raises:
         TomlError: the key has an empty part.
@@ -184,92 +165,82 @@ def layer_of(key: str, text: str) -> Tree:
         raise TomlError(f"{COMMAND_LINE}: --{key}={text}: a key is of the form a.b.c")
     # Not where a word is the environment's or the server's own.
     is_none = text.lower() == "none" and parts[0] not in ("env", "inference")
-    value, layer = None if is_none else parse_value(text), Tree()
-    if isinstance(value, dict):
-        put(layer, parts, Whole(_as_tree(value, parts, COMMAND_LINE)))
-    else:
-        put(layer, parts, Value(value, COMMAND_LINE, parts, text))
-    return layer
+    value = None if is_none else parse_value(text)
+    return parts, find(_with_spelled_flags(nested(parts, value)), parts)
 
 
 # --- Composing ------------------------------------------------------------------------------------
 
 
-def merge(below: Tree, above: Tree) -> Tree:
-    """Return a layer under a later one. Keys of the later one may name items of an array of tables
-    by their numbers.
+def is_tables(value: Any) -> bool:
+    """Return whether this is an array of tables such as [[env]]."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
 
-    Raises:
-        TomlError: there is no such item, or several and no number.
-    """
-    merged = copy.copy(below)  # of its class
+
+def merge(below: Data, above: Data) -> Data:
+    """Return a layer's data under those of a later one."""
+    merged = dict(below)
     for key, later in above.items():
         earlier = below.get(key)
-        if (
-            not isinstance(later, dict)
-            or not isinstance(earlier, dict)
-            or isinstance(later, Tables | Whole)
-        ):
-            merged[key] = later
-        elif not isinstance(earlier, Tables):
-            merged[key] = merge(earlier, later)
-        elif all(part.isdigit() for part in later):
-            if missing := [part for part in later if part not in earlier]:
-                raise _item_error(
-                    later,
-                    f"there is no item {missing[0]}; the last one of the {len(earlier)} {key} is "
-                    f"{len(earlier) - 1}",
-                )
-            merged[key] = merge(earlier, later)
-        elif key in ("env", "teacher") and not {"id", "taskset"} & later.keys():
-            raise _item_error(
-                later,
-                f"there are {len(earlier)} [[{key}]]; begin with the number of one, such as "
-                f"--{key}.0.{next(iter(later))}",
-            )
-        else:
-            merged[key] = later
+        if isinstance(earlier, dict) and isinstance(later, dict):
+            later = merge(earlier, later)
+        merged[key] = later
     return merged
 
 
-def _item_error(later: Tree, problem: str) -> TomlError:
-    first = next(values_in(later), None)  # an empty table has none
-    place = f"{first.source}: {'.'.join(first.key)}: " if first else ""
-    return TomlError(place + problem)
+def find(data: Any, key: Key) -> Any:
+    """Return what is at this key, or `MISSING`."""
+    for part in key:
+        if is_tables(data) and part.isdigit() and int(part) < len(data):
+            data = data[int(part)]
+        elif isinstance(data, dict) and part in data:
+            data = data[part]
+        else:
+            return MISSING
+    return data
 
 
-def values_in(tree: Tree | Value) -> Iterator[Value]:
-    if isinstance(tree, Value):
-        yield tree
-        return
-    for inner in tree.values():
-        yield from values_in(inner)
+def put(data: Data, key: Key, value: Any) -> None:
+    """Put a value at this key, in tables that are made where there are none.
+
+    Raises:
+        TomlError: the key names no item of an array of tables.
+    """
+    here: Any = data
+    for depth, part in enumerate(key):
+        at: Any = part
+        if isinstance(here, list):
+            problem, name = "", key[depth - 1]
+            if not part.isdigit():
+                first = ".".join([*key[:depth], "0", part])
+                problem = f"there are {len(here)} [[{name}]]; begin with the number of one, such "
+                problem += f"as --{first}"
+            elif int(part) >= len(here):
+                problem = f"there is no item {part}; the last one of the {len(here)} {name} is "
+                problem += f"{len(here) - 1}"
+            if problem:
+                raise TomlError(f"{COMMAND_LINE}: {'.'.join(key)}: {problem}")
+            at = int(part)
+        if depth == len(key) - 1:
+            here[at] = value
+            return
+        inner = here[at] if isinstance(here, list) else here.get(at)
+        if not isinstance(inner, dict) and not is_tables(inner):
+            inner = here[at] = {}
+        here = inner
 
 
-def plain(tree: Tree | Value) -> Any:
-    """Return the data without where it is from."""
-    if isinstance(tree, Value):
-        return copy.deepcopy(tree.value)
-    if isinstance(tree, Tables):
-        return [plain(item) for item in tree.values()]
-    return {key: plain(inner) for key, inner in tree.items()}
+def nested(key: Key, value: Any) -> Data:
+    """Return tables that have only this key."""
+    data: Data = {}
+    put(data, key, value)
+    return data
 
 
-def find(tree: Tree, path: Iterable[str]) -> Tree | Value | None:
-    """Return what is at this path, or None."""
-    here: Tree | Value | None = tree
-    for part in path:
-        if not isinstance(here, dict):
-            return None
-        here = here.get(part)
-    return here
-
-
-def put(tree: Tree, path: Sequence[str], value: Tree | Value) -> None:
-    """Put a value at this path, in tables that are made where there are none."""
-    for part in path[:-1]:
-        inner = tree.setdefault(part, {})
-        if not isinstance(inner, dict):
-            inner = tree[part] = {}
-        tree = inner
-    tree[path[-1]] = value
+def leaves(data: Data, at: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Iterate over the keys of values that are no tables, and these values."""
+    for name, inner in data.items():
+        if isinstance(inner, dict):
+            yield from leaves(inner, (*at, name))
+        else:
+            yield (*at, name), inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_rl.cli.config import RunConfig, TomlError
-from verifiers_rl.cli.layers import COMMAND_LINE, plain
+from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
 from verifiers_rl.report.run_folder import RunFolderError, holds_a_run
 
@@ -36,7 +37,7 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     """
     import tomli_w
 
-    data = {**plain(config.tree), **config.resolved_tables(), "model": config.model}
+    data = {**copy.deepcopy(config.tree), **config.resolved_tables(), "model": config.model}
     if config.env_files:
         data["env_file"] = list(map(str, config.env_files))
     data["import_from"] = list(map(str, config.folders))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from verifiers_rl.cli.layers import Tables, TomlError, nearest_hint, table_name
+from verifiers_rl.cli.layers import Key, TomlError, is_tables, nearest_hint, table_name
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 from verifiers_rl.option_rules import NotNegativeInt, must
 
@@ -92,7 +92,7 @@ def read_teachers(config: RunConfig) -> list[TeacherTable]:
     found = config.tree.get("teacher")
     if found is None:
         return []
-    if not isinstance(found, Tables):
+    if not is_tables(found):
         raise config.error(("teacher",), "write one or several [[teacher]]")
     tables = [_read_teacher(config, number) for number in range(len(found))]
     names = [table.name for table in tables]
@@ -135,7 +135,7 @@ def _read_teacher(config: RunConfig, number: int) -> TeacherTable:
     return table
 
 
-def of_key(config: RunConfig, at: tuple[str, ...], error: Exception, prefix: str = "") -> TomlError:
+def of_key(config: RunConfig, at: Key, error: Exception, prefix: str = "") -> TomlError:
     """Return the error that says where the key is from with which the message begins."""
     text = str(error).removeprefix(prefix)
     key = (re.match(r"\w+", text) or [""])[0]

@@ -40,8 +40,8 @@ def tracker_error(report_to: Any) -> str | None:
 
 
 def name_wandb_project(args: Any) -> None:
-    """Let W&B log into the project and the entity of these options. It takes both from variables of
-    the environment; those stay where an option is not set.
+    """Let W&B log into the project of these options. It takes the project from a variable of the
+    environment, which stays where the option is not set.
 
     Args:
         args: the `RLConfig`.
@@ -50,8 +50,6 @@ def name_wandb_project(args: Any) -> None:
         return
     if args.project != type(args).project:
         os.environ["WANDB_PROJECT"] = args.project
-    if args.wandb_entity is not None:
-        os.environ["WANDB_ENTITY"] = args.wandb_entity
 
 
 def from_low_to_high(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:

@@ -34,10 +34,8 @@ from pydantic import BeforeValidator, Field
 from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
-    folder_of,
     folder_words,
 )
-from verifiers_rl.cli.layers import Value, find
 from verifiers_rl.cli.train import main as main_of
 from verifiers_rl.sft.conversations import DatasetError, is_file, parts_of_file
 
@@ -88,10 +86,8 @@ class SFTRunConfig(RunConfig):
         """
         self.data = self.read_table(("data",), DataTable)
         for name in ("train", "eval"):
-            value = find(self.tree, ("data", name))
-            if isinstance(value, Value):
-                names = getattr(self.data, name)
-                setattr(self.data, name, [_as_path(one, folder_of(value)) for one in names])
+            folder, names = self.folder_of("data", name), getattr(self.data, name)
+            setattr(self.data, name, [_as_path(one, folder) for one in names])
         if not self.data.train:
             raise TomlError(
                 f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
