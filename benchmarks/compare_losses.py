@@ -140,7 +140,7 @@ def make_env(task: str) -> Any:
         taskset = {"id": "reverse_text", "instruction": ""}
     held_out = {**taskset, "held_out": True, "num_tasks": 256}
     return load_v1_environment(
-        {"taskset": taskset, "eval_taskset": held_out, "harness": {"id": "null"}}
+        {"taskset": taskset, "eval_taskset": held_out, "agent": {"harness": {"id": "null"}}}
     )
 
 

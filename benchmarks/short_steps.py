@@ -62,7 +62,7 @@ def make_env(prompt_length: int) -> Any:
     from verifiers_rl.envs import load_v1_environment
 
     taskset = {"id": "short_steps", "prompt_length": prompt_length}
-    return load_v1_environment({"taskset": taskset, "harness": {"id": "null"}})
+    return load_v1_environment({"taskset": taskset, "agent": {"harness": {"id": "null"}}})
 
 
 def time_steps(

@@ -134,7 +134,7 @@ def measure(url: str, tokenizer: Any, options: Any) -> dict[str, float]:
     from verifiers_rl.envs.make import make_runner
     from verifiers_rl.envs.v1_loading import load_v1_environment
 
-    with_tools = {"taskset": {"id": "glossary_like"}, "harness": {"id": "null"}}
+    with_tools = {"taskset": {"id": "glossary_like"}, "agent": {"harness": {"id": "null"}}}
     without = {"taskset": {"id": "tools"}, "id": "tools"}
     tables: dict[str, tuple[dict[str, Any], bool, int, int]] = {
         "in the worker": (with_tools, True, options.rollouts, options.rounds),
