@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
 from tests.helpers import ROOT, make_tiny_model
 from verifiers_rl.config import ConfigError
@@ -333,20 +333,27 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path, one_process, kind):
         check_same(results[case], one_process[case.partition("-saved")[0]])
 
 
+def fsdp2(**options):
+    whole = StateDictType.FULL_STATE_DICT
+    given = {"fsdp_version": 2, "cpu_offload": None, "state_dict_type": whole}
+    return SimpleNamespace(**given | options)
+
+
 @pytest.mark.parametrize(
     ("plugin", "options", "message"),
     [
         ({}, {"fsdp": "full_shard"}, "fsdp=.* has no effect on a CPU"),
         ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, {}, "fsdp_version=1: not supported"),
+        ({"fsdp_plugin": fsdp2()}, {}, "kl_beta without LoRA"),
         (
-            {"fsdp_plugin": SimpleNamespace(fsdp_version=2, cpu_offload=None)},
-            {},
-            "kl_beta without LoRA",
-        ),
-        (
-            {"fsdp_plugin": SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy())},
+            {"fsdp_plugin": fsdp2(cpu_offload=CPUOffloadPolicy())},
             {},
             "cpu_offload: not supported",
+        ),
+        (
+            {"fsdp_plugin": fsdp2(state_dict_type=StateDictType.SHARDED_STATE_DICT)},
+            {},
+            "SHARDED_STATE_DICT: Trainer would save no model .* set .*FULL_STATE_DICT",
         ),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, {}, "kl_beta without LoRA"),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {}, "kl_beta without LoRA"),
@@ -366,7 +373,7 @@ def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):
 
 
 def test_fsdp2_sums_gradients_in_float32():
-    plugin = SimpleNamespace(fsdp_version=2, cpu_offload=None)
+    plugin = fsdp2()
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16")
     args = SimpleNamespace(n_gpu=0, fsdp=True, deepspeed=None, torch_compile=False)
     prepare_sharding(accelerator, args, needs_copy=False)

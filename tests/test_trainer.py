@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -569,6 +569,12 @@ def test_dropout_of_the_model_is_switched_off_and_that_of_lora_is_not(make_train
     trainer = make_trainer(model)
     assert batch_gradients(trainer, samples)[0] == batch_gradients(trainer, samples)[0]
     assert "dropout of the model is switched off in ['Dropout']" in caplog.text
+    # That of a base model whose adapter is trained further, too.
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=261, n_embd=32, n_layer=2, n_head=4)).float()
+    lora = LoraConfig(target_modules=["c_attn"], lora_dropout=0.25, fan_in_fan_out=True)
+    trainer = make_trainer(get_peft_model(base, lora))
+    kept = {m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert kept == {0.0, 0.25}
     llama = make_tiny_llama()
     llama.model.layers[1].self_attn.attention_dropout = 0.5
     options = {"use_lora": True, "lora_dropout": 0.5}
@@ -1543,9 +1549,22 @@ def test_lora_options_reach_the_adapter(make_trainer):
     assert layer.scaling["default"] == 8 / math.sqrt(4)
 
 
-def test_a_peft_config_replaces_the_options(make_trainer):
-    from peft import LoraConfig
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # of peft
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_modules_to_save": ["embed_tokens"]},
+        {"lora_target_modules": ["q_proj", "embed_tokens"]},
+        {"lora_target_modules": ["q_proj", "lm_head"]},
+    ],
+)
+def test_an_adapter_that_unties_embedding_and_head_is_refused(make_trainer, options):
+    with pytest.raises(ConfigError, match="this model uses one weight for both"):
+        make_trainer(make_tiny_model(tie_word_embeddings=True), use_lora=True, **options)
+    make_trainer(make_tiny_model(), use_lora=True, **options)
 
+
+def test_a_peft_config_replaces_the_options(make_trainer):
     config = LoraConfig(r=2, target_modules=["v_proj"])
     trainer = make_trainer(use_lora=False, trainer_options={"peft_config": config})
     assert trainer.model.peft_config["default"].r == 2

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from verifiers_rl.types import Batch, Rollout, Sample
+from verifiers_rl.types import Batch, Rollout, Sample, columns_of, join_column
 
 
 def make_sample(versions=(-1, 0, 0)):
@@ -63,6 +63,29 @@ def test_a_rollouts_advantage_is_the_mean_over_its_loss_tokens():
     assert [s.advantages.tolist() for s in rollout.samples] == [[0, 1, 2], [0, 3, 6]]
     with pytest.raises(ValueError, match=r"5 advantages.* 6 tokens"):
         rollout.set_advantage([0.0] * 5)
+
+
+def test_a_rollout_without_samples_takes_no_advantages():
+    rollout = Rollout(0, "")
+    rollout.set_advantage([])
+    rollout.set_advantage(0.5)
+    assert rollout.advantage == 0.5
+    with pytest.raises(ValueError, match=r"1 advantages .* 0 tokens"):
+        rollout.set_advantage([1.0])
+
+
+def test_columns_of_one_name_have_the_type_that_holds_all_their_numbers():
+    columns = [np.arange(3), np.array([0.0, 0.5, 1.0]), None]
+    samples = [make_sample() for _ in columns]
+    for sample, column in zip(samples, columns, strict=True):
+        sample.extras = {} if column is None else {"own": column}
+    for order in ([0, 1, 2], [1, 0, 2]):
+        kept = [samples[i] for i in order]
+        assert columns_of(kept)["own"] == np.float64
+        joined = join_column([(3, sample.extras.get("own")) for sample in kept])
+        expected = [columns[i].tolist() if columns[i] is not None else None for i in order]
+        assert [joined[:3].tolist(), joined[3:6].tolist()] == expected[:2]
+        assert np.isnan(joined[6:]).all()
 
 
 def test_a_rollout_left_out_of_the_loss_keeps_its_tokens():

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, StateDictType
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.packing import Rows
@@ -254,6 +254,11 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version != 2:
         raise ConfigError(f"fsdp_version={fsdp.fsdp_version}: not supported; set fsdp_version: 2")
+    if fsdp is not None and fsdp.state_dict_type != StateDictType.FULL_STATE_DICT:
+        raise ConfigError(
+            f"fsdp_state_dict_type: {fsdp.state_dict_type.name}: Trainer would save no model at "
+            "the end; set fsdp_state_dict_type: FULL_STATE_DICT"
+        )
     if fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
         raise ConfigError("FSDP's cpu_offload: not supported; remove it, or use ZeRO-2's")
     zero = getattr(accelerator.state, "deepspeed_plugin", None)

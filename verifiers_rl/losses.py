@@ -41,8 +41,9 @@ class LossInputs:
         sequence_ids: (N,) int64, below N, the same number for the tokens of one sample.
         entropy: (N,) float32 in nats, of the distribution that predicts the token. It has a
             gradient if the loss is marked `@needs("entropy_gradient")`.
-        reference_logprobs: (N,) float32 without gradient, under the model that training started
-            from; None unless the loss is marked `@needs("reference_logprobs")`.
+        reference_logprobs: (N,) float32 without gradient, under the reference: the model without
+            its adapter, or else the model that training started from. None unless the loss is
+            marked `@needs("reference_logprobs")`.
         extras: columns of the tokens that their samples have besides, (N, ...) by the name that
             they have in `Sample.extras`.
     """

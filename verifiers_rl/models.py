@@ -64,10 +64,10 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
         dtype = torch.bfloat16 if args.use_lora and args.bf16 else torch.float32
         model = _load_folder(model, dtype)
     _set_attention(model, args.attn_implementation)
+    switch_off_dropout(model)
     if hasattr(model, "peft_config"):
         _warn_of_lora_options(args, "the adapter that the model has already is trained further")
         return model
-    switch_off_dropout(model)
     if num_frozen := freeze_all_but_text(model):
         logger.info("%.1f M weights beside the text model stay as they are", num_frozen / 1e6)
     if peft_config is not None:
@@ -291,9 +291,13 @@ def describe_adapter(policy: Any) -> str:
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Set dropout to 0: the server samples without it, and must sample from the trained policy."""
+    """Set dropout to 0, but that of an adapter: the server samples without it, and must sample from
+    the trained policy.
+    """
     switched_off = set()
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if "lora_dropout" in name.split("."):
+            continue
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
         for name, value in list(vars(module).items()):
             is_rate = "dropout" in name or (is_dropout and name == "p")
@@ -304,12 +308,26 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
         logger.warning("dropout of the model is switched off in %s", sorted(switched_off))
 
 
+def _unties(model: Any) -> bool:
+    """Return whether an adapter changes the embedding or the head of a model that ties them."""
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return False
+    ends = torch.nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
+    return any("lora_" in name or "modules_to_save" in name for name, _ in ends.named_parameters())
+
+
 def check_policy(model: Any, args: RLConfig) -> None:
     """Raise ConfigError if the options do not fit the model. Warn if its logprobs will be inexact.
     Print what an adapter changes.
     """
     if args.process_index == 0 and hasattr(model, "peft_config"):
         print(describe_adapter(model), flush=True)
+    if hasattr(model, "peft_config") and _unties(model):
+        raise ConfigError(
+            "the adapter changes the embedding or the head, and this model uses one weight for "
+            "both, as do the server and a saved model: leave them out of lora_target_modules and "
+            "lora_modules_to_save, or set use_lora=False"
+        )
     if args.router_replay and not routers_of(model):
         raise ConfigError(
             f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "

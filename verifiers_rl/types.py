@@ -56,7 +56,8 @@ def join_column(parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | 
     if not known:
         return None
     shape = map(max, zip(*{part.shape[1:] for part in known}, strict=True))
-    column = np.empty((sum(num_tokens for num_tokens, _ in parts), *shape), known[0].dtype)
+    dtype = np.result_type(*known)
+    column = np.empty((sum(num_tokens for num_tokens, _ in parts), *shape), dtype)
     lay_out(parts, column)
     return column
 
@@ -167,10 +168,11 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
     columns: Columns = {name: np.dtype(dtype) for name, dtype in Sample.DTYPES.items()}
     for sample in samples:
         for name, column in sample.extras.items():
-            shape = column.shape[1:]
+            shape, dtype = column.shape[1:], column.dtype
             if name in columns:
                 shape = tuple(map(max, shape, columns[name].shape))
-            columns[name] = np.dtype((column.dtype, shape))
+                dtype = np.result_type(dtype, columns[name].base)
+            columns[name] = np.dtype((dtype, shape))
     return dict(sorted(columns.items(), key=lambda item: -item[1].base.itemsize))
 
 
@@ -257,6 +259,8 @@ class Rollout:
         """
         values = np.asarray(advantage, np.float64)
         lengths = [len(sample.token_ids) for sample in self.samples]
+        if not lengths and not values.size:  # nothing was sampled
+            return
         if values.ndim and len(values) != sum(lengths):
             raise ValueError(
                 f"{len(values)} advantages for a rollout whose samples have {sum(lengths)} tokens"
