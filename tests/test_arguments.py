@@ -64,7 +64,7 @@ def test_arguments_of_another_trainer_are_refused(tmp_path):
 
 def test_a_tracker_that_is_none_is_found_before_anything_is_loaded(tmp_path):
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, report_to="wandbb")
-    with pytest.raises(ConfigError, match="report_to='wandbb': no such tracker"):
+    with pytest.raises(ConfigError, match=r"report_to=.*wandbb is not supported, only"):
         RLTrainer("a/model", "an env", args)
 
 

@@ -371,13 +371,14 @@ def test_marks_decide_in_a_completion_too():
     assert said(row, MARKED, loss_on=["user", "assistant"])[0].endswith("f<|im_end|>")
 
 
-def test_a_completion_behind_a_prompt_that_is_rendered_otherwise_then_is_samples():
-    template = QWEN3.replace(
-        "{{- m.content -}}", "{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
-    )
-    SPECIAL[template] = SPECIAL[QWEN3]
+def test_marks_do_not_decide_if_they_do_not_tell_a_reply_of_the_prompt_from_the_others():
+    marked = "{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
+    every = QWEN3.replace("{{- m.content -}}", marked)
+    last = f"{{%- if loop.last -%}}{marked}{{%- else -%}}{{{{- m.content -}}}}{{%- endif -%}}"
+    last = QWEN3.replace("{{- m.content -}}", last)
+    SPECIAL[every] = SPECIAL[last] = SPECIAL[QWEN3]
     row = {"prompt": chat("a", "b"), "completion": chat("c", "d")}
-    assert said(row, template) == [THINKS + "d<|im_end|>"]
+    assert said(row, every) == ["d"] and said(row, last) == [THINKS + "d<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [QWEN3, LLAMA, None])

@@ -18,8 +18,8 @@ from verifiers_rl.report.metrics import (
     model_flops,
     peak_flops,
     plot_curves,
-    print_rollouts,
 )
+from verifiers_rl.report.trackers import print_rollouts
 from verifiers_rl.types import Rollout
 
 SMALL = {
@@ -161,24 +161,22 @@ def test_curves_are_drawn_from_the_file(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def warnings_of(lines, caplog, first_step=0):
-    """Messages of EarlyWarnings for these steps and logs, each the metrics of its step too."""
+def warnings_of(steps, caplog):
+    """Messages of EarlyWarnings for these steps, each with its metrics."""
     window, messages = StepWindow(), []
     callback = EarlyWarnings(window)
-    state = SimpleNamespace(global_step=first_step, is_world_process_zero=True)
+    state = SimpleNamespace(is_world_process_zero=True)
     callback.on_train_begin(None, state, None)
-    for step, logs in lines:
+    for step, metrics in steps:
         caplog.clear()
-        state.global_step = step
-        window.steps = [logs]
+        window.add(metrics)
         callback.on_step_end(None, state, None)
-        callback.on_log(None, state, None, logs=logs)
         messages += [(step, message) for message in caplog.messages]
     return messages
 
 
 def uniform(step, share=1.0):
-    return step, {"uniform_group_share": share, "reward": 0.25, "step_s": 1.0}
+    return step, {"uniform_group_share": share, "reward": 0.25}
 
 
 def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
@@ -186,17 +184,9 @@ def test_ten_batches_of_one_reward_a_group_draw_one_warning(caplog):
     assert step == 10
     assert "in the last 10 batches no group had two different rewards" in message
     assert "mean is 0.25" in message
-    by_fours = [uniform(step) for step in (104, 108, 112)]  # logging_steps = 4, resumed
-    ((step, message),) = warnings_of(by_fours, caplog, first_step=100)
-    assert step == 112 and "in the last 12 batches" in message
-
-
-def test_a_group_with_two_rewards_starts_the_count_anew(caplog):
-    lines = [uniform(step, share=0.9 if step == 9 else 1.0) for step in range(1, 19)]
-    lines.insert(5, (5, {"eval_reward": 0.25}))  # no line of a step
-    assert warnings_of(lines, caplog) == []
-    ((step, _),) = warnings_of([*lines, uniform(19)], caplog)
-    assert step == 19
+    steps = [uniform(step, share=0.9 if step == 9 else 1.0) for step in range(1, 20)]
+    assert warnings_of(steps[:-1], caplog) == []  # it starts the count anew
+    assert [step for step, _ in warnings_of(steps, caplog)] == [19]
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,13 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     with pytest.raises(RunFolderError, match=r"run' holds no finished check.*start without --resu"):
         prepare(folder, resume=True)
     write_metrics(folder, 1)
-    with pytest.raises(RunFolderError, match=r"run' holds no finished.*start it anew with --overw"):
+    with pytest.raises(RunFolderError, match=r"run' holds no finished.*or anew with --overw"):
         prepare(folder, resume=True)
     unfinished = save(folder, 20, state=False)
-    with pytest.raises(RunFolderError, match=r"t-20': it has no trainer_state.json.*run' has none"):
+    with pytest.raises(RunFolderError, match=r"t-20': it has no trainer_state.json.*run' is none"):
         prepare(folder, resume=str(unfinished))
     five = save(folder, 5)
-    with pytest.raises(RunFolderError, match=rf"t-7': no such folder; the newest is {five}"):
+    with pytest.raises(RunFolderError, match=rf"t-7': no such folder; the newest .* is {five}"):
         prepare(folder, resume=str(folder / "checkpoint-7"))
     (five / "trainer_state.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"checkpoint-5': its trainer_state.json cannot be"):

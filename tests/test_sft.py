@@ -596,12 +596,3 @@ def test_options_of_the_data_change_what_is_trained(make_trainer):
     more = sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
     trainer = make_trainer()
     assert more > sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
-
-
-def test_held_out_rows_that_are_trained_on_are_counted(make_trainer, caplog):
-    rows = conversations(6)
-    make_trainer(rows=rows[:4], held_out=rows[3:], eval_strategy="steps", eval_steps=1)
-    assert "1 of 3 held-out rows are trained on" in caplog.text
-    caplog.clear()
-    make_trainer(rows=rows[:4], held_out=rows[4:], eval_strategy="steps", eval_steps=1)
-    assert "held-out rows" not in caplog.text

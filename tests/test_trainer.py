@@ -47,7 +47,7 @@ from verifiers_rl.losses import MASKS, LossInputs, needs
 from verifiers_rl.packing import ModelSupport, collate
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.means import batch_metrics
-from verifiers_rl.report.metrics import RewardProgressCallback, TokenMeans, model_flops
+from verifiers_rl.report.metrics import ShortProgress, TokenMeans, model_flops
 from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
@@ -1508,9 +1508,7 @@ class AtFirstStep(TrainerCallback):
 def test_the_progress_bar_shows_the_reward(make_trainer):
     postfixes = []
     trainer = make_trainer(disable_tqdm=False)
-    (progress,) = [
-        c for c in trainer.callback_handler.callbacks if isinstance(c, RewardProgressCallback)
-    ]
+    (progress,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, ShortProgress)]
 
     class Spy(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -296,14 +296,14 @@ class Position:
     def state_dict(self, step: int) -> dict[str, Any]:
         trainer = self._trainer
         return {
-            "window": self._window.state(),
+            "window": self._window.steps,
             "loss": reduce_over_ranks(trainer._tr_loss).item() / trainer.args.world_size,
             "last_logged": trainer._globalstep_last_logged,
             "total_loss": trainer._total_loss_scalar,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.set_state(state["window"])
+        self._window.steps = list(state["window"])
         self._trainer._tr_loss += state["loss"]
         self._trainer._globalstep_last_logged = state["last_logged"]
         self._trainer._total_loss_scalar = state["total_loss"]

@@ -513,7 +513,7 @@ class RLTrainer(SavingTrainer):
         self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
         if self._adaptive_kl is not None:
             self.checkpoints.kept["adaptive_kl"] = self._adaptive_kl
-        own = (RunFilesCallback(lambda: self.evaluations.due), EarlyWarnings(self._window))
+        own = (RunFilesCallback(), EarlyWarnings(self._window))
         if not self.args.disable_tqdm:
             replace_progress_bar(self)
         for callback in (self.checkpoints, self._files, *own, self._window):

@@ -1,5 +1,5 @@
-"""What a person sees of a run: means over tokens and steps, the table of rollouts, metrics.jsonl,
-the curves, the progress bar, early warnings.
+"""The numbers of a run: means over the tokens of a step and over steps, metrics.jsonl, the curves,
+the progress bar, early warnings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ from verifiers_rl.report.run_folder import (
     learned_by,
     metrics_file,
     read_metrics,
+    values_of,
     write_metrics,
 )
 from verifiers_rl.report.token_values import TokenValues
-from verifiers_rl.report.trackers import from_low_to_high
 from verifiers_rl.router_replay import expert_load
-from verifiers_rl.types import Batch, Rollout, SampleSizes
+from verifiers_rl.types import Batch, SampleSizes
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +51,14 @@ class TokenMeans:
 
     def __init__(self, values: TokenValues | None = None) -> None:
         self._values = values
-        self._sums: dict[str, Tensor] = {}
-        self._max: dict[str, Tensor] = {}
+        self._names: list[str] = []
+        self._sums = torch.zeros(0, dtype=torch.float64)  # one for each name
+        self._largest_ratio = torch.zeros(())
 
     def add(self, inputs: LossInputs, metrics: dict[str, Tensor], microbatch: Microbatch) -> None:
-        """Add one microbatch: (N,) tensors over its loss tokens. Of one without loss tokens only
-        the names count: the ranks add up the same ones.
+        """Add one microbatch: (N,) tensors over its loss tokens, with the same names each time. Of
+        one without loss tokens only the names count: the ranks add up the same ones.
         """
-        counts = microbatch.has_loss
         if self._values is not None:
             self._values.add(microbatch.sample_ids, inputs, metrics)
         log_ratio = log_importance_ratio(inputs).detach()
@@ -74,15 +73,13 @@ class TokenMeans:
             "advantage_abs": inputs.advantages.abs(),
             **metrics,
         }
-        for name, values in tokens.items():
-            total = (
-                values.detach().float().sum().double() if counts else ratio.new_zeros(()).double()
-            )
-            self._sums[name] = self._sums.get(name, torch.zeros_like(total)) + total
-        largest = ratio.max() if counts else ratio.new_zeros(())
-        self._max["importance_ratio_max"] = torch.maximum(
-            largest, self._max.get("importance_ratio_max", largest)
-        )
+        sums = torch.stack([values.detach().float().sum().double() for values in tokens.values()])
+        if not self._names:
+            self._names, self._sums = list(tokens), torch.zeros_like(sums)
+            self._largest_ratio = torch.zeros_like(ratio[0])
+        if microbatch.has_loss:
+            self._sums = self._sums + sums
+            self._largest_ratio = torch.maximum(self._largest_ratio, ratio.max())
 
     def reduce(self, num_loss_tokens: int, world_size: int) -> dict[str, float]:
         """Return the means over all ranks; {} where no rank has computed a loss token. Every rank
@@ -92,14 +89,11 @@ class TokenMeans:
             self._values.collect(world_size)
         if not num_loss_tokens:
             return {}
-        names, maxima = sorted(self._sums), sorted(self._max)
-        sums = torch.stack([self._sums[name] for name in names])
-        largest = torch.stack([self._max[name].double() for name in maxima])
         if world_size > 1:
-            torch.distributed.all_reduce(sums)
-            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        means = sums / num_loss_tokens
-        return dict(zip(names + maxima, [*means.tolist(), *largest.tolist()], strict=True))
+            torch.distributed.all_reduce(self._sums)
+            torch.distributed.all_reduce(self._largest_ratio, op=torch.distributed.ReduceOp.MAX)
+        means = dict(zip(self._names, (self._sums / num_loss_tokens).tolist(), strict=True))
+        return {**means, "importance_ratio_max": self._largest_ratio.item()}
 
 
 @dataclass
@@ -168,14 +162,13 @@ class StepCounts:
 
 
 class StepWindow(TrainerCallback):
-    """The steps since the last line of logs: their metrics and the time that they took.
-    Evaluations and checkpoints between the steps do not count in that time.
+    """The steps since the last line of logs: their metrics, and the time that each took, in which
+    evaluations and checkpoints between the steps do not count.
     """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self._step_began: float | None = None
-        self._seconds = 0.0
+        self._step_began = 0.0
 
     def add(self, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
@@ -184,27 +177,18 @@ class StepWindow(TrainerCallback):
         self._step_began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._step_began is not None
-        self._seconds += time.monotonic() - self._step_began
+        self.steps[-1]["step_s"] = time.monotonic() - self._step_began
 
     def take(self) -> dict[str, float]:
         """Return the mean of each metric over the steps that have it (the maximum for `MAXIMA`),
-        the seconds per step and the tokens per second. Empties the window.
+        and the tokens per second. Empties the window.
         """
-        steps, seconds = self.steps, self._seconds / len(self.steps)
-        self.steps, self._seconds = [], 0.0
+        steps, self.steps = self.steps, []
         result = {}
         for name in dict.fromkeys(name for metrics in steps for name in metrics):
             values = [metrics[name] for metrics in steps if name in metrics]
             result[name] = max(values) if name in MAXIMA else sum(values) / len(values)
-        return {**result, "step_s": seconds, "tokens_per_s": result["num_tokens"] / seconds}
-
-    def state(self) -> dict[str, Any]:
-        """Return the window for a checkpoint."""
-        return {"steps": self.steps, "seconds": self._seconds}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.steps, self._seconds = list(state["steps"]), state["seconds"]
+        return {**result, "tokens_per_s": result["num_tokens"] / result["step_s"]}
 
 
 # Dense bfloat16 operations a second, from the vendors' data sheets.
@@ -283,104 +267,67 @@ def device_metrics(device: torch.device, num_flops: int, seconds: float) -> dict
     return metrics if peak is None else {**metrics, "mfu": num_flops / seconds / peak}
 
 
-def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) -> None:
-    """Print a table of a few rollouts of one batch, from the lowest to the highest reward."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    if not rollouts:
-        return
-    table = Table(title=f"step {step}", show_lines=True, expand=True)
-    for column in ("prompt", "completion"):
-        table.add_column(column, ratio=1, overflow="fold")
-    for column in ("reward", "advantage"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for rollout in from_low_to_high(rollouts, num_rows):
-        # Text, not markup: what a model writes must not be read as formatting.
-        texts = [Text(_shorten(rollout.prompt)), Text(_shorten(rollout.completion))]
-        table.add_row(*texts, f"{rollout.reward:.3f}", f"{rollout.advantage:+.3f}")
-    Console().print(table)
-
-
-def _shorten(text: str, limit: int = 400) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
-
-
-class RewardProgressCallback(ProgressCallback):
-    """Trainer's progress bar, with the reward on it
-    and one short line of metrics at each logging step.
+class ShortProgress(ProgressCallback):
+    """Trainer's progress bar, with the reward on it, and a line of a few numbers at each logging
+    step.
     """
 
-    _LINE = ("reward", "loss", "grad_norm", "entropy", "mismatch_kl", "step_s", "eval_reward")
+    _SHOWN = ("reward", "loss", "grad_norm", "entropy", "mismatch_kl", "step_s")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or self.training_bar is None or not logs:
-            return
-        if "reward" in logs:
+        if self.training_bar is not None and "reward" in logs:
             self.training_bar.set_postfix(reward=f"{logs['reward']:.3f}")
         shown = {
-            name: logs[name] for name in logs if name in self._LINE or name.startswith("eval_")
+            name: value
+            for name, value in logs.items()
+            if name in self._SHOWN or name.startswith("eval_")
         }
-        line = "  ".join(
-            f"{name} {value:.4g}" for name, value in shown.items() if isinstance(value, int | float)
-        )
-        if line:
-            self.training_bar.write(f"step {state.global_step}  {line}")
+        if shown:
+            super().on_log(args, state, control, {"step": state.global_step, **shown}, **kwargs)
 
 
 def replace_progress_bar(trainer: Trainer) -> None:
     """Put our progress bar in place of Trainer's."""
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(RewardProgressCallback())
+    trainer.add_callback(ShortProgress())
 
 
 class RunFilesCallback(TrainerCallback):
-    """Writes metrics.jsonl into the run's folder during training, and curves.png at the end.
+    """Writes metrics.jsonl into the run's folder during training, and curves.png at the end."""
 
-    Args:
-        evaluates_again: returns the step whose evaluation a resumed run begins anew, or None.
-    """
-
-    def __init__(self, evaluates_again: Callable[[], int | None] = lambda: None) -> None:
-        self._evaluates_again = evaluates_again
+    def __init__(self) -> None:
         self._rows_before: list[dict[str, Any]] = []  # from evaluate() before train()
         self._has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave only rows of this run in metrics.jsonl: those of an `evaluate()` before it and, in
-        a resumed run, those up to its checkpoint. A resumed run repeats the later steps, the
-        evaluation that was not logged at the checkpoint, and the row at the end of a run.
+        a resumed run, those that its checkpoint has seen.
         """
         if not state.is_world_process_zero:
             return
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        rows, target = self._rows_before, metrics_file(args.output_dir)
-        if state.global_step > 0 and target.is_file():
-            done = [row for row in read_metrics(target) if self._stays(row, state.global_step)]
-            rows = [row for row in rows if row not in done] + done
-            rows.sort(key=lambda row: row["step"])
+        target = metrics_file(args.output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        rows = self._rows_before
+        if state.global_step:
+            before = read_metrics(target) if target.is_file() else []
+            rows = [row for row in before if row["step"] == 0]
+            rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
         write_metrics(target, rows)
         self._rows_before, self._has_begun = [], True
 
-    def _stays(self, row: dict[str, Any], step: int) -> bool:
-        # The loss on held-out rows (sft.py) is not taken again.
-        is_again = row["step"] == self._evaluates_again() and (
-            any(name.startswith("eval_") for name in row) and "eval_loss_s" not in row
-        )
-        return row["step"] <= step and not is_again and "train_runtime" not in row
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and logs:
-            row = {"step": state.global_step, **logs}
-            if not self._has_begun:
-                self._rows_before.append(row)
-                if holds_a_run(args.output_dir):  # another run: train() refuses or resumes it
-                    return
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            with metrics_file(args.output_dir).open("a") as file:
-                file.write(as_line(row) + "\n")
+        if not state.is_world_process_zero or not logs:
+            return
+        row = {"step": state.global_step, **logs}
+        if not self._has_begun:
+            self._rows_before.append(row)
+            if holds_a_run(args.output_dir):  # another run: train() refuses or resumes it
+                return
+        target = metrics_file(args.output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a") as file:
+            file.write(as_line(row) + "\n")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -388,8 +335,8 @@ class RunFilesCallback(TrainerCallback):
 
 
 class EarlyWarnings(TrainerCallback):
-    """Warns once if nothing can be learnt, and once if the server does not sample from the model
-    that is trained.
+    """Warns if nothing can be learned, and if the server does not sample from the model that is
+    trained.
 
     Args:
         window: the steps since the last line of logs.
@@ -403,46 +350,31 @@ class EarlyWarnings(TrainerCallback):
 
     def __init__(self, window: StepWindow) -> None:
         self._window = window
-        self._is_first_step = True
-        self._first_step = 0  # in a resumed run, the checkpoint's step
-        self._last_step: int | None = None  # the last with a line of logs
-        self._num_uniform_steps = 0
-        self._has_warned = False
+        self._num_steps = self._num_uniform_steps = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last_step, self._num_uniform_steps = None, 0
-        self._first_step, self._is_first_step = state.global_step, True
+        self._num_steps = self._num_uniform_steps = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare both sides in the first step: their weights are equal if the batch is new."""
-        if self._is_first_step and self._window.steps and state.is_world_process_zero:
-            self._look_at_mismatch(self._window.steps[-1])
-        self._is_first_step = False
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs or "step_s" not in logs:
+        if not state.is_world_process_zero:
             return
-        if self._last_step is None:
-            self._last_step = self._first_step
-        # In each step since the last line; and no advantage_fn has made a difference of its own.
-        is_uniform = logs.get("uniform_group_share") == 1.0 and not logs.get("advantage_abs")
-        num_steps = state.global_step - self._last_step
-        self._num_uniform_steps = self._num_uniform_steps + num_steps if is_uniform else 0
-        self._last_step = state.global_step
-        if self._num_uniform_steps >= self.UNIFORM_STEPS and not self._has_warned:
-            self._has_warned = True
+        metrics = self._window.steps[-1]
+        self._num_steps += 1
+        # No advantage_fn has made a difference of its own.
+        is_uniform = metrics.get("uniform_group_share") == 1.0 and not metrics.get("advantage_abs")
+        self._num_uniform_steps = self._num_uniform_steps + 1 if is_uniform else 0
+        if self._num_uniform_steps == self.UNIFORM_STEPS:
             logger.warning(
                 "nothing can be learned: in the last %d batches no group had two different "
                 "rewards; their mean is %.3g. Does the reward depend on the reply? If it does, "
                 "take easier or harder examples, or raise temperature or rollouts_per_example, so "
                 "that replies to one example differ",
-                self._num_uniform_steps,
-                logs.get("reward", math.nan),
+                self.UNIFORM_STEPS,
+                metrics.get("reward", math.nan),
             )
-
-    def _look_at_mismatch(self, metrics: dict[str, float]) -> None:
-        mismatch_kl = metrics.get("mismatch_kl", 0.0)
-        if mismatch_kl > self.FIRST_MISMATCH_KL and metrics.get("staleness") == 0.0:
+        # The weights of both sides are equal in the first step, if its batch is new.
+        mismatch_kl, is_new = metrics.get("mismatch_kl", 0.0), metrics.get("staleness") == 0.0
+        if self._num_steps == 1 and is_new and mismatch_kl > self.FIRST_MISMATCH_KL:
             logger.warning(
                 "mismatch_kl is %.2g in the first step, which the rounding of dtypes does not "
                 "explain (it stays below %g): the tokens were not sampled from the model that is "
@@ -453,33 +385,23 @@ class EarlyWarnings(TrainerCallback):
             )
 
 
-PANELS = ("reward", "eval_reward", "entropy", "mismatch_kl", "step_s")
-
-
 def plot_curves(source: Path, target: Path) -> None:
     """Draw reward (training and held-out), entropy, mismatch_kl and step time from a
     metrics.jsonl. Without rewards, draw the loss and the norm of the gradient.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = read_metrics(source)
     learned = learned_by(rows)
-    others = PANELS[2:] if learned == "reward" else ("entropy", "grad_norm", "step_s")
-    panels = [(learned, (learned, f"eval_{learned}")), *((name, (name,)) for name in others)]
+    others = ("entropy", "mismatch_kl" if learned == "reward" else "grad_norm", "step_s")
     figure = Figure(figsize=(12, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, names) in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        for name in names:
-            points = [
-                (row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
-            ]
-            if points:
-                marker = "o-" if name == f"eval_{learned}" else "-"
-                axes.plot(*zip(*points, strict=True), marker, label=name)
-        axes.set_title({"step_s": "step time (s)"}.get(title, title))
+    for axes, title in zip(figure.subplots(2, 2).flat, (learned, *others), strict=True):
+        for name, style in ((title, "-"), (f"eval_{title}", "o-")):
+            if points := values_of(rows, name):
+                axes.plot(*zip(*points, strict=True), style, label=name)
+        axes.set_title(title)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        if len(names) > 1 and axes.lines:
+        if len(axes.lines) > 1:
             axes.legend()
     figure.savefig(target, dpi=110)

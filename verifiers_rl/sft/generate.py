@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers_rl.cli.children import POLL_S, Child, ChildError
 from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
@@ -31,6 +31,9 @@ from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Split
+
+if TYPE_CHECKING:
+    from verifiers_rl.envs.played import PlayedEnvironment
 
 USAGE = (
     "vf-rl generate @ config.toml [--KEY VALUE] -n ROLLOUTS [--min-reward REWARD] [--examples N]\n"
@@ -75,18 +78,6 @@ class Endpoint(NamedTuple):
     key_variable: str = KEY_VARIABLE
     is_vllm: bool = False
     server: Child | None = None
-
-
-class Player(Protocol):
-    """What `write_rows` needs of an environment; see `envs.played.PlayedEnvironment`."""
-
-    name: str
-    files_per_rollout: int
-
-    def sizes(self, split: Split) -> list[int]: ...
-    async def open(self) -> None: ...
-    async def close(self) -> None: ...
-    async def play(self, split: Split, number: int) -> list[tuple[dict[str, Any], bool]]: ...
 
 
 def generate(argv: list[str]) -> int:
@@ -218,7 +209,7 @@ def make_one_server(config: RunConfig) -> None:
 
 def make_players(
     given: Sequence[Any], args: Any, endpoint: Endpoint, split: Split = "train"
-) -> list[Player]:
+) -> list[PlayedEnvironment]:
     """Return what plays each of these `WeightedEnv` that is for this split.
 
     Args:
@@ -232,7 +223,7 @@ def make_players(
     from verifiers_rl.envs.base import RunnerOptions
     from verifiers_rl.envs.played import PlayedEnvironment
 
-    made: list[Player] = []
+    made = list[PlayedEnvironment]()
     for one in given:
         if one.only not in (None, split):
             continue
@@ -287,7 +278,9 @@ async def _while_it_lives(server: Child | None, work: Coroutine[Any, Any, None])
     working.result()
 
 
-async def _write(options: argparse.Namespace, max_concurrent: int, players: list[Player]) -> None:
+async def _write(
+    options: argparse.Namespace, max_concurrent: int, players: list[PlayedEnvironment]
+) -> None:
     """Write the rows of each environment. A file without any is removed."""
     num_kept = 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -323,7 +316,7 @@ async def _write(options: argparse.Namespace, max_concurrent: int, players: list
 
 
 async def write_rows(
-    player: Player,
+    player: PlayedEnvironment,
     split: Split,
     num_examples: int | None,
     num_rollouts: int,

@@ -251,7 +251,6 @@ class SFTTrainer(RLTrainer):
             last_token = tokens.last_token(train)
             if eval_dataset is not None:
                 held_out = tokens.of_rows(eval_dataset, "for evaluations", print).rows
-                _warn_of_common_rows(train, held_out)
         found = broadcast_outcome({"num_rows": len(train), "last_token": last_token}, args.device)
         num_positions = args.num_positions(found["num_rows"])
         args = args.counted(found["num_rows"])
@@ -412,19 +411,6 @@ class SFTTrainer(RLTrainer):
         finally:
             model.train(was_training)
         return reduce_over_ranks(total).item() / int(sizes.num_loss_tokens.sum())
-
-
-def _warn_of_common_rows(train: list[list[Tokens]], held_out: list[list[Tokens]]) -> None:
-    """Say how many of the held-out rows are trained on."""
-    trained = {ids.tobytes() for row in train for ids, _ in row}
-    num_common = sum(any(ids.tobytes() in trained for ids, _ in row) for row in held_out)
-    if num_common:
-        logger.warning(
-            "%d of %d held-out rows are trained on, so their loss says little: set parts without "
-            "common rows, such as split = 'train[:90%%]' and eval_split = 'train[90%%:]'",
-            num_common,
-            len(held_out),
-        )
 
 
 def _for_evaluations(env: Any) -> Any:
