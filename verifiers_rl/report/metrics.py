@@ -311,7 +311,7 @@ class RunFilesCallback(TrainerCallback):
         rows = self._rows_before
         if state.global_step:
             before = read_metrics(target) if target.is_file() else []
-            rows = [row for row in before if row["step"] == 0]
+            rows = [row for row in before if row["step"] == 0 and row not in rows] + rows
             rows += [{"step": row["step"], **row} for row in state.log_history if row["step"]]
         write_metrics(target, rows)
         self._rows_before, self._has_begun = [], True
