@@ -10,9 +10,9 @@ A student learns to reverse strings (examples/reverse_text), LoRA, lr 1e-3:
     sft       from the teacher's answers, which `vf-rl generate` writes: 32 a batch, each once
 
 The student is the warm start of `make demo`. The teacher is a warm start of another seed, of 300
-clean steps. A run ends at the first
-evaluation (256 held-out prompts, one answer each at temperature 1) that reaches --target, or after
-the steps of its method. Its rollouts are those of the student, or with sft the teacher's answers.
+clean steps. A run ends at the first evaluation (256 held-out prompts, one answer each at
+temperature 1) that reaches --target, or after the steps of its method; with sft, its checkpoints
+are evaluated afterwards. Its rollouts are those of the student, or with sft the teacher's answers.
 Its seconds are those of the steps up to there (with sft also those of generating these answers)
 without the wait for evaluations. The teacher's training counts in neither.
 
@@ -112,10 +112,17 @@ def train(
         rows, generation_s = generate(seed, teacher, folder)
         rollouts_per_step *= NUM_PROMPTS / len(rows)
         extra_s = generation_s / len(rows) * options["batch_size"]  # for a step
-        for name in ("rollouts_per_example", "max_tokens", "max_steps"):
-            options.pop(name)
-        options["eval_sampling"] = {"max_tokens": 16}
-        trainer = SFTTrainer(str(model), SFTConfig(**options), rows, env=env, callbacks=callbacks)
+        own = (
+            *("batch_size", "micro_batch_size", "max_seq_len", "learning_rate", "warmup_steps"),
+            *("lr_scheduler_type", "logging_steps", "use_cpu", "disable_tqdm", "seed"),
+            *("overwrite_output_dir", "output_dir"),
+        )
+        args = SFTConfig(
+            **{name: options[name] for name in own},
+            save_strategy="steps",
+            save_steps=options["eval_steps"],
+        )
+        trainer = SFTTrainer(str(model), args, rows)
     else:
         if method == "opd":
             env = [WeightedEnv(env, "reverse_text", scorer=Distillation(teacher, "opd"))]
@@ -125,7 +132,13 @@ def train(
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
     row = {"method": method, "seed": seed, "run_s": time.monotonic() - start}
-    history = trainer.state.log_history
+    history = list(trainer.state.log_history)
+    if method == "sft":
+        for checkpoint in sorted((folder / "run").glob("checkpoint-*")):
+            options["output_dir"] = str(folder / "judged")
+            judge = RLTrainer(str(checkpoint), env, RLConfig(**options, temperature=1.0))
+            step = int(checkpoint.name.removeprefix("checkpoint-"))
+            history.append({**judge.evaluate(), "step": step, "eval_wait_s": 0.0})
     steps = {entry["step"]: entry for entry in history if "step_s" in entry}
     evaluations = {e["step"]: e for e in history if "eval_exact_match" in e}
     curve = []

@@ -54,7 +54,8 @@ the tables above. [sft.md](sft.md) says what they do together.
 
 """
 SFT_DATA = """
-`vf-sft` has a table of its own beside those of `vf-rl`, and neither `[inference]` nor `[cluster]`:
+`vf-sft` has a table of its own beside those of `vf-rl`, and no `[env]`, `[inference]`
+or `[cluster]`:
 
 """
 SFT_REFUSED = """

@@ -41,15 +41,8 @@ LLAMA = (
     "{%- if add_generation_prompt -%}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}"
 )
-MARKED = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + ':' -}}"
-    "{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
-    "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|im_end|>' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant:' -}}{%- endif -%}"
-)
 SPECIAL = {
     QWEN3: ["<|im_start|>", "<|im_end|>"],
-    MARKED: ["<|im_start|>", "<|im_end|>"],
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
 }
 THINKS = "<think>\n\n</think>\n\n"  # 19 tokens
@@ -60,7 +53,7 @@ CALL = {
 
 
 def make_tokenizer(template=None):
-    """The example's tokenizer, with its own template, which has marks, or with another one."""
+    """The example's tokenizer, with its own template or with another one."""
     tokenizer = load_example("warm_start").make_tokenizer(SPECIAL.get(template, []))
     if template is not None:
         tokenizer.chat_template = template
@@ -125,7 +118,7 @@ def test_llamas_turns_are_one_sample():
     assert at == [24, 25, 49, 50] and len(ids) == 51
 
 
-def test_marks_of_the_template_decide():
+def test_a_tools_turn_is_not_in_the_loss():
     # <|user|>2*3<|end|><|assistant|>: 1 + 3 + 1 + 1
     call = '<tool_call>{"name": "times", "arguments": {"a": 2, "b": 3}}</tool_call><|end|>'
     reply = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -136,18 +129,6 @@ def test_marks_of_the_template_decide():
     assert at[: start - 6] == [*range(6, start)]
     assert at[start - 6 :] == [*range(len(ids) - 4, len(ids))]
     assert said({"messages": messages}) == [call + "six<|end|>"]
-
-
-def test_marks_and_differences_agree():
-    marked, plain = make_tokenizer(), make_tokenizer()
-    for mark in ("{%- generation -%}", "{%- endgeneration -%}"):
-        assert mark in plain.chat_template
-        plain.chat_template = plain.chat_template.replace(mark, "")
-    row = {"messages": chat("ab", "cd", "e", "f")}
-    [(ids, mask)], [(wanted, wanted_mask)] = (
-        Tokenization(tokenizer).of_row(row) for tokenizer in (plain, marked)
-    )
-    assert ids.tolist() == wanted.tolist() and mask.tolist() == wanted_mask.tolist()
 
 
 def test_tools_are_in_the_prompt_as_a_list_or_as_json():
@@ -176,27 +157,17 @@ def test_only_the_completion_is_in_the_loss():
         assert said(row, template) == [f"d{end}"]
 
 
-@pytest.mark.parametrize("template", [LLAMA, MARKED, None])
+@pytest.mark.parametrize("template", [LLAMA, None])
 def test_a_message_of_weight_0_is_read_but_not_learned(template):
     messages = chat("a", "b", "c", "d")
     tokenizer, [(whole, _)] = tokens_of({"messages": messages}, template)
     messages[1]["weight"], messages[3]["weight"] = 0, 1
-    end = "" if template is MARKED else tokenizer.decode(whole[-1:])  # which its marks leave out
+    end = tokenizer.decode(whole[-1:])
     _, [(ids, at)] = tokens_of({"messages": messages}, template)
     assert ids.tolist() == whole.tolist() and tokenizer.decode(ids[at]) == f"d{end}"
     messages[0]["weight"] = 0
     [text] = said({"messages": messages}, template, loss_on=["user"])
     assert text.count("user") == 1 and "c" in text
-
-
-def test_marks_decide_also_where_a_message_has_weight_0_and_differences_would_not_do():
-    template = MARKED.replace("assistant:' -}}{%- endif", "assistant:<think>' -}}{%- endif")
-    SPECIAL[template] = SPECIAL[MARKED]
-    messages = chat("a", "b", "c", "d")
-    messages[1]["weight"] = 0
-    assert said({"messages": messages}, template) == ["d"]
-    with pytest.raises(DatasetError, match="does not continue the text before"):
-        said({"messages": messages}, template, loss_on=["assistant", "tool"])
 
 
 def test_a_text_is_in_the_loss_but_for_its_first_token():
@@ -244,13 +215,14 @@ def test_rows_are_cut_counted_and_left_out():
     rows = [{"messages": chat("a", "b")}, {"messages": chat("ab", "cdefghi")},
             {"messages": chat("abcdefgh", "b")}, {"messages": chat("a")}]  # fmt: skip
     result = tokenization.of_rows(rows, "some", lines.append)
-    assert [[len(ids) for ids, _ in row] for row in result.rows] == [[6], [9]]
-    assert (result.num_left_out, result.num_cut, result.num_split) == (2, 2, 0)
+    assert [[len(ids) for ids, _ in row] for row in result] == [[6], [9]]
     assert lines == [
         "data some: 2 rows with 15 tokens, 6 of them in the loss; 2 cut at max_seq_len; "
         "2 left out, without a loss token in max_seq_len"
     ]
-    assert of_rows([{"messages": chat("a", "b", "c", "d")}], QWEN3).num_split == 1
+    rows = [{"messages": chat("a", "b", "c", "d")}]
+    Tokenization(make_tokenizer(QWEN3)).of_rows(rows, "some", lines.append)
+    assert lines[1].endswith("; 1 conversations of several samples")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +259,7 @@ def test_a_template_that_does_not_continue_the_text_before_is_an_error():
         of_rows([{"messages": chat("a", "b")}], template)
     text = str(error.value)
     assert text.startswith("data some, row 0: messages[1] (role 'assistant'): the chat template")
-    assert "where that has '!" in text and "by {% generation %} in the template" in text
+    assert "where that has '!" in text and "correct the template" in text
 
 
 def test_a_template_that_refuses_a_conversation_says_so():
@@ -307,20 +279,18 @@ def test_files_are_read_as_they_are(tmp_path):
 
     rows = [{"messages": chat("a", "b")}, {"messages": chat("c", "d"), "tools": [{"x": 1}]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    (tmp_path / "b.json").write_text(json.dumps(rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), tmp_path / "c.parquet")
-    names = [str(tmp_path / name) for name in ("a.jsonl", "b.json", "c.parquet")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), tmp_path / "b.parquet")
+    names = [str(tmp_path / name) for name in ("a.jsonl", "b.parquet")]
     assert read_dataset(names[:1]) == rows
-    assert read_dataset(names) == [*rows, *rows, rows[0]]
+    assert read_dataset(names) == [*rows, rows[0]]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("a.jsonl", '{"text": "a"}\n{', r"a.jsonl, line 2: no JSON"),
-        ("a.json", '{"text": "a"}', "must be a JSON list of rows"),
+        ("a.jsonl", '{"text": "a"}\n{', r"a.jsonl', .* line 2: no JSON"),
         ("a.parquet", "no table", "a.parquet': "),
-        ("a.csv", "text\n", "must be a .jsonl, .json or .parquet file"),
+        ("a.csv", "text\n", "neither .jsonl nor .parquet"),
         ("b.jsonl", None, "No such file or directory"),
     ],
 )
@@ -362,37 +332,20 @@ def test_keys_that_only_other_rows_of_a_table_have_are_not_rendered():
     assert '{"b": null}' in said(row, template)[0]
 
 
-def test_marks_decide_in_a_completion_too():
-    row = {"prompt": chat("a", "b", "c"), "completion": chat("", "d", "e", "f")[1:]}
-    # Without the ends of turns, which the marks leave out.
-    assert said(row, MARKED) == ["df"]
-    assert said({"messages": chat("a", "b")}, MARKED) == ["b"]
-    # With other roles in the loss they do not.
-    assert said(row, MARKED, loss_on=["user", "assistant"])[0].endswith("f<|im_end|>")
-
-
-def test_marks_do_not_decide_if_they_do_not_tell_a_reply_of_the_prompt_from_the_others():
-    marked = "{%- generation -%}{{- m.content -}}{%- endgeneration -%}"
-    every = QWEN3.replace("{{- m.content -}}", marked)
-    last = f"{{%- if loop.last -%}}{marked}{{%- else -%}}{{{{- m.content -}}}}{{%- endif -%}}"
-    last = QWEN3.replace("{{- m.content -}}", last)
-    SPECIAL[every] = SPECIAL[last] = SPECIAL[QWEN3]
-    row = {"prompt": chat("a", "b"), "completion": chat("c", "d")}
-    assert said(row, every) == ["d"] and said(row, last) == [THINKS + "d<|im_end|>"]
-
-
 @pytest.mark.parametrize("template", [QWEN3, LLAMA, None])
 def test_the_token_that_ends_replies_is_found(template):
     tokenizer = make_tokenizer(template)
     tokenization = Tokenization(tokenizer, max_seq_len=60)
     rows = [{"messages": chat("a", "b")}] * 2 + [{"messages": chat("a", "b" * 99)}] * 5
     end = (SPECIAL[template] if template else ["<|end|>"])[-1]
-    result = tokenization.of_rows(rows, "some")
-    assert result.num_cut == 5  # these do not count
-    assert tokenization.last_token(result.rows) == tokenizer.convert_tokens_to_ids(end)
+    # Those that are cut do not count.
+    found = tokenization.last_token(tokenization.of_rows(rows[::-1], "some"))
+    assert found == tokenizer.convert_tokens_to_ids(end)
     both = Tokenization(tokenizer, ("user", "assistant"))
-    assert both.last_token(both.of_rows(rows, "some").rows) == tokenizer.convert_tokens_to_ids(end)
+    assert both.last_token(both.of_rows(rows, "some")) == tokenizer.convert_tokens_to_ids(end)
     assert Tokenization(tokenizer).last_token([]) is None
-    # Plain tokens at the end, as under marks that leave out the end of a turn, are none.
-    tokenization = Tokenization(make_tokenizer(MARKED))
-    assert tokenization.last_token(tokenization.of_rows(rows, "some").rows) is None
+    # A plain token at the end is none.
+    template = LLAMA.replace("{{- '<|eot_id|>' -}}", "")
+    SPECIAL[template] = SPECIAL[LLAMA]
+    tokenization = Tokenization(make_tokenizer(template))
+    assert tokenization.last_token(tokenization.of_rows(rows, "some")) is None

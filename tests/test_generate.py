@@ -107,7 +107,7 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
     # What it has written is data for vf-sft.
     tokenizer = load_example("warm_start").make_tokenizer()
     made = Tokenization(tokenizer).of_rows(read_dataset(["data/new.jsonl"]), "it")
-    assert len(made.rows) == 2
+    assert len(made) == 2
 
 
 def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
@@ -188,6 +188,11 @@ def made_of(play, num):
     return Played()
 
 
+def asked_for(**changes):
+    options = {"split": "train", "examples": None, "rollouts": 1, "min_reward": 0.0}
+    return argparse.Namespace(**options | changes)
+
+
 def row_of(number, reward=1.0):
     return {"example": number, "reward": reward}, False
 
@@ -209,7 +214,7 @@ def test_replies_that_the_tasks_own_prompt_has_are_written_as_prompt():
         async with serving(reply) as url:
             envs, at = [WeightedEnv(env, "it")], Endpoint(f"{url}/v1", "m", "KEY")
             (made,) = make_players(envs, RLConfig(use_cpu=True), at)
-            await write_rows(made, "train", None, 1, 0.0, 1, written.append)
+            await write_rows(made, asked_for(), 1, written.append)
 
     asyncio.run(run())
     shown, plain = sorted(written, key=lambda row: row["example"])
@@ -253,7 +258,7 @@ def test_a_rollout_is_written_when_it_ends_not_behind_slower_ones():
             if len(written) == 2:
                 others.set()
 
-        writing = write_rows(made_of(play, 3), "train", None, 1, 0.0, 3, write)
+        writing = write_rows(made_of(play, 3), asked_for(), 3, write)
         await asyncio.wait_for(writing, 20)
         return written
 
@@ -272,7 +277,7 @@ def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_pl
         return [row_of(number)]
 
     async def run():
-        writing = write_rows(made_of(play, 500), "train", None, 1, 0.0, 1, lambda row: None)
+        writing = write_rows(made_of(play, 500), asked_for(), 1, lambda row: None)
         return await asyncio.wait_for(writing, 30)
 
     if failing < 500:
@@ -289,16 +294,17 @@ def test_a_server_that_ends_ends_the_command_and_keeps_the_rows(tmp_path):
     async def play(number):
         if number:
             server.signal(signal.SIGKILL)
-            await asyncio.Event().wait()  # no answer comes any more
+            while server.poll() is None:
+                await asyncio.sleep(0.01)
+            raise ConnectionError("refused")
         return [row_of(number)]
 
-    options = argparse.Namespace(
-        output=tmp_path / "new.jsonl", split="train", examples=None, rollouts=1, min_reward=0.0
-    )
+    options = asked_for(output=tmp_path / "new.jsonl")
+    endpoint = Endpoint("http://127.0.0.1:1/v1", "m", server=server)
     try:
         with pytest.raises(ChildError, match="the server ended with status 137; rows that were"):
-            writing = module._write(options, 1, [made_of(play, 2)])
-            asyncio.run(asyncio.wait_for(module._while_it_lives(server, writing), 30))
+            writing = module._write(options, 1, [made_of(play, 2)], endpoint.check)
+            asyncio.run(asyncio.wait_for(writing, 30))
     finally:
         server.stop()
     assert [row["example"] for row in read_dataset([str(options.output)])] == [0]

@@ -5,26 +5,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from tests.helpers import (
-    ROOT,
-    StubSink,
-    StubSource,
-    load_example,
-    make_tiny_llama,
-    make_tiny_model,
-)
-from verifiers_rl import LossOutputs, RLConfig, WeightedEnv
+from tests.helpers import ROOT, load_example, make_tiny_llama, make_tiny_model
+from verifiers_rl import LossOutputs, RLConfig
 from verifiers_rl.config import ConfigError
 from verifiers_rl.losses import LossInputs, cross_entropy
 from verifiers_rl.packing import ModelSupport
 from verifiers_rl.process.interrupts import Interrupted
-from verifiers_rl.report.run_folder import RunFolderError, metrics_file, read_metrics
+from verifiers_rl.report.run_folder import metrics_file, read_metrics
 from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.trainer import DatasetSource, make_samples
 
@@ -184,56 +176,37 @@ def rows_of(num):
     return [[(np.array([i, 0], np.int32), np.array([False, True]))] for i in range(num)]
 
 
-def test_each_epoch_has_each_row_once_and_the_last_batch_what_is_left():
-    source = DatasetSource(rows_of(5), 2, shuffle=False, num_positions=10)
-    assert batches(source, range(5)) == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
-    source = DatasetSource(rows_of(5), 3, shuffle=False, num_positions=5)
-    assert batches(source, range(2)) == [[0, 1, 2], [3, 4]]
-    shuffled = DatasetSource(rows_of(6), 3, seed=1, num_positions=12)
+def test_each_epoch_has_each_row_once_and_its_last_batch_what_is_left():
+    plain = DatasetSource(rows_of(5), 2, shuffle=False, seed=1)
+    assert batches(plain, range(4)) == [[0, 1], [2, 3], [4], [0, 1]]
+    shuffled = DatasetSource(rows_of(5), 3, shuffle=True, seed=1)
     first, second, third, fourth = batches(shuffled, range(4))
-    assert sorted(first + second) == sorted(third + fourth) == list(range(6))
+    assert sorted(first + second) == sorted(third + fourth) == list(range(5))
     assert first + second != third + fourth
-    assert batches(DatasetSource(rows_of(6), 3, seed=1), [3]) == [fourth]  # as a resumed run does
-    assert batches(DatasetSource(rows_of(6), 3, seed=2), [0]) != [first]
+    # As a resumed run does, whose steps before are not taken again.
+    assert batches(DatasetSource(rows_of(5), 3, shuffle=True, seed=1), [3]) == [fourth]
+    assert batches(DatasetSource(rows_of(5), 3, shuffle=True, seed=2), [0]) != [first]
 
 
-def test_a_resumed_run_with_more_epochs_leaves_no_row_out(make_trainer, tmp_path):
+def test_a_run_with_more_epochs_goes_on_behind_a_finished_one(make_trainer, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 100, "batch_size": 5}
     make_trainer(**options).train()  # 12 rows in batches of 5, 5 and 2
     resumed = make_trainer(num_train_epochs=2.0, **options)
     resumed.train(resume_from_checkpoint=True)
     rows = read_metrics(metrics_file(tmp_path / "run"))[:-1]
-    epochs = [row["num_epochs"] * 12 for row in rows]
-    assert epochs == pytest.approx([5, 10, 12, 17, 22, 24])  # five more rows, not ten, at step 4
-    assert [row["epoch"] for row in rows] == pytest.approx([row["num_epochs"] for row in rows])
+    assert [row["epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
     assert resumed.state.global_step == 6
 
 
-def test_a_finished_run_is_resumed_if_more_epochs_leave_rows(make_trainer, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 100}
-    make_trainer(batch_size=5, **options).train()  # 12 rows in 3 steps
-    for changed in ({"batch_size": 5}, {"batch_size": 2}, {"num_train_epochs": 0.75}):
-        with pytest.raises(RunFolderError, match=r"step 3 of [23]: raise num_train_epochs"):
-            make_trainer(**options, **changed).train(resume_from_checkpoint=True)
-    resumed = make_trainer(batch_size=5, num_train_epochs=1.25, **options)  # 15 are 3 steps, too
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 4
-    assert read_metrics(metrics_file(tmp_path / "run"))[-2]["num_epochs"] == 1.25
-
-
-def test_a_resumed_run_goes_on_behind_its_rows_and_says_what_has_changed(caplog):
-    before = DatasetSource(rows_of(5), 2, shuffle=False, num_positions=5)
-    state = before.state_dict(3)
-    source = DatasetSource(rows_of(5), 4, shuffle=False, num_positions=15)
-    source.start()
-    source.load_state_dict(state)
-    assert batches(source, [3, 4, 5]) == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]]
-    assert "batch_size is 4, and was 2 before the checkpoint" in caplog.text
-    assert source.state_dict(4)["position"] == 9
-    DatasetSource(rows_of(6), 2).load_state_dict(state)
-    assert "num_rows is 6, and was 5 before the checkpoint" in caplog.text
-    source.start()  # another run
-    assert batches(source, [0]) == [[0, 1, 2, 3]]
+def test_a_run_does_not_go_on_with_other_rows_or_batches(make_trainer):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(**options).train()
+    for changes, problem in (
+        ({"batch_size": 3}, "batch_size=3: it was 4 before the checkpoint"),
+        ({"rows": conversations(13)}, "num_rows=13: it was 12 before the checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            make_trainer(**options, **changes, num_train_epochs=2.0).train(True)
 
 
 def test_a_conversation_of_several_samples_is_one_rollout():
@@ -251,9 +224,7 @@ def test_a_conversation_of_several_samples_is_one_rollout():
     [({}, 3), ({"num_train_epochs": 2.5}, 8), ({"batch_size": 5}, 3), ({"max_steps": 7}, 7)],
 )
 def test_epochs_or_max_steps_say_how_long_a_run_is(make_trainer, options, steps):
-    args = make_trainer(**options).args
-    assert args.max_steps == steps  # of 12 rows in batches of 4
-    assert args.with_sampling({"max_tokens": 8}).max_tokens == 8  # of an environment
+    assert make_trainer(**options).args.max_steps == steps  # of 12 rows in batches of 4
 
 
 # --- A run ----------------------------------------------------------------------------------------
@@ -272,7 +243,7 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
     assert sorted(steps) == [10, 20, 30] and steps[30] < steps[10]
     model = AutoModelForCausalLM.from_pretrained(folder).double()
     assert steps[30] == pytest.approx(mean_loss(model, trainer._held_out).item(), rel=1e-4)
-    assert rows[0]["num_epochs"] == pytest.approx(1 / 3) and rows[0]["num_tokens"] > 0
+    assert rows[0]["epoch"] == pytest.approx(1 / 3) and rows[0]["num_tokens"] > 0
     of_rollouts = {"importance_ratio", "mismatch_kl", "advantage_abs", "staleness", "reward"}
     assert not of_rollouts & rows[0].keys()
     card = (folder / "README.md").read_text()
@@ -280,7 +251,7 @@ def test_a_run_learns_and_leaves_the_model_of_an_rl_run(make_trainer, tmp_path, 
     assert "[supervised-finetuning, " in card and "- loss: " in card and "Environment" not in card
     out = capsys.readouterr().out
     assert "data for training: 12 rows with" in out and f"model: {folder}" in out
-    assert "\nloss: " in out and "eval_loss: " in out and (folder / "curves.png").is_file()
+    assert "\nloss: " in out and "eval_loss: " in out
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(make_trainer, tmp_path):
@@ -360,132 +331,6 @@ def test_what_a_run_has_trained_is_saved_if_its_held_out_loss_fails_or_a_signal_
     assert (tmp_path / "other" / "checkpoint-2").is_dir() and other.state.global_step == 2
 
 
-class Evaluates(StubSource):
-    """Evaluates at once, or when it is asked for the results."""
-
-    def __init__(self, at_once=True):
-        super().__init__()
-        self.evaluated, self.at_once = deque(maxlen=4), at_once
-
-    def begin_evaluation(self, *args):
-        super().begin_evaluation(*args)
-        if self.at_once:
-            self.evaluated.append((args[-1], []))
-
-    def end_evaluation(self):
-        if not self.at_once:
-            self.evaluated.append((self.evaluates, []))
-        return super().end_evaluation()
-
-
-def test_evaluations_on_an_environment_push_the_weights_they_need(
-    make_trainer, monkeypatch, tmp_path
-):
-    source, sink = Evaluates(), StubSink()
-    monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *args: (source, sink))
-    trainer = make_trainer(
-        others={"env": "words"}, max_steps=6, eval_strategy="steps", eval_steps=2,
-        held_out=conversations(5),
-    )  # fmt: skip
-    trainer.train()
-    # For the evaluations of steps 2 and 4, each at the next step, and the final weights.
-    assert sink.pushed == [2, 4, 6] and source.submitted == []
-    assert [call for call in source.calls if "evaluate" in call] == [
-        "evaluate 2", "evaluated 2", "evaluate 4", "evaluated 4", "evaluate 6", "evaluated 6",
-    ]  # fmt: skip
-    rows = read_metrics(metrics_file(tmp_path / "run"))
-    for name in ("eval_reward", "eval_loss"):
-        assert sorted(row["step"] for row in rows if name in row) == [2, 4, 6]
-    # The result is logged as soon as it is there, not with the next evaluation.
-    named = [name for row in rows for name in ("eval_reward", "loss") if name in row]
-    assert named[:5] == ["loss", "loss", "loss", "eval_reward", "loss"]
-
-
-@pytest.mark.parametrize("log_rollouts", [0.05, 0])
-def test_no_batch_waits_for_an_evaluation_that_runs(make_trainer, monkeypatch, log_rollouts):
-    source = Evaluates(at_once=False)
-    monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *a: (source, StubSink()))
-    trainer = make_trainer(
-        others={"env": "words"}, max_steps=8, eval_strategy="steps", eval_steps=3,
-        log_rollouts=log_rollouts,
-    )  # fmt: skip
-    at = []
-
-    def end():
-        at.append(trainer.state.global_step)
-        return Evaluates.end_evaluation(source)
-
-    source.end_evaluation = end
-    trainer.train()
-    assert at == [6, 8, 8]  # that of step 3 ends before the next push; that of step 6 at the end
-
-
-def resumed_in_its_evaluation(make_trainer, monkeypatch, **options):
-    """A run that ends while the evaluation of step 2 runs, and one that goes on from there."""
-    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
-               "save_steps": 2, **options}  # fmt: skip
-    for resumes in (False, True):
-        source = Evaluates(at_once=False)
-        connected = (source, StubSink())
-        monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *a, c=connected: c)
-        trainer = make_trainer(others={"env": "words"}, held_out=conversations(5), **options)
-        if resumes:
-            trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-            return trainer
-
-        def lost():
-            raise RuntimeError("the environment fails")
-
-        source.end_evaluation = lost
-        with pytest.raises(RuntimeError, match="the environment fails"):
-            trainer.train()
-    return None
-
-
-def test_a_resumed_run_keeps_the_held_out_loss_beside_an_evaluation_that_it_repeats(
-    make_trainer, monkeypatch, tmp_path
-):
-    resumed_in_its_evaluation(make_trainer, monkeypatch)
-    rows = read_metrics(metrics_file(tmp_path / "run"))
-    for name in ("eval_reward", "eval_loss"):
-        assert [row["step"] for row in rows if name in row] == [2, 4], name
-
-
-def test_an_evaluation_that_is_repeated_needs_no_loss_for_the_best_model(
-    make_trainer, monkeypatch, tmp_path
-):
-    trainer = resumed_in_its_evaluation(make_trainer, monkeypatch, load_best_model_at_end=True)
-    assert trainer.args.metric_for_best_model == "loss" and trainer.state.best_global_step == 4
-
-
-def test_the_best_model_is_chosen_by_what_evaluations_have(make_trainer, monkeypatch):
-    source = Evaluates()
-    monkeypatch.setattr("verifiers_rl.wiring.make_source_and_sink", lambda *a: (source, StubSink()))
-    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
-               "save_steps": 1, "load_best_model_at_end": True}  # fmt: skip
-    trainer = make_trainer(others={"env": "words"}, **options)
-    trainer.train()
-    assert trainer.args.metric_for_best_model == "reward" and trainer.args.greater_is_better
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 1)
-    with pytest.raises(ConfigError, match="metric_for_best_model='eval_loss': no evaluation has a"):
-        make_trainer(others={"env": "words"}, metric_for_best_model="eval_loss", **options)
-    with pytest.raises(ConfigError, match="metric_for_best_model='reward': evaluations on held-ou"):
-        make_trainer(held_out=conversations(5), metric_for_best_model="reward", **options)
-
-
-def test_environments_for_evaluations_alone_are_taken(make_trainer, monkeypatch):
-    mixes = []
-    monkeypatch.setattr(
-        "verifiers_rl.wiring.make_source_and_sink",
-        lambda *a: (mixes.append(a[1]), (Evaluates(), StubSink()))[1],
-    )
-    options = {"eval_strategy": "steps", "eval_steps": 1}
-    for only in (("eval", "eval"), ("eval", None)):
-        mix = [WeightedEnv("words", name, only=one) for name, one in zip("ab", only, strict=True)]
-        make_trainer(others={"env": mix}, **options)
-    assert [[one.only for one in mix] for mix in mixes] == [[None, None], ["eval", None]]
-
-
 SCRIPT = """
 import sys
 import tests.sharding_on_cpu
@@ -533,9 +378,9 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
     for kind in ("ddp", "fsdp2"):
         rows = read_metrics(metrics_file(tmp_path / kind))[:-1]
-        assert len(rows) == len(wanted) == 5 + 3  # the last batch has 4 rows
+        assert len(rows) == len(wanted) == 6 + 3  # the last batch of an epoch has 2 rows
         for row, one in zip(rows, wanted, strict=True):
-            for name in one.keys() & {"loss", "eval_loss", "grad_norm", "num_tokens", "num_epochs"}:
+            for name in one.keys() & {"loss", "eval_loss", "grad_norm", "num_tokens", "epoch"}:
                 assert row[name] == pytest.approx(one[name], rel=1e-5), (kind, name)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / kind).state_dict()
         for name, value in weights.items():
@@ -561,6 +406,8 @@ def test_two_ranks_equal_one(make_trainer, tmp_path):
         ({"loss_args": {"a": 1}}, "there is no 'a'"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 has no effect"),
         ({"packing": True}, "packing: docs/reference.md lists the options"),
+        ({"vllm_server_port": 8001}, "vllm_server_port=8001 has no effect in SFTTrainer"),
+        ({"metric_for_best_model": "reward"}, "metric_for_best_model='reward': must be 'loss'"),
         ({"loss_onn": []}, "loss_onn: did you mean 'loss_on'"),
         ({"batch_sise": 5}, "batch_sise: did you mean 'batch_size'"),
     ],
@@ -575,7 +422,7 @@ def test_arguments_that_cannot_work_are_named(make_trainer, tokenizer):
         SFTTrainer(make_tiny_model(), RLConfig(use_cpu=True), [], processing_class=tokenizer)
     with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
         make_trainer(eval_strategy="steps", eval_steps=1)
-    with pytest.raises(ConfigError, match="there is nothing to evaluate on"):
+    with pytest.raises(ConfigError, match=r"evaluate\(\) takes the rows of SFTTrainer"):
         make_trainer().evaluate()
     with pytest.raises(ConfigError, match="data for training, row 0: has the columns question"):
         make_trainer(rows=[{"question": "?"}])
@@ -592,7 +439,9 @@ def test_options_of_the_data_change_what_is_trained(make_trainer):
     plain = first_batch()
     assert first_batch(seed=7) != plain != first_batch(shuffle=False)
     assert max(map(len, first_batch(max_seq_len=8))) == 8 < max(map(len, plain))
-    trainer = make_trainer(loss_on=["user", "assistant"])
-    more = sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
-    trainer = make_trainer()
-    assert more > sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
+    whole = make_trainer(loss_on=["user", "assistant"])
+    more, fewer = (
+        sum(s.num_loss_tokens for s in make_samples(trainer.orchestrator._rows))
+        for trainer in (whole, make_trainer())
+    )
+    assert more > fewer

@@ -912,19 +912,6 @@ class RLConfig(TrainingArguments):
         # 1e-9: 100 * 1.15 is 114.99999999999999
         return max(int(self.groups_per_batch * group_filter.max_oversampling + 1e-9), 1)
 
-    @property
-    def length_option(self) -> str:
-        """The option that says how long the run is."""
-        return "max_steps"
-
-    def max_steps_behind(self, state: dict[str, Any]) -> int:
-        """Return the steps of the whole run, those before its checkpoint among them.
-
-        Args:
-            state: what our own parts have saved in the checkpoint, by name.
-        """
-        return self.max_steps
-
     def with_sampling(self, options: dict[str, Any]) -> RLConfig:
         """Return a copy with these sampling options, for one of several environments.
 

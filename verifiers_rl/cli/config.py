@@ -547,8 +547,8 @@ class RunConfig:
 # Tables that another program reads.
 ELSEWHERE = {
     "data": "it is of vf-sft, which trains on a dataset",
-    "inference": "vf-sft starts no server. For evaluations on an environment, start vf-vllm, and "
-    "set vllm_server_port in [trainer.args]",
+    "env": "vf-sft has no environment; `vf-rl generate --split eval` measures a model on one",
+    "inference": "vf-sft starts no server",
     "cluster": "vf-sft runs on one machine",
     "teacher": "the dataset is vf-sft's teacher; distillation on rollouts is of vf-rl",
 }
@@ -643,7 +643,7 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
     config.import_from = config.read_paths("import_from", Path.is_dir, "folder")
     config.model = config.find_model(("model",), checks_model)
     config.teachers = read_teachers(config)
-    if config.NEEDS_ENV or "env" in config.tree:
+    if config.NEEDS_ENV:
         _read_envs(config)
     check_use(config, checks_model)
     config.check_own()
@@ -681,12 +681,6 @@ def _read_env(config: RunConfig, at: Key) -> EnvTable:
         env.__post_init__()
     if not env.id:
         raise TomlError(f"{config.place(*at, 'id')}: id is missing; set it to a string")
-    if env.learning and "teacher" not in config.TABLES:
-        raise config.error(
-            (*at, next(iter(env.learning))),
-            f"environments of {config.PROGRAM} only evaluate; remove it. Distillation on rollouts "
-            "is of vf-rl",
-        )
     if os.sep in env.python:  # else it is looked for as a shell does
         folder = config.folder_of(*at, "python")
         # Not resolved: an interpreter knows its packages by the link that it is started by.

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,7 @@ def prepare_run_folder(
     *,
     resume: bool | str | None,
     overwrite: bool,
-    max_steps: int | Callable[[Path], int],
-    option: str = "max_steps",
+    max_steps: int,
 ) -> Path | None:
     """Return the checkpoint to resume from, or None for a run from the start. Changes nothing on
     disk, but a checkpoint that lost its name to a kill gets it back.
@@ -85,9 +84,7 @@ def prepare_run_folder(
     Args:
         resume: True for the newest checkpoint, or the path of one.
         overwrite: the run may replace one that the folder holds (see `clear_run_folder`).
-        max_steps: steps of the whole run; -1 if they are not known yet. Or a function that returns
-            them for a run that goes on from this checkpoint.
-        option: says how long the run is.
+        max_steps: steps of the whole run; -1 if they are not known yet.
 
     Raises:
         RunFolderError: the folder holds a run that is neither resumed nor overwritten, there is no
@@ -119,12 +116,12 @@ def prepare_run_folder(
             f"({found}); choose another output_dir or run_name"
         )
     step = _read_state(checkpoint, STATE)["global_step"]
-    num_steps = max_steps if isinstance(max_steps, int) else max_steps(checkpoint)
     # A run that was killed behind its last step still has its final model to save.
     is_finished = not is_own or read_run(folder).get("status", "finished") == "finished"
-    if 0 <= num_steps < step + is_finished:  # below 0: the data will say
+    if 0 <= max_steps < step + is_finished:  # below 0: the data will say
         raise RunFolderError(
-            f"{checkpoint} is already at step {step} of {num_steps}: raise {option}"
+            f"{checkpoint} is already at step {step} of {max_steps}: raise max_steps (of vf-sft: "
+            "num_train_epochs)"
         )
     return checkpoint
 
@@ -178,8 +175,7 @@ def _enter(args: Any, resume: bool | str | None) -> str | None:
         args.output_dir,
         resume=resume,
         overwrite=args.overwrite_output_dir,
-        max_steps=lambda checkpoint: args.max_steps_behind(rl_state_of(checkpoint)),
-        option=args.length_option,
+        max_steps=args.max_steps,
     )
     if args.overwrite_output_dir:
         clear_run_folder(args.output_dir)

@@ -4,9 +4,8 @@ defaults, without those of rollouts, and with a few of their own.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
 from verifiers_rl.config import ConfigError, RLConfig, _option, refuse_unknown_options
@@ -15,42 +14,34 @@ from verifiers_rl.option_rules import (
     NotNegativeNumber,
     PositiveInt,
     PositiveNumber,
+    Share,
     must,
     one_of,
 )
 from verifiers_rl.sft.conversations import ROLES
 
 LOSSES = {"cross_entropy": cross_entropy}
-_ROLLOUTS = "the data has the replies, so nothing is sampled to train on"
-_REWARDS = "the data has no rewards"
-_RATIOS = "no policy has sampled the tokens, so there are no importance ratios"
+_OF_ROLLOUTS = (
+    *("rollouts_per_example", "max_off_policy_steps", "deterministic", "max_prompt_len"),
+    *("max_tokens", "top_p", "top_k", "min_p", "stop", "sampling_mask", "router_replay"),
+    *("mask_truncated_completions", "zero_truncated_completions", "generation_timeout"),
+    *("max_concurrent", "eval_examples", "eval_rollouts_per_example", "eval_sampling"),
+    *("vllm_server_host", "vllm_server_port", "vllm_servers", "log_rollouts"),
+)
 _UNUSED = {
     **{k: v for k, v in RLConfig.UNUSED.items() if k != "num_train_epochs"},
+    **dict.fromkeys(_OF_ROLLOUTS, "the data has the replies, so nothing is sampled"),
+    **dict.fromkeys(("advantage", "group_filter"), "the data has no rewards"),
     "neftune_noise_alpha": "it is not supported",
-    "rollouts_per_example": _ROLLOUTS,
-    "max_off_policy_steps": _ROLLOUTS,
-    "deterministic": _ROLLOUTS,
-    "max_prompt_len": _ROLLOUTS,
     "mask_env_responses": "loss_on chooses what is in the loss",
-    "temperature": "logprobs are taken at 1; eval_sampling is that of evaluations",
-    "advantage": _REWARDS,
-    "group_filter": _REWARDS,
-    "mask_truncated_completions": _ROLLOUTS,
-    "zero_truncated_completions": _ROLLOUTS,
-    "gradient_masks": _RATIOS,
-    "sampling_mask": _ROLLOUTS,
-    "router_replay": _ROLLOUTS,
+    "temperature": "logprobs are taken at 1",
+    "gradient_masks": "no policy has sampled the tokens, so there are no importance ratios",
 }
 _are_roles = must(
     f"be a list of roles, each of {', '.join(ROLES)}",
     lambda value: bool(value) and set(value) <= {*ROLES},
 )
-_RULES = {k: v for k, v in RLConfig.INHERITED_RULES.items() if k != "metric_for_best_model"}
-
-
-def is_loss(metric: str | None) -> bool:
-    """Return whether a name of `metric_for_best_model` is that of the loss on held-out rows."""
-    return metric in ("loss", "eval_loss")
+_is_loss = must("be 'loss', of the held-out rows", lambda name: name in ("loss", "eval_loss"))
 
 
 @refuse_unknown_options
@@ -63,7 +54,8 @@ class SFTConfig(RLConfig):
     """
 
     TRAINER, METHOD, BEST = "SFTTrainer", "supervised finetuning", "loss"
-    UNUSED, INHERITED_RULES = _UNUSED, _RULES
+    UNUSED = _UNUSED
+    INHERITED_RULES = RLConfig.INHERITED_RULES | {"metric_for_best_model": (_is_loss,)}
 
     # --- Supervised finetuning --------------------------------------------------------------------
     loss_on: Annotated[list[str], _are_roles] = _option(
@@ -91,15 +83,11 @@ class SFTConfig(RLConfig):
     rollouts_per_example: PositiveInt = 1
     temperature: PositiveNumber = 1.0
     max_off_policy_steps: int = 0
-
-    def __post_init__(self) -> None:
-        self._num_positions: int | None = None  # of a run whose rows are counted
-        self._best_is_open = self.metric_for_best_model is None
-        super().__post_init__()
+    log_rollouts: Share = 0.0
 
     def _check_together(self) -> None:
         super()._check_together()
-        if self.max_steps != -1 and self.num_train_epochs != 1.0 and self._num_positions is None:
+        if self.max_steps != -1 and self.num_train_epochs != 1.0:
             raise ConfigError(
                 f"num_train_epochs={self.num_train_epochs!r}: without effect beside "
                 f"max_steps={self.max_steps}; remove one of the two"
@@ -109,63 +97,5 @@ class SFTConfig(RLConfig):
         return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
 
     def make_advantage(self) -> AdvantageFn:
-        """Return what an evaluation's orchestrator needs and never calls."""
+        """Return what nobody calls: there are no rewards."""
         return of_rewards(ADVANTAGES["mean"])
-
-    def for_evaluations(self, has_held_out: bool, has_env: bool) -> SFTConfig:
-        """Return a copy for these evaluations. Where only an environment is evaluated and nobody
-        has chosen `metric_for_best_model`, it is the reward.
-
-        Raises:
-            ConfigError: no evaluation has the metric.
-        """
-        chosen = copy.copy(self)
-        metric = self.metric_for_best_model
-        if metric is None or self.eval_strategy == "no":
-            return chosen
-        if is_loss(metric) and not has_held_out:
-            if not self._best_is_open:
-                raise ConfigError(
-                    f"metric_for_best_model={metric!r}: no evaluation has a loss, because there "
-                    "are no held-out rows; set it to 'reward', or give an eval_dataset (eval under "
-                    "[data])"
-                )
-            chosen.metric_for_best_model, chosen.greater_is_better = "reward", True
-        elif not is_loss(metric) and not has_env:
-            raise ConfigError(
-                f"metric_for_best_model={metric!r}: evaluations on held-out rows have a loss only; "
-                "set it to 'loss', or give an env"
-            )
-        return chosen
-
-    def counted(self, num_rows: int) -> SFTConfig:
-        """Return a copy for a run on this many rows, whose `max_steps` is set."""
-        counted, num_positions = copy.copy(self), self.num_positions(num_rows)
-        if num_positions is not None:
-            counted.max_steps = -(-num_positions // self.batch_size)
-            counted._num_positions = num_positions
-        return counted
-
-    @property
-    def length_option(self) -> str:
-        return "max_steps" if self._num_positions is None else "num_train_epochs"
-
-    def max_steps_behind(self, state: dict[str, Any]) -> int:
-        """Return the steps before the checkpoint, and those that take the rows behind it. Steps
-        before may have had another `batch_size`.
-        """
-        position = (state.get("orchestrator") or {}).get("position")
-        if self._num_positions is None or position is None:
-            return self.max_steps
-        num_left = self._num_positions - position
-        # A part of a batch is a step. What was trained on too much is steps too many.
-        num_steps = (
-            -(-num_left // self.batch_size) if num_left >= 0 else num_left // self.batch_size
-        )
-        return int(state["orchestrator"]["step"] + num_steps)
-
-    def num_positions(self, num_rows: int) -> int | None:
-        """Return how many rows a run trains on, each counted every time; None: max_steps says."""
-        if self.max_steps != -1:
-            return None
-        return max(round(self.num_train_epochs * num_rows), 1)

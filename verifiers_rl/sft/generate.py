@@ -17,12 +17,12 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verifiers_rl.cli.children import POLL_S, Child, ChildError
+from verifiers_rl.cli.children import Child, ChildError
 from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
 from verifiers_rl.cli.errors import fail, folder_error
 from verifiers_rl.cli.local import ThisMachine
@@ -41,7 +41,7 @@ USAGE = (
 )
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
-NUM_TRIED = 10  # rollouts that begin first; if all of them fail, the others are not tried
+NUM_TRIED = 10  # if the first ones to end all fail, the others are not tried
 # Options of requests, and the values with which an endpoint does the same without them.
 NEUTRAL: dict[str, Any] = {
     "temperature": None,
@@ -79,6 +79,11 @@ class Endpoint(NamedTuple):
     is_vllm: bool = False
     server: Child | None = None
 
+    def check(self) -> None:
+        """Raise ChildError if our own server has ended."""
+        if self.server is not None and self.server.poll() is not None:
+            raise ChildError(f"the server {self.server.end}; rows that were written stay")
+
 
 def generate(argv: list[str]) -> int:
     """Check everything that can be wrong, then generate. Returns the exit status."""
@@ -111,8 +116,7 @@ def generate(argv: list[str]) -> int:
             env = [WeightedEnv(env, config.envs[0].name)]
         with _endpoint(options, config, args) as endpoint:
             players = make_players(env, args, endpoint, options.split)
-            writing = _write(options, args.max_concurrent, players)
-            asyncio.run(_while_it_lives(endpoint.server, writing))
+            asyncio.run(_write(options, args.max_concurrent, players, endpoint.check))
     except (
         ChildError,
         GenerationError,
@@ -129,29 +133,33 @@ def generate(argv: list[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise GenerationError for options that cannot work."""
-    for name in ("rollouts", "examples"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise GenerationError(f"--{name} {value}: must be an integer >= 1")
-    if (options.base_url is None) != (options.served_model is None):
-        raise GenerationError(
-            "--base-url and --served-model: give both, or none for the TOML's model"
-        )
-    if (variable := options.api_key_var) is not None:
-        if options.base_url is None:
-            raise GenerationError(
-                "--api-key-var: without effect unless --base-url is given; remove it"
-            )
-        if not os.environ.get(variable):
-            raise GenerationError(
-                f"--api-key-var {variable}: the variable is not set; set it to the key"
-            )
-    if options.output.suffix != ".jsonl":
-        raise GenerationError(f"-o {options.output}: must end in .jsonl")
-    if options.output.exists():
-        raise GenerationError(f"-o {options.output}: is there already; choose another")
-    if problem := folder_error(str(options.output.absolute().parent)):
-        raise GenerationError(f"-o {options.output}: {problem.partition(' ')[2]}")
+    output, variable = options.output, options.api_key_var
+    has_url = options.base_url is not None
+    folder_problem = folder_error(str(output.absolute().parent))
+    for holds, problem in (
+        (options.rollouts >= 1, f"--rollouts {options.rollouts}: must be an integer >= 1"),
+        (
+            options.examples is None or options.examples >= 1,
+            f"--examples {options.examples}: must be an integer >= 1",
+        ),
+        (
+            has_url == (options.served_model is not None),
+            "--base-url and --served-model: give both, or none for the TOML's model",
+        ),
+        (
+            variable is None or has_url,
+            "--api-key-var: without effect unless --base-url is given; remove it",
+        ),
+        (
+            variable is None or os.environ.get(variable),
+            f"--api-key-var {variable}: the variable is not set; set it to the key",
+        ),
+        (output.suffix == ".jsonl", f"-o {output}: must end in .jsonl"),
+        (not output.exists(), f"-o {output}: is there already; choose another"),
+        (folder_problem is None, f"-o {output}: {str(folder_problem).partition(' ')[2]}"),
+    ):
+        if not holds:
+            raise GenerationError(problem)
 
 
 @contextmanager
@@ -263,25 +271,17 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in NEUTRAL and value is not None}
 
 
-async def _while_it_lives(server: Child | None, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, as long as our own server lives.
-
-    Raises:
-        ChildError: the server has ended.
-    """
-    working = asyncio.ensure_future(work)
-    while not (await asyncio.wait([working], timeout=POLL_S))[0]:
-        if server is not None and server.poll() is not None:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-            raise ChildError(f"the server {server.end}; rows that were written stay")
-    working.result()
-
-
 async def _write(
-    options: argparse.Namespace, max_concurrent: int, players: list[PlayedEnvironment]
+    options: argparse.Namespace,
+    max_concurrent: int,
+    players: Sequence[PlayedEnvironment],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the rows of each environment. A file without any is removed."""
+    """Write the rows of each environment. A file without any is removed.
+
+    Args:
+        check: raises if no rollout can succeed any more; called after one that has failed.
+    """
     num_kept = 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("x", encoding="utf-8") as file:
@@ -294,15 +294,8 @@ async def _write(
 
         try:
             for player in players:
-                said = await write_rows(
-                    player,
-                    options.split,
-                    options.examples,
-                    options.rollouts,
-                    options.min_reward,
-                    rollouts_at_once(max_concurrent, player.files_per_rollout),
-                    write,
-                )
+                num_at_once = rollouts_at_once(max_concurrent, player.files_per_rollout)
+                said = await write_rows(player, options, num_at_once, write, check)
                 print(f"vf-rl generate: {player.name}: {said}", flush=True)
         finally:
             if not num_kept:
@@ -317,24 +310,23 @@ async def _write(
 
 async def write_rows(
     player: PlayedEnvironment,
-    split: Split,
-    num_examples: int | None,
-    num_rollouts: int,
-    min_reward: float,
+    options: argparse.Namespace,
     num_at_once: int,
     write: Callable[[dict[str, Any]], None],
+    check: Callable[[], None] = lambda: None,
 ) -> str:
-    """Play the first `num_examples` (None: all) `num_rollouts` times each, and write each row that
-    no limit cut and that has at least this reward, as soon as its rollout has ended.
+    """Play the first `examples` (None: all) of a split `rollouts` times each, and write each row
+    that no limit cut and that has at least `min_reward`, as soon as its rollout has ended.
 
     Returns:
         What became of the rollouts, for people.
 
     Raises:
         GenerationError: all examples of a stream are requested, or no rollout succeeds.
+        Exception: what `check` raises.
     """
-    size, places = player.sizes(split)[0], asyncio.Semaphore(num_at_once)
-    if num_examples is None and size >= ENDLESS:
+    size, places = player.sizes(options.split)[0], asyncio.Semaphore(num_at_once)
+    if options.examples is None and size >= ENDLESS:
         raise GenerationError(
             f"environment {player.name!r}: its tasks are a stream without end: say how many "
             "examples by --examples"
@@ -344,20 +336,21 @@ async def write_rows(
     async def play(number: int) -> list[tuple[dict[str, Any], bool]] | Exception:
         async with places:
             try:
-                return await player.play(split, number)
+                return await player.play(options.split, number)
             except Exception as error:  # whatever the environment's own code raises
                 return error
 
-    numbers = [n for n in range(min(num_examples or size, size)) for _ in range(num_rollouts)]
+    numbers = range(min(options.examples or size, size))
     await player.open()
-    tasks = [asyncio.create_task(play(number)) for number in numbers]
+    tasks = [asyncio.create_task(play(n)) for n in numbers for _ in range(options.rollouts)]
     try:
         for ended in asyncio.as_completed(tasks):
             rows = await ended
             if isinstance(rows, Exception):
+                check()
                 num["failed"] += 1
                 first_error = first_error or describe_error(rows)
-                if not num["rollouts"] and all(map(_has_failed, tasks[:NUM_TRIED])):
+                if not num["rollouts"] and num["failed"] >= min(NUM_TRIED, len(tasks)):
                     raise GenerationError(
                         f"environment {player.name!r}: no rollout succeeded, and the first "
                         f"{num['failed']} failed. The first error: {first_error}"
@@ -366,7 +359,7 @@ async def write_rows(
             for row, is_cut in rows:
                 reward += row["reward"]
                 num.update(rollouts=1, cut=is_cut)
-                if not is_cut and row["reward"] >= min_reward:
+                if not is_cut and row["reward"] >= options.min_reward:
                     num["written"] += 1
                     write(row)
     finally:
@@ -381,7 +374,3 @@ async def write_rows(
     if num["failed"]:
         said += f"; {num['failed']} failed, the first by {first_error}"
     return said
-
-
-def _has_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and isinstance(task.result(), Exception)

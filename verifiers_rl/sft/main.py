@@ -2,13 +2,13 @@
 of a run of `vf-rl`.
 
 It takes several files and keys of the command line, as `vf-rl` does. The TOML is as that of vf-rl,
-without [inference], and with a table of its own:
+without [env] and [inference], and with a table of its own:
 
 model = "Qwen/Qwen3-0.6B"
 
 [data]
-train = "data.jsonl"             # .jsonl, .json or .parquet, or a name on the hub, or a list of
-                                 # such; a path is relative to this file
+train = "data.jsonl"             # .jsonl or .parquet, or a name on the hub, or a list of such; a
+                                 # path is relative to this file
 eval = "held_out.jsonl"          # rows whose loss is taken and that are not trained on
 split = "train"                  # of the data in `train`, such as "train[:90%]"; a file has the
                                  # split train alone
@@ -31,13 +31,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from verifiers_rl.cli.config import (
-    RunConfig,
-    TomlError,
-    folder_words,
-)
+from verifiers_rl.cli.config import RunConfig, TomlError, folder_words
 from verifiers_rl.cli.train import main as main_of
-from verifiers_rl.sft.conversations import DatasetError, is_file, parts_of_file
+from verifiers_rl.sft.conversations import is_file
 
 _Text = Annotated[str, Field(min_length=1)]
 _Names = Annotated[
@@ -63,7 +59,7 @@ class SFTRunConfig(RunConfig):
     """A checked configuration of `vf-sft`."""
 
     PROGRAM = "vf-sft"
-    TABLES = ("model", "env", "env_file", "import_from", "data", "trainer")
+    TABLES = ("model", "import_from", "data", "trainer")
     NEEDS_ENV = False
 
     data: DataTable = field(default_factory=DataTable)
@@ -82,46 +78,43 @@ class SFTRunConfig(RunConfig):
         """Fill in `data`.
 
         Raises:
-            TomlError: a key of [data] is unknown or has a wrong value, or `train` is missing.
+            TomlError: a key of [data] is unknown or has a wrong value, `train` is missing, or a
+                file is not there.
         """
-        self.data = self.read_table(("data",), DataTable)
+        self.data = data = self.read_table(("data",), DataTable)
         for name in ("train", "eval"):
-            folder, names = self.folder_of("data", name), getattr(self.data, name)
-            setattr(self.data, name, [_as_path(one, folder) for one in names])
-        if not self.data.train:
+            folder, names = self.folder_of("data", name), getattr(data, name)
+            setattr(data, name, [self._find(name, one, folder) for one in names])
+        if not data.train:
             raise TomlError(
                 f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
                 "a name on the hub"
             )
-        data = self.data
         if data.eval_split and not data.eval:
             data.eval = data.train
         if data.subset and all(map(is_file, [*data.train, *data.eval])):
             raise self.error(
                 ("data", "subset"), "without effect, because files have no subsets; remove it"
             )
-        evaluates = self.trainer_args.get("eval_strategy", "no") != "no"
-        for name, has_some in (("env", self.envs), ("data", self.data.eval)):
-            if has_some and not evaluates:
-                raise TomlError(
-                    f"{self.source(name)}: [{name}] is there for evaluations, and there are none: "
-                    'set eval_strategy = "steps" and eval_steps in [trainer.args]'
-                )
+        if data.eval and self.trainer_args.get("eval_strategy", "no") == "no":
+            raise TomlError(
+                f"{self.source('data')}: [data] has held-out rows, and there are no evaluations: "
+                'set eval_strategy = "steps" and eval_steps in [trainer.args]'
+            )
 
-    def check_files(self) -> None:
-        """Raise TomlError if a file of the data is not there or lacks the split."""
-        splits = {"train": self.data.split, "eval": self.data.eval_split}
-        for name, split in splits.items():
-            for path in filter(is_file, getattr(self.data, name)):
-                if not Path(path).is_file():
-                    raise TomlError(
-                        f"{self.place('data', name)} {name}: there is no file {path}; correct the "
-                        "path, which is relative to what names it"
-                    )
-                try:
-                    parts_of_file(path, split, 100)
-                except DatasetError as error:
-                    raise TomlError(f"{self.source('data')}: [data] {error}") from error
+    def _find(self, key: str, name: str, folder: Path) -> str:
+        """Return the absolute path of a file, which is relative to this folder; a name on the hub
+        as it is.
+        """
+        if not is_file(name):
+            return name
+        path = os.path.normpath(folder / Path(name).expanduser())
+        if not os.path.isfile(path):
+            raise TomlError(
+                f"{self.place('data', key)} {key}: there is no file {path}; correct the path, "
+                "which is relative to what names it"
+            )
+        return path
 
     def resolved_tables(self) -> dict[str, Any]:
         table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}
@@ -131,19 +124,11 @@ class SFTRunConfig(RunConfig):
 
     def prepare(self) -> None:
         """Show this process its GPUs, before torch sees them."""
-        self.check_files()
         if "LOCAL_RANK" in os.environ:
             return
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        ids = [str(i) for i in range(self.trainer_gpus)]
-        if visible is not None:
-            ids = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-            if len(ids) < self.trainer_gpus:
-                raise TomlError(
-                    f"{self.source('trainer', 'gpus')}: trainer.gpus={self.trainer_gpus}, and "
-                    f"{len(ids)} are visible; lower it, or set it to 0 to run on the CPU"
-                )
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[: self.trainer_gpus])
+        from verifiers_rl.cli.plan import assign_gpus
+
+        os.environ["CUDA_VISIBLE_DEVICES"] = assign_gpus(self, [])["trainer"]
 
     def launch(self, options: argparse.Namespace) -> None:
         """Become torch's launcher of a rank for each GPU."""
@@ -161,23 +146,13 @@ class SFTRunConfig(RunConfig):
         """Read the data and make the trainer."""
         from verifiers_rl.sft.conversations import read_dataset
 
-        data, train, held_out = self.data, None, None
+        data, train = self.data, []
+        held_out: Any = [] if data.eval else None
         if args.process_index == 0:  # which has the data
             train = read_dataset(data.train, data.split, data.subset)
             if data.eval:
                 held_out = read_dataset(data.eval, data.eval_split, data.subset)
-        elif data.eval:
-            held_out = []
-        env = self.load_envs() if self.envs else None
-        return self.trainer_class()(self.model, args, train, held_out, env=env)
-
-
-def _as_path(name: str, folder: Path) -> str:
-    """Return the absolute path of a file, which is relative to this folder; a name on the hub as it
-    is.
-    """
-    path = os.path.normpath(folder / Path(name).expanduser())
-    return path if is_file(name) else name
+        return self.trainer_class()(self.model, args, train, held_out)
 
 
 def main() -> None:
