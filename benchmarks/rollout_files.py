@@ -88,11 +88,11 @@ def main() -> None:
                 if values is not None:
                     values.collect(1)
                 state.global_step = step + 1
-                thread.wait()
+                files._wait()
                 before, start = time.clock_gettime(clocks[0]), time.monotonic()
                 files.on_step_end(args, state, None)
                 on_trainer.append(time.monotonic() - start)
-                thread.wait()
+                files._wait()
                 waited.append(time.monotonic() - start)
                 on_writer.append(time.clock_gettime(clocks[0]) - before)
         size = sum(path.stat().st_size for path in Path(folder).glob("rollouts/*"))

