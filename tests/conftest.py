@@ -52,19 +52,6 @@ def pytest_report_header() -> str:
     return f"verifiers {version('verifiers')}"
 
 
-@pytest.fixture
-def drawn_curves() -> None:
-    """A test with this fixture draws curves.png, as a run does."""
-
-
-@pytest.fixture(autouse=True)
-def empty_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests leave curves.png empty: to draw it takes as long as a small run."""
-    metrics = sys.modules.get("verifiers_rl.report.metrics")
-    if metrics is not None and "drawn_curves" not in request.fixturenames:
-        monkeypatch.setattr(metrics, "plot_curves", lambda source, target: target.touch())
-
-
 @dataclass
 class Server:
     """A running vf-vllm."""

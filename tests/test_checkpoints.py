@@ -596,8 +596,7 @@ def test_the_final_model_is_saved_as_a_plain_one_too(make_trainer, tmp_path, cap
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     assert (folder / "adapter_model.safetensors").is_file()
     lines = capfd.readouterr().out.strip().splitlines()
-    assert lines[-3:-1] == [f"adapter: {folder}", f"merged: {folder}/merged"]
-    assert lines[-1].endswith(f" {folder}/merged") and "lora" not in lines[-1]
+    assert lines[-2:] == [f"adapter: {folder}", f"merged: {folder}/merged"]
     card = (folder / "README.md").read_text()
     assert f"An adapter of `{tmp_path}/base`, trained by reinforcement learning with" in card
     assert "- 3 steps with a batch size of 8\n" in card and "- reward: " in card
@@ -609,7 +608,7 @@ def test_the_final_model_is_saved_as_a_plain_one_too(make_trainer, tmp_path, cap
     options = {"use_lora": True, "lora_rank": 8, "lora_modules_to_save": modules}
     make_trainer(str(tmp_path / "base"), max_steps=4, **options).train(resume_from_checkpoint=True)
     assert not (folder / "merged").exists()
-    assert "merged" not in "".join(closing_lines(folder)[-2:])
+    assert "merged" not in closing_lines(folder)[-1]
 
 
 def test_a_merged_model_has_the_dtype_of_the_base_model_here(make_trainer, tmp_path):
@@ -642,9 +641,7 @@ class StubHub:
     def create_repo(self, name, **options):
         return SimpleNamespace(repo_id=f"me/{Path(name).name}")
 
-    def upload_folder(self, *, folder_path, path_in_repo, allow_patterns, ignore_patterns, **rest):
-        from concurrent.futures import Future
-
+    def upload_folder(self, *, folder_path, allow_patterns, ignore_patterns, **rest):
         from huggingface_hub.utils import filter_repo_objects
 
         paths = [p.relative_to(folder_path) for p in Path(folder_path).rglob("*") if p.is_file()]
@@ -653,12 +650,8 @@ class StubHub:
             allow_patterns=allow_patterns,
             ignore_patterns=ignore_patterns,
         )
-        self.uploads.append((rest, path_in_repo, list(names)))
-        if not rest["run_as_future"]:
-            return "the commit"
-        done = Future()
-        done.set_result("the commit")
-        return done
+        self.uploads.append((rest, list(names)))
+        return "the commit"
 
 
 @pytest.fixture
@@ -676,21 +669,21 @@ def hub(monkeypatch):
 
 
 MODEL = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-RUN = {"metrics.jsonl", "curves.png"}
+RUN = {"metrics.jsonl"}
 
 
 def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_trainer, hub, tmp_path):
     make_tiny_model().save_pretrained(tmp_path / "base")
     trainer = make_trainer(
         str(tmp_path / "base"), use_lora=True, save_final="merged", push_to_hub=True,
-        hub_strategy="end", hub_token="hf_secret", max_steps=2, hub_revision="main",
+        hub_token="hf_secret", max_steps=2, hub_revision="main",
     )  # fmt: skip
     folder = Path(trainer.args.output_dir)
     (folder / "inference.log").write_text("prompts of people")
     trainer.train()
     assert (folder / "rollouts").is_dir() and (folder / "training_args.bin").is_file()
-    ((rest, path, names),) = hub.uploads
-    assert path is None and rest["repo_id"] == "me/run" and rest["token"] == "hf_secret"
+    ((rest, names),) = hub.uploads
+    assert rest["repo_id"] == "me/run" and rest["token"] == "hf_secret"
     assert rest["commit_message"] == "End of training" and rest["revision"] == "main"
     assert set(names) >= MODEL | RUN and "merged/model.safetensors" in names
     assert {"tokenizer.json", "merged/config.json", "merged/README.md"} <= set(names)
@@ -698,66 +691,7 @@ def test_the_hub_gets_the_model_and_its_card_and_no_rollouts(make_trainer, hub, 
     assert not [name for name in names if any(part in name for part in private)]
     assert is_our_card(folder / "README.md")
     assert trainer.push_to_hub(commit_message="again", blocking=True) == "the commit"
-    assert hub.uploads[-1][2] == names and hub.uploads[-1][0]["commit_message"] == "again"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "whole"),
-    [
-        ("every_save", []),
-        ("checkpoint", ["last-checkpoint", "last-checkpoint"]),
-        ("all_checkpoints", ["checkpoint-1", "checkpoint-2"]),
-    ],
-)
-def test_checkpoints_go_to_the_hub_as_hub_strategy_says(make_trainer, hub, strategy, whole):
-    trainer = make_trainer(push_to_hub=True, hub_strategy=strategy, max_steps=2, save_steps=1)
-    trainer.train()
-    models = [set(names) for rest, path, names in hub.uploads if path is None]
-    assert len(models) == 3 and all("model.safetensors" in names for names in models)
-    assert not any("optimizer.pt" in names for names in models) and "README.md" in models[-1]
-    assert [path for _, path, _ in hub.uploads if path] == whole
-    for _, path, names in hub.uploads:
-        if path:
-            assert {"optimizer.pt", "rl_state.json", "trainer_state.json"} <= set(names)
-            assert "training_args.bin" not in names
-    messages = [rest["commit_message"] for rest, path, _ in hub.uploads if path is None]
-    assert messages == [
-        "Training in progress, step 1", "Training in progress, step 2", "End of training",
-    ]  # fmt: skip
-
-
-def test_a_checkpoint_stays_while_it_is_uploaded(make_trainer, hub, monkeypatch):
-    running = []
-
-    class Slow(StubHub):
-        def upload_folder(self, **options):
-            from concurrent.futures import Future
-
-            if not options["run_as_future"]:
-                return super().upload_folder(**options)
-            super().upload_folder(**options)
-            running.append(Future())
-            return running[-1]
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Slow)
-    left = []
-
-    class Looks(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            left.append(sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*")))
-            while running and state.global_step >= 3:
-                running.pop().set_result(None)
-
-    make_trainer(
-        push_to_hub=True, save_total_limit=1, max_steps=4, save_steps=1, callbacks=[Looks()]
-    ).train()
-    assert left == [
-        ["checkpoint-1"],
-        ["checkpoint-1", "checkpoint-2"],
-        ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
-        ["checkpoint-4"],
-    ]
-    assert len(hub.uploads) == 3  # of steps 1 and 4, and the final model
+    assert hub.uploads[-1][1] == names and hub.uploads[-1][0]["commit_message"] == "again"
 
 
 def test_environments_are_named_by_their_ids_where_they_have_one():
@@ -770,6 +704,6 @@ def test_environments_are_named_by_their_ids_where_they_have_one():
     assert environment_names([WeightedEnv(env, "a"), WeightedEnv(env, "b")]) == ["a", "b"]
 
 
-def test_an_upload_of_checkpoints_without_checkpoints_is_an_error():
-    with pytest.raises(ConfigError, match="hub_strategy='checkpoint': without effect if save_str"):
-        RLConfig(push_to_hub=True, hub_strategy="checkpoint", save_strategy="no")
+def test_the_hub_gets_no_checkpoints():
+    with pytest.raises(ConfigError, match="hub_strategy='checkpoint' has no effect in RLTrainer"):
+        RLConfig(push_to_hub=True, hub_strategy="checkpoint")

@@ -674,7 +674,6 @@ def test_in_two_panes_vf_rl_trains_an_edited_fork_with_code_of_ones_own(warm_sta
     own = {"my_mark": 42.5, "my_groups": 4.0, "my_scale": 0.5, "advantage_abs": 3.0}
     for name, expected in own.items():
         assert [row[name] for row in steps] == [expected] * 4
-    assert (tmp_path / "run" / "curves.png").is_file()
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert processes_of(tmp_path) == {}
 

@@ -1,4 +1,3 @@
-import json
 import math
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from verifiers_rl.report.metrics import (
     device_metrics,
     model_flops,
     peak_flops,
-    plot_curves,
 )
 from verifiers_rl.report.trackers import print_rollouts
 from verifiers_rl.types import Rollout
@@ -148,17 +146,6 @@ def test_the_table_shows_text_as_it_is_from_lowest_to_highest_reward(capsys):
     places = [shown.index(f"[bold]answer {i}") for i in (0, 2, 4)]
     assert places == sorted(places) and "answer 1" not in shown
     assert "-0.500" in shown and "+0.500" in shown and "1.000" in shown
-
-
-def test_curves_are_drawn_from_the_file(tmp_path):
-    source = tmp_path / "metrics.jsonl"
-    rows = [
-        {"step": 0, "eval_reward": 0.1},
-        {"step": 1, "reward": 0.2, "entropy": "nan", "mismatch_kl": 0.1, "step_s": 1},
-    ]
-    source.write_text("\n".join(map(json.dumps, rows)))
-    plot_curves(source, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def warnings_of(steps, caplog):

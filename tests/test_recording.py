@@ -3,19 +3,15 @@
 import json
 import os
 import signal
-import sqlite3
-import subprocess
-import sys
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import TrainerCallback
 
-from tests.helpers import ROOT, StubSource, make_samples
+from tests.helpers import StubSource, make_samples
 from tests.test_rollouts import read as read_rollouts
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
 from verifiers_rl.envs.messages import WorkerError
@@ -315,37 +311,3 @@ def test_wandb_has_a_table(make, tmp_path, monkeypatch):
     assert sorted(table["data"][0][:3] for table in tables) == [[1, "sums", 3], [2, "sums", 3]]
     assert all(table["columns"] == ["step", *ATTRIBUTES] for table in tables)
     assert [len(table["data"]) for table in tables] == [7, 7]
-
-
-@pytest.mark.slow
-def test_trackio_has_the_curves_and_a_table(make, tmp_path, monkeypatch):
-    code = f"""
-import sys
-from pathlib import Path
-from tests.test_recording import GroupSource, PopLeft
-from tests.helpers import StubSink, load_example, make_tiny_model
-from verifiers_rl import RLConfig, RLTrainer
-
-args = RLConfig(
-    output_dir={str(tmp_path / "run")!r}, use_cpu=True, use_lora=False, batch_size=12,
-    rollouts_per_example=4, max_seq_len=32, max_steps=2, report_to="trackio", run_name="mine",
-    project="ours", trackio_static_space_id=False,
-)
-source = GroupSource()
-source.evaluated = PopLeft()
-tokenizer = load_example("warm_start").make_tokenizer()
-RLTrainer(make_tiny_model(), None, args, tokenizer, orchestrator=source,
-          weight_sync=StubSink()).train()
-"""
-    folder = tmp_path / "trackio"
-    environment = {**os.environ, "TRACKIO_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    with closing(sqlite3.connect(folder / "ours.db")) as database:
-        logged = [json.loads(m) for (m,) in database.execute("SELECT metrics FROM metrics")]
-    assert [row["train/reward"] for row in logged if "train/reward" in row] == [1.0, 1.0]
-    tables = [row["rollouts"]["_value"] for row in logged if "rollouts" in row]
-    assert [table[0]["step"] for table in tables] == [1, 2]
-    assert list(tables[0][0]) == ["step", *ATTRIBUTES] and tables[0][-1]["reward"] == 3.0

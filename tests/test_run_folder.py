@@ -1,6 +1,5 @@
 import json
 import os
-import shlex
 import shutil
 
 import pytest
@@ -138,7 +137,7 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path):
     save(folder, 5)
     os.symlink(elsewhere, folder / "checkpoint-8")
     write_metrics(folder, 1)
-    ours = ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "curves.png")
+    ours = ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json")
     kept = ("train.py", "rl.toml", "inference.log", "checkpoint-notes.md", "data.json")
     for name in (*ours, *kept):
         (folder / name).write_text("")
@@ -158,7 +157,7 @@ def test_overwriting_leaves_a_model_and_a_readme_that_no_run_wrote(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
+def test_a_run_ends_with_its_rewards_and_its_model(tmp_path):
     rows = [{"step": 1, "reward": 0.25, "kl": "nan"}, {"step": 4, "reward": 0.5}]
     rows += [{"step": 4, "eval_reward": "nan"}]  # not a number
     lines = [*map(json.dumps, rows), '{"step": 5, "rew']  # of a killed process
@@ -166,39 +165,7 @@ def test_a_run_ends_with_its_rewards_its_model_and_how_to_serve_it(tmp_path):
     look = f"look at it: vf-rl view {tmp_path}"
     assert closing_lines(tmp_path) == ["reward: 0.250 (step 1) -> 0.500 (step 4)", look]
     (tmp_path / "config.json").write_text("{}")
-    model, command = closing_lines(tmp_path)[2:]
-    assert model == f"model: {tmp_path}"
-    assert command.startswith("serve it: ") and command.endswith(f" {tmp_path}")
-    adapter = {
-        "peft_type": "LORA",
-        "r": 24,
-        "base_model_name_or_path": "Qwen/Qwen3-0.6B",
-        "rank_pattern": None,
-    }
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    model, command = closing_lines(tmp_path)[2:]
-    assert model == f"adapter: {tmp_path}"
-    options = f"--enable-lora --max-lora-rank 32 --lora-modules {tmp_path.name}={tmp_path}"
-    assert command.endswith(f" Qwen/Qwen3-0.6B {options}")
-    renamed = tmp_path.rename(tmp_path.with_name("lr=1e-5, a"))  # vLLM splits at both
-    served = json.dumps({"name": renamed.name, "path": str(renamed)})
-    assert shlex.split(closing_lines(renamed)[-1])[-1] == served
-    assert shlex.split(closing_lines(renamed)[1])[-3:] == ["vf-rl", "view", str(renamed)]
-    renamed.rename(tmp_path)
-    last = "to serve it, merge it into its base model"
-    tower = tmp_path / "tower"  # of another name in vLLM than in the adapter
-    tower.mkdir()
-    (tower / "config.json").write_text('{"text_config": {}}')
-    for beyond_vllm in (
-        {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 4}},
-        {"init_lora_weights": "pissa"},
-        {"bias": "all"},
-        {"use_dora": True},
-        {"base_model_name_or_path": str(tower)},
-    ):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, **beyond_vllm}))
-        assert closing_lines(tmp_path)[2:] == [f"adapter: {tmp_path}", last], beyond_vllm
+    assert closing_lines(tmp_path)[2:] == [f"model: {tmp_path}"]
     shutil.rmtree(tmp_path)
     assert closing_lines(tmp_path) == []
 

@@ -99,7 +99,7 @@ def test_what_the_run_printed_last_is_shown_when_its_session_is_gone(
     assert run_in_tmux(tmp_path, "qwen3-0.6b") == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("vf-rl: running in tmux session 'qwen3-0_6b'")
-    assert said[-2] == f"model: {tmp_path}" and said[-1].startswith("serve it: ")
+    assert said[-1] == f"model: {tmp_path}"
 
 
 def test_ctrl_c_in_the_session_ends_the_run_in_good_order(tmux, tmp_path, monkeypatch, capsys):

@@ -797,7 +797,7 @@ def test_max_off_policy_steps_0_generates_with_the_newest_weights(make_trainer):
     ]
 
 
-def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer, drawn_curves):
+def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer):
     steps = []
 
     class Count(TrainerCallback):
@@ -838,7 +838,6 @@ def test_one_optimizer_step_a_batch_and_metrics_are_logged(make_trainer, drawn_c
     }
     assert expected <= logged[0].keys()
     assert [row["staleness"] for row in logged] == [0.0, 1.0, 1.0]
-    assert os.path.getsize(f"{trainer.args.output_dir}/curves.png") > 1000
 
 
 def metric_steps(folder):
@@ -1090,8 +1089,7 @@ def test_training_ends_with_the_final_model_saved_and_how_to_serve_it(
         parameter = trainer.model.lm_head.weight
     assert parameter.any() and torch.equal(saved[name], parameter)
     lines = capfd.readouterr().out.strip().splitlines()
-    assert lines[-2] == f"{'adapter' if use_lora else 'model'}: {folder}"
-    assert lines[-1].startswith("serve it: ") and str(folder) in lines[-1]
+    assert lines[-1] == f"{'adapter' if use_lora else 'model'}: {folder}"
 
 
 def test_a_custom_loss_replaces_cispo(make_trainer):

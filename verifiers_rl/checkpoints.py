@@ -128,8 +128,8 @@ class Checkpoints(TrainerCallback):
 
     # --- Saving -----------------------------------------------------------------------------------
 
-    def save(self, write: Callable[[], None]) -> Path:
-        """Save a checkpoint of this step, and return its folder. Every rank calls this.
+    def save(self, write: Callable[[], None]) -> None:
+        """Save a checkpoint of this step. Every rank calls this.
 
         Args:
             write: Trainer's own saving, into a folder below `run_dir`.
@@ -147,12 +147,10 @@ class Checkpoints(TrainerCallback):
         if args.should_save:
             trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
             (folder / RL_STATE).write_text(json.dumps(states))
-        target = self._folder / folder.name
-        self._finish(folder, partial(put_in_place, folder, target))
+        self._finish(folder, partial(put_in_place, folder, self._folder / folder.name))
         self._saved_step = step
         if args.should_save:
             self._remove_old()
-        return target
 
     def save_unfinished(self) -> None:
         """Save a checkpoint of the steps done so far, where the run ends inside a step, unless
@@ -272,9 +270,8 @@ class Checkpoints(TrainerCallback):
     def _remove_old(self) -> None:
         """Keep the newest save_total_limit checkpoints; the best one counts and always stays."""
         limit = self._trainer.args.save_total_limit
-        push = getattr(self._trainer, "push_in_progress", None)
-        if not limit or limit < 0 or (push is not None and not push.is_done()):
-            return  # a running upload may read any of them
+        if not limit or limit < 0:
+            return
         found = checkpoints_of(self._folder)
         best = self._trainer.state.best_model_checkpoint
         removable = [path for path in found[:-1] if best is None or path.name != Path(best).name]

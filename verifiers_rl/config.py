@@ -122,6 +122,9 @@ _UNUSED_BASE_OPTIONS = {
     ),
     "average_tokens_across_devices": "the loss is always divided by the loss tokens of all ranks",
     "num_train_epochs": "set max_steps",
+    **dict.fromkeys(
+        ("hub_strategy", "hub_always_push"), "the final model is uploaded, at the end of the run"
+    ),
     "label_smoothing_factor": "the loss is loss_fn",
     "fp16": "set bf16",
     "data_seed": "set seed",
@@ -298,8 +301,7 @@ class RLConfig(TrainingArguments):
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", bool)] = _option(
         None,
-        "Folder of the run: checkpoints, metrics.jsonl, rollouts, curves.png. Default "
-        "outputs/RUN_NAME.",
+        "Folder of the run: checkpoints, metrics.jsonl, rollouts. Default outputs/RUN_NAME.",
     )
     overwrite_output_dir: bool = _option(
         False,
@@ -772,13 +774,6 @@ class RLConfig(TrainingArguments):
                 "eval_steps",
                 self.eval_steps is None or self.eval_strategy != "no",
                 "without effect unless eval_strategy = 'steps'",
-            ),
-            (
-                "hub_strategy",
-                not self.push_to_hub
-                or self.hub_strategy not in ("checkpoint", "all_checkpoints")
-                or self.save_strategy != "no",
-                f"without effect if save_strategy={self.save_strategy!r}",
             ),
             (
                 "vllm_servers",

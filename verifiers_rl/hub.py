@@ -1,8 +1,8 @@
-"""The card of the trained model, and uploads to the Hugging Face hub.
+"""The card of the trained model, and its upload to the Hugging Face hub.
 
 Trainer uploads all of output_dir but its checkpoints. Here that folder also has every rollout, logs
-and the run's options. So only the model, its card, its tokenizer, metrics.jsonl and curves.png are
-uploaded, and of checkpoints everything but the pickled options, which can hold a token.
+and the run's options, which can hold a token. So only the final model, its card, its tokenizer and
+metrics.jsonl are uploaded.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import Trainer
-from transformers.trainer_utils import HubStrategy
-from transformers.utils import PushInProgress
 
 from verifiers_rl.report.run_folder import (
     CARD,
     CARD_MARK,
-    CURVES,
     MERGED,
     METRICS,
     MODEL_FILES,
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from verifiers_rl.checkpoints import Checkpoints
 
 _OPTIONS = "training_args.bin"
-_UPLOADED = [*(name for name in MODEL_FILES if name != _OPTIONS), CARD, METRICS, CURVES]
+_UPLOADED = [*(name for name in MODEL_FILES if name != _OPTIONS), CARD, METRICS]
 _UPLOADED.append(f"{MERGED}/*")
 _IGNORED = ["_*", ".*", "checkpoint-*", _OPTIONS, f"*/{_OPTIONS}"]
 
@@ -94,56 +91,22 @@ class SavingTrainer(Trainer):
         self.checkpoints.save_final()
         if not self.is_world_process_zero():
             return None
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self._finish_current_push()
-        return self._upload(self.args.output_dir, commit_message, blocking, token, revision)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: the folder has no name yet. `Checkpoints.save` uploads it later."""
-
-    def push_checkpoint(self, checkpoint: Path) -> None:
-        """Begin to upload a checkpoint as `hub_strategy` asks: its model, and for "checkpoint" and
-        "all_checkpoints" also all of it. On rank 0; the others do nothing. While an earlier upload
-        runs, a new one begins only with `hub_always_push`, as in Trainer.
-        """
-        strategy, running = self.args.hub_strategy, self.push_in_progress
-        jobs: list[Any] = [] if running is None or running.is_done() else running.jobs
-        skips = strategy == HubStrategy.END or (jobs and not self.args.hub_always_push)
-        if skips or not self.is_world_process_zero():
-            return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        message = f"Training in progress, step {self.state.global_step}"
-        jobs.append(self._upload(checkpoint, message, False))
-        if strategy != HubStrategy.EVERY_SAVE:
-            is_last = strategy == HubStrategy.CHECKPOINT
-            name = "last-checkpoint" if is_last else checkpoint.name
-            jobs.append(self._upload(checkpoint, f"{message}, checkpoint", False, whole_as=name))
-        self.push_in_progress = cast(Any, PushInProgress(cast(Any, jobs)))
-
-    def _upload(
-        self,
-        folder: Any,
-        message: str | None,
-        blocking: bool,
-        token: str | None = None,
-        revision: str | None = None,
-        whole_as: str | None = None,
-    ) -> Any:
-        """Upload the model of a folder, or all of it as a folder of this name."""
         from huggingface_hub import HfApi
 
-        api: Any = HfApi()
-        return api.upload_folder(
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        return HfApi().upload_folder(
             repo_id=self.hub_model_id,
-            folder_path=str(folder),
-            path_in_repo=whole_as,
-            commit_message=message,
+            folder_path=str(self.args.output_dir),
+            commit_message=commit_message,
             token=token or self.args.hub_token,
             revision=revision or self.args.hub_revision,
             run_as_future=not blocking,
-            allow_patterns=None if whole_as else _UPLOADED,
-            ignore_patterns=[_OPTIONS] if whole_as else _IGNORED,
+            allow_patterns=_UPLOADED,
+            ignore_patterns=_IGNORED,
         )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: the final model alone is uploaded."""
 
 
 def environment_names(env: Any) -> list[str]:

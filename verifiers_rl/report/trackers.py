@@ -1,6 +1,5 @@
-"""Rollouts that people look at while a run goes on: a table in the terminal, and one in those
-trackers of `report_to` that can show it. Trainer itself sends the numbers of each line of logs to
-the trackers.
+"""Rollouts that people look at while a run goes on: a table in the terminal, and one in W&B.
+Trainer itself sends the numbers of each line of logs to the trackers of `report_to`.
 """
 
 from __future__ import annotations
@@ -9,10 +8,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from verifiers_rl.types import Rollout
 
 TABLE_ROWS = 32
-_LONGEST = 4000  # characters of a text in a tracker's table
 ATTRIBUTES = (
     *("env", "example_id", "reward", "advantage", "num_turns", "num_sampled_tokens"),
     *("is_truncated", "prompt", "completion"),
@@ -47,9 +47,8 @@ def name_wandb_project(args: Any) -> None:
 def from_low_to_high(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:
     """Return so many rollouts, from the lowest reward to the highest, at equal distances."""
     ranked = sorted(rollouts, key=lambda rollout: rollout.reward)
-    number = min(number, len(ranked))
-    gaps = max(number - 1, 1)
-    return [ranked[round(i * (len(ranked) - 1) / gaps)] for i in range(number)]
+    places = np.linspace(0, len(ranked) - 1, min(number, len(ranked))).round()
+    return [ranked[int(place)] for place in places]
 
 
 def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) -> None:
@@ -58,43 +57,27 @@ def print_rollouts(rollouts: Sequence[Rollout], step: int, num_rows: int = 2) ->
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"step {step}", show_lines=True, expand=True)
-    for column in ("prompt", "completion"):
-        table.add_column(column, ratio=1, overflow="fold")
-    for column in ("reward", "advantage"):
-        table.add_column(column, justify="right", no_wrap=True)
+    names = ("prompt", "completion", "reward", "advantage")
+    table = Table(*names, title=f"step {step}", show_lines=True, expand=True)
     for rollout in from_low_to_high(rollouts, num_rows):
         # Text, not markup: what a model writes must not be read as formatting.
-        texts = [Text(_shorten(text)) for text in (rollout.prompt, rollout.completion)]
+        texts = [Text(_shorten(text, 400)) for text in (rollout.prompt, rollout.completion)]
         table.add_row(*texts, f"{rollout.reward:.3f}", f"{rollout.advantage:+.3f}")
     Console().print(table)
 
 
-def _shorten(text: str, limit: int = 400) -> str:
+def _shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
-def send_table(report_to: Sequence[str], rollouts: Sequence[Rollout], step: int) -> None:
-    """Send a table of `TABLE_ROWS` rollouts of a step to W&B and Trackio, under the name
-    `rollouts`.
+def send_table(rollouts: Sequence[Rollout], step: int) -> None:
+    """Send a table of `TABLE_ROWS` rollouts of a step, from 1, to W&B, named `rollouts`."""
+    import wandb
 
-    Args:
-        report_to: the trackers of the run.
-        rollouts: of the batch.
-        step: the step, from 1.
-    """
-    columns: list[Any] = ["step", *ATTRIBUTES]
     rows = []
     for rollout in from_low_to_high(rollouts, TABLE_ROWS):
         values = [getattr(rollout, name) for name in ATTRIBUTES]
-        rows.append([step, *(v[:_LONGEST] if isinstance(v, str) else v for v in values)])
-    if "wandb" in report_to:
-        import wandb
-
-        if wandb.run is not None:
-            table = wandb.Table(columns, rows)
-            wandb.log({"rollouts": table, "train/global_step": step})
-    if "trackio" in report_to:
-        import trackio
-
-        trackio.log({"rollouts": trackio.Table(columns, rows)}, step=step)
+        rows.append([step, *(_shorten(v, 4000) if isinstance(v, str) else v for v in values)])
+    if wandb.run is not None:
+        table = wandb.Table(["step", *ATTRIBUTES], rows)
+        wandb.log({"rollouts": table, "train/global_step": step})

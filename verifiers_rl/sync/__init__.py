@@ -7,8 +7,6 @@ from verifiers_rl.lazy import load_on_first_use
 if TYPE_CHECKING:
     from verifiers_rl.sync.adapters import check_adapter as check_adapter
     from verifiers_rl.sync.adapters import choose_lora_sync as choose_lora_sync
-    from verifiers_rl.sync.adapters import not_plain as not_plain
-    from verifiers_rl.sync.adapters import reason_against_serving as reason_against_serving
     from verifiers_rl.sync.agreement import check_agreement as check_agreement
     from verifiers_rl.sync.gather import gathering as gathering
     from verifiers_rl.sync.gather import is_split as is_split
@@ -27,7 +25,5 @@ HOME = {
     "check_agreement": "agreement",
     "gathering": "gather",
     "is_split": "gather",
-    "not_plain": "adapters",
-    "reason_against_serving": "adapters",
 }
 __getattr__, __dir__ = load_on_first_use(__name__, HOME)
