@@ -126,12 +126,19 @@ def test_the_text_of_tokens_joins_to_the_text_that_was_tokenized(tokenizer):  # 
     assert TokenTexts(tokenizer).of(np.array([10**6])) == [""]
 
 
-def test_the_text_of_tokens_of_sentencepiece_is_read_too():
-    class Like:
-        def get_vocab(self):
-            return {"▁the": 0, "<0xC3>": 1, "s": 2, "<0x9F>": 3}
+def test_the_text_of_tokens_of_sentencepiece_keeps_its_spaces():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    assert TokenTexts(Like()).of(np.array([0, 2, 1, 3])) == [" the", "s", "", "ß"]
+    vocab = {"\u2581the": 0, "<0xC3>": 1, "s": 2, "<0x9F>": 3}
+    raw = Tokenizer(models.BPE(vocab, merges=[], byte_fallback=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=raw))
+    assert texts.of(np.array([0, 2, 1, 3])) == [" the", "s", "", "ß"]
 
 
 def test_sizes_without_samples_choose_none():

@@ -94,7 +94,8 @@ class SavingTrainer(Trainer):
         from huggingface_hub import HfApi
 
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        return HfApi().upload_folder(
+        api: Any = HfApi()
+        return api.upload_folder(
             repo_id=self.hub_model_id,
             folder_path=str(self.args.output_dir),
             commit_message=commit_message,

@@ -6,21 +6,16 @@ each sample's own tokens, however microbatches had laid them out.
 
 from __future__ import annotations
 
-import codecs
-import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from verifiers_rl.losses import LossInputs
 from verifiers_rl.types import Sample, SampleSizes
-
-# What a batch's loss tokens have: trainer_logprobs, entropy, is_masked, and 1 where computed.
-_NUM_VALUES = 4
 
 
 def choose_samples(sizes: SampleSizes, step: int, groups_per_batch: int, share: float) -> Any:
@@ -54,14 +49,12 @@ class TokenValues:
 
     def __init__(self, sizes: SampleSizes, is_chosen: np.ndarray, device: torch.device) -> None:
         self.of_samples: dict[int, np.ndarray] = {}
-        self._num_tokens = sizes.num_loss_tokens
-        self._chosen = np.flatnonzero(is_chosen).tolist()
-        stops = np.cumsum(np.where(is_chosen, sizes.num_loss_tokens, 0)).tolist()
-        self._places = {
-            i: slice(stops[i] - int(self._num_tokens[i]), stops[i]) for i in self._chosen
+        self._lengths = sizes.num_loss_tokens.tolist()
+        # What each loss token has: trainer_logprobs, entropy, is_masked, and 1 where computed.
+        self._values = {
+            i: torch.zeros((4, self._lengths[i]), device=device)
+            for i in np.flatnonzero(is_chosen).tolist()
         }
-        self._total = stops[-1] if stops else 0
-        self._values = torch.zeros((_NUM_VALUES, self._total), device=device)
 
     def add(
         self, sample_ids: Sequence[int], inputs: LossInputs, metrics: Mapping[str, Tensor]
@@ -74,62 +67,60 @@ class TokenValues:
             metrics: what the loss returned; those named `masked_share` say which tokens a mask
                 took out.
         """
-        if not any(i in self._places for i in sample_ids):
+        if self._values.keys().isdisjoint(sample_ids):
             return
-        of_masks = [values for name, values in metrics.items() if name.startswith("masked_share")]
         logprobs = inputs.trainer_logprobs.detach().float()
-        masked = torch.zeros_like(logprobs)
-        for values in of_masks:
-            masked = torch.maximum(masked, values.detach().float())
-        rows = [logprobs, inputs.entropy.detach().float(), masked, torch.ones_like(logprobs)]
-        stacked = torch.stack(rows)
-        start = 0
-        for i in sample_ids:
-            stop = start + int(self._num_tokens[i])
-            if i in self._places:
-                self._values[:, self._places[i]] = stacked[:, start:stop]
-            start = stop
+        of_masks = [values.float() for name, values in metrics.items() if "masked_share" in name]
+        masked = torch.stack([torch.zeros_like(logprobs), *of_masks]).amax(0)
+        rows = [logprobs, inputs.entropy.float(), masked, torch.ones_like(logprobs)]
+        parts = torch.stack(rows).detach().split([self._lengths[i] for i in sample_ids], dim=1)
+        for i, part in zip(sample_ids, parts, strict=True):
+            if i in self._values:
+                self._values[i] = part
 
     def collect(self, world_size: int) -> None:
         """Bring the values of all ranks to rank 0, and wait for them. Every rank must call this."""
+        found = torch.cat([*self._values.values()], dim=1)
         if world_size > 1:  # each sample is computed by at most one rank; the others have zeros
-            torch.distributed.reduce(self._values, 0)
-        values = self._values.cpu().numpy()
+            torch.distributed.reduce(found, 0)
+        values = found.cpu().numpy()
         values[:3, values[3] == 0] = np.nan
-        self.of_samples = {i: values[:3, place] for i, place in self._places.items()}
+        stops = np.cumsum([self._lengths[i] for i in self._values])
+        parts = np.split(values[:3], stops[:-1], axis=1)
+        self.of_samples = dict(zip(self._values, parts, strict=True))
 
 
 class TokenTexts:
     """The text of single tokens.
 
     Args:
-        tokenizer: of the model. Its vocabulary is read here, on the thread that uses it.
+        tokenizer: of the model.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        vocabulary = tokenizer.get_vocab()
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        # In byte-level tokens, characters stand for bytes, as GPT-2 chose them.
-        bytes_of = {c: byte for byte, c in bytes_to_unicode().items()} if "Ġ" in vocabulary else {}
-
-        def text(token: str, number: int) -> bytes:
-            if number in added:  # as it is written
-                return token.encode()
-            if bytes_of and all(c in bytes_of for c in token):
-                return bytes(bytes_of[c] for c in token)
-            if match := re.fullmatch("<0x([0-9A-F]{2})>", token):  # of sentencepiece
-                return bytes.fromhex(match[1])
-            return token.replace("▁", " ").encode()
-
-        self._table = {number: text(token, number) for token, number in vocabulary.items()}
+        self._tokenizer = tokenizer
+        self._one = lru_cache(maxsize=None)(self._text)
 
     def of(self, token_ids: np.ndarray) -> list[str]:
         """Return the text of each token; "" for one that the tokenizer does not know. A character
         that several tokens make is the text of the last one; that of the others is "".
         """
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        texts = [decode(self._table.get(number, b"")) for number in token_ids.tolist()]
-        return [*texts[:-1], texts[-1] + decode(b"", True)] if texts else []
+        ids, texts, start = token_ids.tolist(), list[str](), 0
+        for stop, token in enumerate(ids, 1):
+            text = (
+                self._one(token) if start == stop - 1 else self._tokenizer.decode(ids[start:stop])
+            )
+            # A character has at most four bytes, each of which may be a token.
+            is_part = text.endswith("\ufffd") and start > stop - 4 and stop < len(ids)
+            texts.append("" if is_part else text)
+            start = start if is_part else stop
+        return texts
+
+    def _text(self, token: int) -> str:
+        text = self._tokenizer.decode([token])
+        # Sentencepiece drops the space in front of a text, and this is the middle of one.
+        starts = str(self._tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
+        return f" {text}" if starts and not text.startswith(" ") else text
 
 
 def token_columns(
@@ -149,8 +140,10 @@ def token_columns(
     }
     lengths = [len(sample.token_ids) for _, sample in samples]
     of_loss = np.full((3, sum(lengths)), np.nan, np.float32)
-    nothing = [np.full((3, sample.num_loss_tokens), np.nan) for _, sample in samples]
-    found = [values.of_samples.get(n, nan) for (n, _), nan in zip(samples, nothing, strict=True)]
+    found = [
+        values.of_samples.get(number, np.full((3, sample.num_loss_tokens), np.nan))
+        for number, sample in samples
+    ]
     of_loss[:, columns["loss_mask"]] = np.concatenate(found, axis=1)
     return columns | {
         "sample": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
