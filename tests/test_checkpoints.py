@@ -311,7 +311,7 @@ def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(make_trainer
         monkeypatch.setattr(module, name, spying)
 
     trainer = make_trainer(max_steps=1, save_steps=1)
-    trainer._files.sync = lambda: done.append(("sync", "rollouts"))
+    trainer._files.checkpoint = lambda: done.append(("sync", "rollouts"))
     spy(checkpoints, "sync")
     spy(disk, "sync")
     spy(checkpoints, "put_in_place")

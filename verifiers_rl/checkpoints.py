@@ -252,7 +252,7 @@ class Checkpoints(TrainerCallback):
         """Wait until the disk has all rows of metrics and rollouts up to this step: a run that
         goes on from the checkpoint does not write them again.
         """
-        self._trainer._files.wait_for_checkpoint()
+        self._trainer._files.checkpoint()
         if self._trainer.is_world_process_zero() and (self._folder / METRICS).is_file():
             sync(self._folder / METRICS)
 

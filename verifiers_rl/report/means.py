@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +26,8 @@ def batch_metrics(groups: Groups) -> dict[str, float]:
         roles = group_by_role(survivors)
         if len(roles) > 1:
             for role in roles:
-                metrics[f"{env}/{role[0].role}/reward"] = _mean(role, lambda r: r.reward)
+                mean = float(np.mean([rollout.reward for rollout in role]))
+                metrics[f"{env}/{role[0].role}/reward"] = mean
         scores = _mean_scores(survivors, len(survivors))
         metrics |= {f"{env}/{name}": scores[name] for name in scores if name not in metrics}
     return metrics
@@ -58,18 +59,21 @@ def _of_batch(groups: Groups) -> dict[str, float]:
     ]
     num_later_turns = sum(rollout.num_turns - 1 for rollout in survivors)
     num_breaks = sum(len(rollout.samples) - 1 for rollout in survivors)
-    lost = [r for r in rollouts if r.num_lost_tokens is not None]
-    return {
-        "reward": _mean(survivors, lambda r: r.reward),
-        "reward_std": float(np.std([rollout.reward for rollout in survivors])),
-        "completion_tokens": _mean(survivors, lambda r: r.num_sampled_tokens),
-        "num_turns": _mean(survivors, lambda r: r.num_turns),
-        "truncated_share": _mean(survivors, lambda r: r.is_truncated),
-        "error_share": 1 - len(survivors) / len(rollouts),
-        "restarted_share": _mean(rollouts, lambda r: r.num_restarts > 0),
-        "moved_share": _mean(rollouts, lambda r: r.num_moves > 0),
-        **({"timed_out_tokens": _mean(lost, lambda r: r.num_lost_tokens or 0)} if lost else {}),
-        "uniform_group_share": float(np.mean(is_uniform)),
+    lost = [r.num_lost_tokens for r in rollouts if r.num_lost_tokens is not None]
+    rewards = [r.reward for r in survivors]
+    values: dict[str, Sequence[float]] = {
+        "reward": rewards,
+        "completion_tokens": [r.num_sampled_tokens for r in survivors],
+        "num_turns": [r.num_turns for r in survivors],
+        "truncated_share": [r.is_truncated for r in survivors],
+        "error_share": [r.error is not None for r in rollouts],
+        "restarted_share": [r.num_restarts > 0 for r in rollouts],
+        "moved_share": [r.num_moves > 0 for r in rollouts],
+        "uniform_group_share": is_uniform,
+        "timed_out_tokens": lost,
+    }
+    return {name: float(np.mean(own)) for name, own in values.items() if own} | {
+        "reward_std": float(np.std(rewards)),
         "broken_turn_share": num_breaks / max(num_later_turns, 1),
     }
 
@@ -100,10 +104,6 @@ def _by_env(groups: Groups) -> dict[str, list[Sequence[Rollout]]]:
 
 def _survivors(groups: Groups) -> list[Rollout]:
     return [rollout for group in groups for rollout in group if rollout.error is None]
-
-
-def _mean(rollouts: Sequence[Rollout], value_of: Callable[[Rollout], float]) -> float:
-    return float(np.mean([value_of(rollout) for rollout in rollouts]))
 
 
 def _mean_scores(survivors: Sequence[Rollout], num_rollouts: int) -> dict[str, float]:

