@@ -262,8 +262,7 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
             those that are set, because not every endpoint knows all.
     """
     if not is_vllm:
-        options = {name: getattr(args, name) for name in NEUTRAL}
-        return {name: value for name, value in options.items() if value != NEUTRAL[name]}
+        return {n: getattr(args, n) for n, value in NEUTRAL.items() if getattr(args, n) != value}
     plain = copy.copy(args)
     plain.sampling_mask = plain.router_replay = False  # nothing is trained on these tokens
     options = plain.sampling_args()
