@@ -138,7 +138,7 @@ def test_a_key_that_cannot_work_is_named(folder, override, problem):
 
 def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
     with pytest.raises(TomlError, match=r"\[data\] train: there is no file .*/a.jsonl; correct"):
-        load(folder, "data.train=a.jsonl")
+        load(folder, "data.train=a.jsonl").prepare()
 
 
 def test_data_is_of_vf_sft_alone_and_needed_there(folder):

@@ -78,13 +78,12 @@ class SFTRunConfig(RunConfig):
         """Fill in `data`.
 
         Raises:
-            TomlError: a key of [data] is unknown or has a wrong value, `train` is missing, or a
-                file is not there.
+            TomlError: a key of [data] is unknown or has a wrong value, or `train` is missing.
         """
         self.data = data = self.read_table(("data",), DataTable)
         for name in ("train", "eval"):
             folder, names = self.folder_of("data", name), getattr(data, name)
-            setattr(data, name, [self._find(name, one, folder) for one in names])
+            setattr(data, name, [_as_path(one, folder) for one in names])
         if not data.train:
             raise TomlError(
                 f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
@@ -102,20 +101,6 @@ class SFTRunConfig(RunConfig):
                 'set eval_strategy = "steps" and eval_steps in [trainer.args]'
             )
 
-    def _find(self, key: str, name: str, folder: Path) -> str:
-        """Return the absolute path of a file, which is relative to this folder; a name on the hub
-        as it is.
-        """
-        if not is_file(name):
-            return name
-        path = os.path.normpath(folder / Path(name).expanduser())
-        if not os.path.isfile(path):
-            raise TomlError(
-                f"{self.place('data', key)} {key}: there is no file {path}; correct the path, "
-                "which is relative to what names it"
-            )
-        return path
-
     def resolved_tables(self) -> dict[str, Any]:
         table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}
         if not self.data.eval:
@@ -123,7 +108,18 @@ class SFTRunConfig(RunConfig):
         return {"data": table}
 
     def prepare(self) -> None:
-        """Show this process its GPUs, before torch sees them."""
+        """Show this process its GPUs, before torch sees them.
+
+        Raises:
+            TomlError: a file of the data is not there, or there are fewer GPUs.
+        """
+        for name in ("train", "eval"):
+            for path in filter(is_file, getattr(self.data, name)):
+                if not os.path.isfile(path):
+                    raise TomlError(
+                        f"{self.place('data', name)} {name}: there is no file {path}; correct the "
+                        "path, which is relative to what names it"
+                    )
         if "LOCAL_RANK" in os.environ:
             return
         from verifiers_rl.cli.plan import assign_gpus
@@ -153,6 +149,13 @@ class SFTRunConfig(RunConfig):
             if data.eval:
                 held_out = read_dataset(data.eval, data.eval_split, data.subset)
         return self.trainer_class()(self.model, args, train, held_out)
+
+
+def _as_path(name: str, folder: Path) -> str:
+    """Return the absolute path of a file, which is relative to this folder; a name on the hub as it
+    is.
+    """
+    return os.path.normpath(folder / Path(name).expanduser()) if is_file(name) else name
 
 
 def main() -> None:
