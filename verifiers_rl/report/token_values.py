@@ -70,7 +70,7 @@ class TokenValues:
         if self._values.keys().isdisjoint(sample_ids):
             return
         logprobs = inputs.trainer_logprobs.detach().float()
-        of_masks = [values.float() for name, values in metrics.items() if "masked_share" in name]
+        of_masks = [v.float() for name, v in metrics.items() if name.startswith("masked_share")]
         masked = torch.stack([torch.zeros_like(logprobs), *of_masks]).amax(0)
         rows = [logprobs, inputs.entropy.float(), masked, torch.ones_like(logprobs)]
         parts = torch.stack(rows).detach().split([self._lengths[i] for i in sample_ids], dim=1)
