@@ -55,13 +55,12 @@ class RunFolderError(ValueError):
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """Return the finished checkpoint with the most steps, or None."""
-    return next(iter(reversed(checkpoints_of(Path(output_dir)))), None)
+    return next(reversed(checkpoints_of(Path(output_dir))), None)
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a run, from the first step on."""
-    found = [path for path in _checkpoints(folder) if (path / STATE).is_file()]
-    return sorted(found, key=_step_in_name)
+    return [path for path in _checkpoints(folder).values() if (path / STATE).is_file()]
 
 
 def holds_a_run(output_dir: str | Path) -> bool:
@@ -183,8 +182,8 @@ def _set_later_aside(checkpoint: Path) -> None:
     """Rename the checkpoints of later steps. The run repeats these steps, and must not go on from
     such a checkpoint if it is killed.
     """
-    for later in _checkpoints(checkpoint.parent):
-        if _step_in_name(later) > _step_in_name(checkpoint):
+    for step, later in _checkpoints(checkpoint.parent).items():
+        if step > _read_state(checkpoint, STATE)["global_step"]:
             target = later.with_name(ABANDONED) / later.name
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
@@ -200,7 +199,7 @@ def clear_run_folder(output_dir: str | Path) -> None:
     if not folder.is_dir():
         return
     remove_rollouts(folder, behind=-1)
-    for path in _checkpoints(folder):
+    for path in _checkpoints(folder).values():
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     for name in (UNFINISHED, ABANDONED):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -323,22 +322,17 @@ def remove_rollouts(folder: Path, behind: int) -> None:
 # --- What is in the folder ------------------------------------------------------------------------
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [p for p in folder.iterdir() if _CHECKPOINT.fullmatch(p.name) and p.is_dir()]
-
-
-def _step_in_name(checkpoint: Path) -> int:
-    match = _CHECKPOINT.fullmatch(checkpoint.name)
-    return int(match[1]) if match else 0
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the folders of checkpoints, finished or not, by their steps and in their order."""
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))
 
 
 def _traces_of_a_run(folder: Path) -> list[str]:
     """Return the files that show that a run was here. Rows of step 0 show none: they are of
     evaluations before any training.
     """
-    found = [path.name for path in sorted(_checkpoints(folder), key=_step_in_name)]
+    found = [path.name for path in _checkpoints(folder).values()]
     metrics = folder / METRICS
     if metrics.is_file() and any(row["step"] > 0 for row in read_metrics(metrics)):
         found.append(METRICS)
