@@ -66,7 +66,7 @@ def test_a_toml_and_its_data_become_a_model(folder, capsys, monkeypatch):
     assert "data for training: 6 rows with" in done.stdout
     rows = read_metrics(metrics_file(folder / "outputs" / "sft"))
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-    assert [row["step"] for row in rows if "eval_loss" in row] == [3]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 4]
     resolved = tomllib.loads((folder / "outputs" / "sft" / "resolved.toml").read_text())
     assert resolved["data"]["train"] == [str(folder / "train.jsonl")]
     assert "model.safetensors" in os.listdir(folder / "outputs" / "sft")
