@@ -64,8 +64,7 @@ from verifiers_rl.inference.client import (
     InferenceClient,
     InferenceServerError,
 )
-from verifiers_rl.sync.fan_out import push_to_all
-from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600.0
@@ -235,7 +234,7 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
 
     def sizes(sync: WeightSync) -> list[int]:
         assert sync.plan is not None
-        return sync.plan.packed_sizes()
+        return [bucket.num_bytes for bucket in sync.plan.buckets]
 
     with running_server(folder / "model", folder / "full.log", options) as client:
         sync = WeightSync(client, lora_sync="merged", timeout_s=TIMEOUT_S)

@@ -24,7 +24,7 @@ from verifiers_rl.model_trials import (
     reason_against_sharing_rows,
 )
 from verifiers_rl.models import load_policy
-from verifiers_rl.sync.plan import TensorSpec, TransferPlan
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.text_model import auto_class
 
@@ -122,12 +122,11 @@ def loads_as_saved(trainer: Any, folder: Path, output: Path) -> float:
 def what_travels(folder: Path, model: Any, lora_sync: Any = "merged") -> set[str]:
     """Names under which the server gets what this model sends; it expects all of them."""
     sources, adapter = what_to_send(model, lora_sync)
-    specs = [TensorSpec(name, "float32", source.shape) for name, source in sources.items()]
-    kind: Any = "adapter" if adapter else "full"
-    plan = TransferPlan(kind, specs, 2**20, adapter)
+    shapes = {name: source.shape for name, source in sources.items()}
+    plan = TransferPlan(tensors=shapes, dtype="float32", bucket_bytes=2**20, adapter=adapter)
     config = AutoConfig.from_pretrained(folder)
-    check_plan(plan, expected_shapes(config, kind), "float32")
-    return {spec.name for spec in as_served(plan, config).tensors}
+    check_plan(plan, expected_shapes(config, plan.kind), "float32")
+    return {*as_served(plan, config).tensors}
 
 
 def text_names(folder: Path) -> set[str]:

@@ -38,7 +38,7 @@ from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.requests import GroupRequest, Places
 from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
-from verifiers_rl.sync.plan import TensorSpec, TransferPlan, bucket_views
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.sources import Source
 from verifiers_rl.types import (
     Batch,
@@ -270,12 +270,12 @@ def packed_weights(
     sources: dict[str, Source], model: torch.nn.Module, num_tensors: int | None = None
 ) -> dict[str, torch.Tensor]:
     """What a push of these sources carries, of the first tensors alone if so many are wanted."""
-    specs = [TensorSpec(name, str(s.dtype)[6:], s.shape) for name, s in sources.items()]
-    plan = TransferPlan("full", specs, 1, {})  # a bucket for each tensor
-    made = zip(plan.buckets(), buckets_of(plan, sources, model), strict=False)
+    shapes = {name: source.shape for name, source in sources.items()}
+    plan = TransferPlan(tensors=shapes, dtype="float32", bucket_bytes=1)  # a bucket for each tensor
+    made = zip(plan.buckets, buckets_of(plan, sources, model), strict=False)
     found: dict[str, torch.Tensor] = {}
     for bucket, buffer in itertools.islice(made, num_tensors):
-        found |= {name: view.clone() for name, view in bucket_views(bucket, buffer)}
+        found |= {name: view.clone() for name, view in bucket.views(buffer)}
     return found
 
 
@@ -387,7 +387,7 @@ class StubServer:
 
     def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> StubRequest:
         def connect(data: bytearray) -> dict[str, Any]:
-            self.plan = TransferPlan.from_json(json.loads(json.dumps(fields["plan"])))
+            self.plan = TransferPlan.model_validate_json(json.dumps(fields["plan"]))
             self.connection = f"to {self.base_url}"
             return {"connection": self.connection}
 
@@ -401,9 +401,9 @@ class StubServer:
             assert len(data) == num_bytes
             buffer = torch.frombuffer(data, dtype=torch.uint8)
             self.weights = {}
-            for bucket, size in zip(self.plan.buckets(), self.plan.packed_sizes(), strict=True):
-                self.weights |= dict(bucket_views(bucket, buffer[:size]))
-                buffer = buffer[size:]
+            for bucket in self.plan.buckets:
+                self.weights |= dict(bucket.views(buffer[: bucket.num_bytes]))
+                buffer = buffer[bucket.num_bytes :]
             self.policy_version = fields["policy_version"]
             return {}
 

@@ -11,7 +11,6 @@ from verifiers_rl.sync.agreement import (
     NUM_TOKENS,
     PROMPT,
     check_agreement,
-    compare,
     logprobs_of_samples,
     prompt_of,
 )
@@ -165,17 +164,3 @@ def test_logprobs_of_samples_round_as_the_trainer_does(tmp_path):
     (with_head,) = logprobs_of_samples(model, [sample_of()], half)
     assert np.abs(exact - rounded).max() > 1e-4
     assert 0 < np.abs(rounded - with_head).max() < 0.1
-
-
-def test_a_comparison_has_the_figures_of_the_tokens_that_were_sampled(tmp_path):
-    model, args = make_tiny_model(), args_with(tmp_path)
-    (ours,) = logprobs_of_samples(model, [sample_of()], args)
-    log_ratios = np.array([0.5, -0.25])
-    theirs = [0.0, 0.0, ours[0] - 0.5, ours[1] + 0.25, 0.0, np.nan]
-    found = compare(model, [sample_of(theirs)], StubServer(model, "bfloat16"), args)
-    kl = np.mean(np.exp(log_ratios) - 1 - log_ratios)
-    assert (found.num_tokens, found.dtypes) == (2, ("float32", "bfloat16"))
-    assert (found.mean, found.largest, found.mismatch_kl) == pytest.approx((0.375, 0.5, kl))
-    unsampled = sample_of([0.0, 0.0, np.nan, np.nan, 0.0, np.nan])
-    with pytest.raises(ValueError, match="no sampled token"):
-        compare(model, [unsampled], StubServer(model), args)

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.packed_tokens import unpack_experts, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import replay_experts, routers_of
-from verifiers_rl.sync import fan_out
+from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync
 
@@ -727,7 +726,7 @@ def test_a_trainer_that_leaves_while_nccl_connects_leaves_a_server_for_the_next_
     model, sync = load(folder), connect(server)
     sync.push(model, 0)
     fields = {"nccl_id": base64.b64encode(bytes(128)).decode()}
-    fields |= {"timeout_s": 60.0, "plan": asdict(sync.plan), "trainer": sync._trainer}
+    fields |= {"timeout_s": 60.0, "plan": sync.plan.model_dump(), "trainer": sync._trainer}
     # This server has no GPU, so its workers fail at once.
     with pytest.raises(InferenceServerError, match="NCCL failed"):
         sync.client.connect_weight_sync(fields, 60.0).begin().answer()
@@ -892,5 +891,5 @@ def test_oversized_and_misnamed_tensors_are_refused(
     name = "model.embed_tokens.weight"
     source = sources.pop(name)
     sources = {name: edit(source)} | sources if edit else {name[:-6] + "wait": source} | sources
-    monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
+    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
     refused_within_seconds(sync, load(folder), message)

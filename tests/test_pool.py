@@ -29,12 +29,11 @@ from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
 from verifiers_rl.requests import Places
-from verifiers_rl.sync import fan_out
 from verifiers_rl.sync import pool as pool_module
-from verifiers_rl.sync.fan_out import push_to_all
-from verifiers_rl.sync.pool import Replica, ServerPool, choose
+from verifiers_rl.sync import weight_sync
+from verifiers_rl.sync.pool import Replica, ServerPool
 from verifiers_rl.sync.sources import Source, what_to_send
-from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 
 # --- Pushes ---------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ def times_made(monkeypatch):
 
         return {name: count(name, source) for name, source in sources.items()}, adapter
 
-    monkeypatch.setattr(fan_out, "what_to_send", counting)
+    monkeypatch.setattr(weight_sync, "what_to_send", counting)
     return made
 
 
@@ -145,7 +144,7 @@ def test_an_error_of_the_trainer_itself_is_raised_and_leaves_no_server_half_full
 
     names = [name for name, _ in model.named_parameters()]
     sources = {name: Source((1,), torch.float32, out_of_memory) for name in names}
-    monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
+    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
     with pytest.raises(MemoryError, match="while merging"):
         push_to_all(syncs, model, 7, "recompute")
     assert not any(sync.is_connected for sync in syncs)
@@ -158,7 +157,7 @@ def test_a_push_keeps_two_buckets_in_memory_however_slow_a_server_is(syncs_to, m
         return Source((10,), torch.float32, lambda: made.append(i) or torch.full((10,), float(i)))
 
     sources = {str(i): source(i) for i in range(12)}
-    monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
+    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
     servers = [StubServer(n) for n in range(2)]
     servers[0].on_write = lambda given_up: slow.acquire()
     syncs, errors = syncs_to(*servers, bucket_bytes=40), []
@@ -386,16 +385,20 @@ def test_servers_of_different_dtypes_are_refused(make_pool, caplog):
     assert states(pool) == ["serving", "lost"]
 
 
-def test_a_new_rollout_goes_where_the_fewest_run_among_those_with_its_version():
-    replicas = [Replica(StubServer(n)) for n in range(4)]
+def test_a_new_rollout_goes_where_the_fewest_run_among_those_with_its_version(make_pool):
+    pool, _ = make_pool(4)
+    replicas = pool.replicas
     for replica, running, version in zip(replicas, (3, 1, 0, 0), (5, 5, 4, 5), strict=True):
         replica.num_running, replica.policy_version = running, version
     replicas[3].is_in_doubt = True
-    assert choose(replicas, 5) is replicas[1]
-    assert choose(replicas, 4) is replicas[2]
-    assert choose(replicas, 6) is None
-    replicas[0].num_running = 1
-    assert {choose(replicas, 5).url for _ in range(50)} == {replicas[0].url, replicas[1].url}
+    assert pool.take(5) == replicas[1].url and pool.take(4) == replicas[2].url
+    with pytest.raises(ServerLostError, match="no server has version 6"):
+        pool.take(6)
+    taken = set()
+    for _ in range(50):
+        replicas[0].num_running = replicas[1].num_running = 1
+        taken.add(pool.take(5))
+    assert taken == {replicas[0].url, replicas[1].url}
 
 
 def test_a_server_that_a_rollout_could_not_reach_gets_none_until_it_answers(make_pool):

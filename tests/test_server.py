@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import httpx
@@ -46,7 +45,7 @@ from verifiers_rl.inference.port import (
     reserve_port,
 )
 from verifiers_rl.inference.server import error_of_flags, flag_error, generation_keys, keep_alive
-from verifiers_rl.sync.plan import TensorSpec, TransferPlan
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.shared_buffers import attach
 
 
@@ -464,7 +463,8 @@ BUCKET = 2**19
 NUM_BYTES = 4 * BUCKET
 BODY = random.randbytes(NUM_BYTES)
 PUSH = {"policy_version": 3, "in_flight": "keep", "timeout_s": 5.0}
-PLAN = TransferPlan("full", [TensorSpec(c, "uint8", (BUCKET,)) for c in "abcd"], BUCKET, {})
+SHAPES = dict.fromkeys("abcd", (BUCKET // 4,))
+PLAN = TransferPlan(tensors=SHAPES, dtype="float32", bucket_bytes=BUCKET)
 
 
 class Workers:
@@ -521,7 +521,7 @@ def server_of_pushes(monkeypatch):
 
 
 def connected(client, trainer="first", **change):
-    fields = {"timeout_s": 5.0, "trainer": trainer, "plan": asdict(PLAN)} | change
+    fields = {"timeout_s": 5.0, "trainer": trainer, "plan": PLAN.model_dump()} | change
     return answer_to(client, "POST", "/weight_sync/connect", fields, **client.authorization())
 
 
@@ -715,7 +715,7 @@ def test_a_connection_over_nccl_hands_the_id_on_and_awaits_no_body(server_of_pus
     with server_of_pushes(workers) as (client, _, _engine):
         reply = connected(client, nccl_id=base64.b64encode(unique_id).decode())
         (plan, address, nccl_id, _) = workers.connections[-1]
-        assert nccl_id == unique_id and address[2:] == [2, 0, 0] and plan["kind"] == "full"
+        assert nccl_id == unique_id and address[2:] == [2, 0, 0] and plan == PLAN.model_dump_json()
         assert pushed(client, reply.json()["connection"], b"").answer() == {"policy_version": 3}
         for wrong in ("AAAA", "not base64", base64.b64encode(bytes(129)).decode()):
             reply = connected(client, nccl_id=wrong)
@@ -741,7 +741,7 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
         nccl_id = base64.b64encode(bytes(128)).decode()
         if method == "connect":
             workers.connect = wait
-            fields = {"timeout_s": 60.0, "trainer": "first", "plan": asdict(PLAN)}
+            fields = {"timeout_s": 60.0, "trainer": "first", "plan": PLAN.model_dump()}
             request = client.connect_weight_sync(fields | {"nccl_id": nccl_id}, 60.0).begin()
         else:
             connection = connected(client, nccl_id=nccl_id).json()["connection"]
@@ -785,8 +785,8 @@ def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothin
 def test_a_control_request_that_makes_no_sense_is_refused():
     with server_of() as (client, _):
         for change, message in (
-            ({"plan": 5}, "plan=5: Value error, not a transfer plan"),
-            ({"plan": {"kind": "full"}}, "plan={'kind': 'full'}: Value error, not a transfer"),
+            ({"plan": 5}, "plan=5: Input should be"),
+            ({"plan": {"dtype": "float32"}}, "plan.tensors={'dtype': 'float32'}: Field required"),
             ({"timeout_s": "soon"}, "timeout_s='soon': Input should be a valid number"),
         ):
             reply = connected(client, **change)

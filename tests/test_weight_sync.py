@@ -1,6 +1,7 @@
 import asyncio
 import base64
 import gc
+import json
 import math
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,15 +50,9 @@ from verifiers_rl.inference.expected import (
     fit_to_server,
 )
 from verifiers_rl.models import default_target_modules, load_policy
-from verifiers_rl.sync import fan_out, nccl, weight_sync
+from verifiers_rl.sync import nccl, weight_sync
 from verifiers_rl.sync.adapters import check_adapter, choose_lora_sync
-from verifiers_rl.sync.plan import (
-    TensorSpec,
-    TransferPlan,
-    bucket_views,
-    packed_size,
-    receive_buckets,
-)
+from verifiers_rl.sync.plan import TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import GivenUpError, attach, shared_with_workers
 from verifiers_rl.sync.sources import (
     Source,
@@ -65,7 +61,7 @@ from verifiers_rl.sync.sources import (
     merged_sources,
     what_to_send,
 )
-from verifiers_rl.sync.weight_sync import WeightSync, choose_backend
+from verifiers_rl.sync.weight_sync import WeightSync, choose_backend, make_plan
 from verifiers_rl.wiring import make_source_and_sink
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -84,68 +80,50 @@ def with_trained_adapter(model, **options):
 
 
 Q = "model.layers.0.self_attn.q_proj"
+ADAPTER = {"r": 1, "lora_alpha": 2, "use_rslora": False, "bias": "none", "target_modules": ["q"]}
 
 
-def spec_of(name, tensor):
-    return TensorSpec(name, str(tensor.dtype)[6:], tuple(tensor.shape))
+def plan_with(shapes, bucket_bytes=2**20, **fields):
+    fields = {"dtype": "float32", **fields}
+    return TransferPlan(tensors=shapes, bucket_bytes=bucket_bytes, **fields)
 
 
 def test_buckets_hold_all_tensors_in_order_and_stay_below_the_bound():
-    specs = [TensorSpec(str(i), "float32", (n,)) for i, n in enumerate([10, 10, 10, 100, 1])]
-    plan = TransferPlan("full", specs, bucket_bytes=80, adapter={})
-    buckets = list(plan.buckets())
-    assert [spec.name for bucket in buckets for spec in bucket] == ["0", "1", "2", "3", "4"]
-    assert [len(bucket) for bucket in buckets] == [2, 1, 1, 1]  # 400 bytes go alone
+    plan = plan_with({str(i): (n,) for i, n in enumerate([10, 10, 10, 100, 1])}, 80)
+    assert [name for bucket in plan.buckets for name in bucket.shapes] == ["0", "1", "2", "3", "4"]
+    assert [len(bucket.shapes) for bucket in plan.buckets] == [2, 1, 1, 1]  # 400 bytes go alone
     assert plan.num_bytes == 4 * 131
 
 
-def test_packing_keeps_values_of_mixed_dtypes_and_odd_sizes_and_casts_to_the_plan():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packing_keeps_values_of_odd_sizes_and_casts_to_the_plan(dtype):
     torch.manual_seed(0)
-    tensors = {
-        "a": torch.randn(3, 5),
-        "b": torch.randn(7).bfloat16(),
-        "c": torch.arange(3, dtype=torch.int64),
-        "d": torch.randn(()),
-    }
-    bucket = [spec_of(name, t) for name, t in tensors.items()]
-    bucket.append(TensorSpec("a", "bfloat16", (3, 5)))
-    buffer = torch.empty(packed_size(bucket), dtype=torch.uint8)
-    for name, view in bucket_views(bucket, buffer):
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(())}
+    (bucket,) = plan_with({name: t.shape for name, t in tensors.items()}, dtype=dtype).buckets
+    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+    for name, view in bucket.views(buffer):
         view.copy_(tensors[name])
-    views = [view for _, view in bucket_views(bucket, buffer)]
-    assert all(torch.equal(v, t) for v, t in zip(views, tensors.values(), strict=False))
-    assert torch.equal(views[-1], tensors["a"].bfloat16())
-
-
-def test_a_plan_survives_json():
-    plan = TransferPlan("adapter", [TensorSpec("a", "float32", (2, 3))], 10, {"r": 1})
-    data = {
-        "kind": "adapter",
-        "tensors": [["a", "float32", [2, 3]]],
-        "bucket_bytes": 10,
-        "adapter": {"r": 1},
-    }
-    assert TransferPlan.from_json(data) == plan
+    for name, view in bucket.views(buffer):
+        assert torch.equal(view, tensors[name].to(bucket.dtype))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        ({"kind": "files"}, "not a transfer plan: kind: "),
-        ({"bucket_bytes": 0}, "not a transfer plan: bucket_bytes: "),
-        ({"adapter": {"r": "8"}}, "adapter rank '8'"),
-        ({"tensors": [["a", "float32", [-1]]]}, r"plan: tensors\.0\.2\.0: .* greater than"),
-        ({"bucket_bytes": 2**40}, "not a transfer plan: bucket_bytes: .* 1073741824"),
-        ({"tensors": [["a", "nn", [1]]]}, "unknown tensor dtype 'nn'"),
-        ({"tensors": [["a", "float32", [1]], ["a", "float32", [2]]]}, "tensor 'a' comes twice"),
-        ({"tensors": []}, "a plan without tensors"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"bucket_bytes": 2**40}, "bucket_bytes"),
+        ({"adapter": ADAPTER | {"r": "8"}}, "adapter.r"),
+        ({"tensors": {"a": [-1]}}, "tensors.a.0"),
+        ({"tensors": {}}, "tensors"),
+        ({"dtype": "nn"}, "dtype"),
     ],
 )
-def test_what_is_no_plan_is_refused(change, message):
-    tensors = [["a", "float32", [1]]]
-    plan = {"kind": "adapter", "tensors": tensors, "bucket_bytes": 10, "adapter": {"r": 1}}
-    with pytest.raises(ValueError, match=message):
-        TransferPlan.from_json({**plan, **change})
+def test_what_is_no_plan_is_refused(change, field):
+    plan = plan_with({"a": (2, 3)}, 10, adapter=ADAPTER)
+    assert TransferPlan.model_validate_json(plan.model_dump_json()) == plan
+    with pytest.raises(ValidationError) as raised:
+        TransferPlan.model_validate_json(json.dumps(plan.model_dump() | change))
+    assert ".".join(map(str, raised.value.errors()[0]["loc"])) == field
 
 
 def shared_by(num_workers, num_buffers, buffer_bytes):
@@ -161,9 +139,8 @@ async def pieces(data, size=7):
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 5])
 def test_three_pushes_reach_all_workers_through_shared_memory(num_buffers):
-    specs = [TensorSpec(str(i), "float32", (i % 3 + 1, 3)) for i in range(5)]
-    plan = TransferPlan("full", specs, bucket_bytes=16, adapter={})
-    sizes = plan.packed_sizes()
+    plan = plan_with({str(i): (i % 3 + 1, 3) for i in range(5)}, 16)
+    sizes = [bucket.num_bytes for bucket in plan.buckets]
     bodies = [random.randbytes(sum(sizes)) for _ in range(3)]
     shared, seen = shared_by(2, num_buffers, max(sizes))
     got = [[], []]
@@ -190,9 +167,9 @@ def test_three_pushes_reach_all_workers_through_shared_memory(num_buffers):
     for of_worker in got:
         for tensors, body in zip(of_worker, bodies, strict=True):
             buffer, wanted = torch.frombuffer(bytearray(body), dtype=torch.uint8), []
-            for bucket, size in zip(plan.buckets(), sizes, strict=True):
-                wanted += bucket_views(bucket, buffer[:size])
-                buffer = buffer[size:]
+            for bucket in plan.buckets:
+                wanted += bucket.views(buffer[: bucket.num_bytes])
+                buffer = buffer[bucket.num_bytes :]
             assert [name for name, _ in tensors] == [name for name, _ in wanted]
             for (_, tensor), (_, sent) in zip(tensors, wanted, strict=True):
                 assert torch.equal(tensor.view(torch.uint8), sent.view(torch.uint8))  # some are NaN
@@ -249,8 +226,7 @@ def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
     def receive(num_bytes):
         return lambda: (time.sleep(0.05), torch.empty(num_bytes, dtype=torch.uint8))[1]
 
-    specs = [TensorSpec(str(i), "float32", (4,)) for i in range(100)]
-    plan = TransferPlan("full", specs, bucket_bytes=16, adapter={})
+    plan = plan_with({str(i): (4,) for i in range(100)}, 16)
     with pytest.raises(TimeoutError, match=r"longer than 0\.2 s \(vllm_server_timeout\)"):
         list(receive_buckets(plan, receive, 0.2))
 
@@ -306,7 +282,7 @@ def test_weights_travel_in_bodies_of_several_buckets(sync_with, kind):
             for parameter in model.parameters():
                 parameter.add_(1.0)
         metrics = sync.push(model, version)
-        assert len(server.plan.packed_sizes()) > 2
+        assert len(server.plan.buckets) > 2
         sources, _ = what_to_send(model, lora_sync)
         wanted = {name: source.make() for name, source in sources.items()}
         assert server.policy_version == version
@@ -318,9 +294,9 @@ def test_weights_travel_in_bodies_of_several_buckets(sync_with, kind):
 class StubNccl:
     """A transport that carries nothing, and fails if it is told to, or once the server replies."""
 
-    def __init__(self, rank, world_size, device, timeout_s, unique_id, has_reply):
+    def __init__(self, rank, world_size, device, timeout_s, is_given_up):
         self.ranks, self.error, self.is_abandoned = (rank, world_size), None, False
-        self.waits_for_reply, self.has_reply = False, has_reply
+        self.waits_for_reply, self.has_reply = False, is_given_up
 
     def unique_id(self):
         return bytes(range(128))
@@ -367,7 +343,7 @@ def test_what_fails_on_our_side_is_told_as_it_is_and_ends_the_request(
     sync, model = over_nccl[0] if has_nccl else sync_with(), make_tiny_model()
     transport = sync._nccl
     sources = {name: Source((1,), torch.float32, out_of_memory) for name in full_sources(model)}
-    monkeypatch.setattr(fan_out, "what_to_send", lambda *_: (sources, {}))
+    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
     with pytest.raises(RuntimeError, match="while merging"):
         sync.push(model, 0)
     assert not sync.is_connected and (transport is None or transport.is_abandoned)
@@ -511,9 +487,9 @@ def test_auto_merges_where_nothing_is_lost_and_the_server_takes_all_weights():
 def test_lora_sync_decides_what_travels():
     model = with_trained_adapter(make_tiny_model())
     adapter, config = what_to_send(model, "adapter")
-    assert config["r"] == 4 and all("lora_" in name for name in adapter)
+    assert config.r == 4 and all("lora_" in name for name in adapter)
     merged, config = what_to_send(model, "merged")
-    assert config == {} and merged.keys() == full_sources(make_tiny_model()).keys()
+    assert config is None and merged.keys() == full_sources(make_tiny_model()).keys()
 
 
 # --- What a server takes ------------------------------------------------------------------------
@@ -526,9 +502,8 @@ def shapes():
     return {kind: expected_shapes(config, kind) for kind in ("full", "adapter")}
 
 
-def plan_of(sources, kind="full", **adapter):
-    specs = [TensorSpec(name, "float32", source.shape) for name, source in sources.items()]
-    return TransferPlan(kind, specs, 2**20, adapter)
+def plan_of(sources, adapter=None):
+    return plan_with({name: source.shape for name, source in sources.items()}, adapter=adapter)
 
 
 def test_the_plans_of_a_trainer_are_what_its_server_expects(shapes):
@@ -537,7 +512,7 @@ def test_the_plans_of_a_trainer_are_what_its_server_expects(shapes):
     model = with_trained_adapter(model)
     check_plan(plan_of(merged_sources(model)), shapes["full"], "float32")
     adapter, config = adapter_sources(model)
-    check_plan(plan_of(adapter, "adapter", **config), shapes["adapter"], "float32")
+    check_plan(plan_of(adapter, config), shapes["adapter"], "float32")
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -559,7 +534,7 @@ def test_experts_travel_as_a_checkpoint_has_them(tmp_path, loaded):
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     model = get_peft_model(model, lora)
     adapter, config = adapter_sources(model)
-    check_plan(plan_of(adapter, "adapter", **config), shapes["adapter"], "float32")
+    check_plan(plan_of(adapter, config), shapes["adapter"], "float32")
     merged, _ = what_to_send(model, "merged")
     assert merged.keys() == checkpoint.keys()
 
@@ -586,17 +561,17 @@ def test_the_text_of_a_checkpoint_with_a_vision_tower_travels_under_its_own_name
     model = load_policy(str(folder), RLConfig(use_cpu=True, use_lora=lora_sync != "full"))
     sources, adapter = what_to_send(model, "adapter" if lora_sync == "adapter" else "merged")
     kind = "adapter" if adapter else "full"
-    plan = plan_of(sources, kind, **adapter)
+    plan = plan_of(sources, adapter)
     check_plan(plan, expected_shapes(config, kind), "float32")
     checkpoint = load_file(folder / "model.safetensors")
     served = as_served(plan, config)
-    assert [spec.shape for spec in served.tensors] == [spec.shape for spec in plan.tensors]
-    names = {spec.name for spec in served.tensors}
+    assert [*served.tensors.values()] == [*plan.tensors.values()]
+    names = {*served.tensors}
     if kind == "full":  # all text tensors, and no other
         assert names == {name for name in checkpoint if not name.startswith("model.visual.")}
-        for spec, source in zip(served.tensors, sources.values(), strict=True):
+        for name, source in zip(served.tensors, sources.values(), strict=True):
             loaded = source.make().detach().bfloat16()
-            assert torch.equal(loaded, checkpoint[spec.name]), spec.name
+            assert torch.equal(loaded, checkpoint[name]), name
     else:
         layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names}
         assert {f"{layer}.weight" for layer in layers} <= checkpoint.keys()
@@ -677,7 +652,7 @@ def test_an_adapter_of_experts_is_refused_before_the_run_where_it_is_not_sent_me
 
     if lora_sync == "merged" or modules_to_save:
         assert connect().lora_sync == ("merged" if lora_sync == "merged" else "adapter")
-        assert what_to_send(policy, connect().lora_sync)[1] == {}  # no adapter
+        assert what_to_send(policy, connect().lora_sync)[1] is None  # no adapter
     else:
         with pytest.raises(ConfigError, match=r"target_parameters=.*; set lora_sync='merged'"):
             connect()
@@ -715,43 +690,44 @@ def test_merged_experts_equal_those_peft_merges(name, options):
     assert any("gate.weight" in key for key in adapted) == (options.get("use_rslora", False))
 
 
-def edited(change, kind="full"):
-    model = make_tiny_model()
-    adapter = {}
-    if kind == "full":
-        sources = full_sources(model)
-    else:
-        sources, adapter = adapter_sources(with_trained_adapter(model))
-    plan = plan_of(sources, kind, **adapter)
-    change(plan.tensors)
-    return plan
+EMBEDDING = "model.embed_tokens.weight"
+LAYER = f"base_model.model.{Q}.lora_A.weight"
+OTHER = "base_model.model.x.lora_A.weight"
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "change", "dtype", "message"),
     [
-        ("full", lambda t: t.append(TensorSpec("x", "float32", (1,))), "has no tensor 'x'"),
-        ("full", lambda t: t.pop(), r"no weights for \['lm_head.weight'\]"),
+        ("full", {"x": (1,)}, "float32", "has no tensor 'x'"),
+        ("full", {"lm_head.weight": None}, "float32", r"no weights for \['lm_head.weight'\]"),
         (
             "full",
-            lambda t: t.__setitem__(0, t[0]._replace(shape=(10**9, 10**9))),
-            r"'model.embed_tokens.weight' has shape \[1000000000, 1000000000\].*\[261, 32\]",
+            {EMBEDDING: (10**9, 10**9)},
+            "float32",
+            r"\[1000000000, 1000000000\].*\[261, 32\]",
         ),
-        ("full", lambda t: t.__setitem__(0, t[0]._replace(dtype="float64")), "'float64', not"),
-        ("adapter", lambda t: t.pop(0), rf"no weights for \['base_model.model.{Q}.lora_A"),
-        (
-            "adapter",
-            lambda t: t.append(TensorSpec("base_model.model.x.lora_A.weight", "float32", (4, 4))),
-            "'base_model.model.x.lora_A.weight' belongs to no linear layer",
-        ),
-        ("adapter", lambda t: t.__setitem__(0, t[0]._replace(shape=(5, 32))), "served model's has"),
+        ("full", {}, "bfloat16", "have dtype 'bfloat16', the server's 'float32'"),
+        ("adapter", {LAYER: None}, "float32", rf"no weights for \['base_model.model.{Q}.lora_A"),
+        ("adapter", {OTHER: (4, 4)}, "float32", f"'{OTHER}' belongs to no linear layer"),
+        ("adapter", {LAYER: (5, 32)}, "float32", "served model's has"),
     ],
 )
 def test_a_plan_for_another_model_is_refused_before_memory_is_allocated(
-    shapes, kind, change, message
+    shapes, kind, change, dtype, message
 ):
+    sources, adapter = full_sources(make_tiny_model()), None
+    if kind == "adapter":
+        sources, adapter = adapter_sources(with_trained_adapter(make_tiny_model()))
+    wanted = {name: source.shape for name, source in sources.items()} | change
+    wanted = {name: shape for name, shape in wanted.items() if shape is not None}
     with pytest.raises(ValueError, match=message):
-        check_plan(edited(change, kind), shapes[kind], "float32")
+        check_plan(plan_with(wanted, dtype=dtype, adapter=adapter), shapes[kind], "float32")
+
+
+def test_quantised_weights_are_not_sent():
+    sources = {"a": Source((2,), torch.int8, lambda: None)}
+    with pytest.raises(InferenceServerError, match=r"'a' has dtype torch\.int8"):
+        make_plan(sources, None, {"dtype": "float32", "lora_dtype": None}, 16)
 
 
 def test_an_unknown_architecture_is_named():
@@ -766,7 +742,7 @@ def test_a_server_of_a_quantised_checkpoint_says_what_to_do_about_full_weights()
     config.quantization_config = {"quant_method": "mxfp4"}
     served = SimpleNamespace(lora_config=None, model_config=SimpleNamespace(hf_config=config))
     with pytest.raises(ValueError, match=r"\(mxfp4\).*lora_sync='adapter'"):
-        fit_to_server(TransferPlan("full", [], 1, {}), served)
+        fit_to_server(plan_with({"a": (1,)}), served)
 
 
 # --- Models split over ranks --------------------------------------------------------------------

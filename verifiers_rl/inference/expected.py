@@ -5,7 +5,6 @@ before any memory is allocated for the push.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verifiers_rl.sync import full_sources, in_checkpoint_form
-from verifiers_rl.sync.plan import TransferPlan, needs_lora_flag
+from verifiers_rl.sync.plan import TransferPlan
 
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
@@ -50,18 +49,22 @@ def fit_to_server(plan: TransferPlan, vllm_config: Any) -> TransferPlan:
         ValueError: the server does not take it; says what to change.
     """
     config, lora = vllm_config.model_config.hf_config, vllm_config.lora_config
-    if plan.kind == "adapter" and (lora is None or lora.max_lora_rank < plan.adapter["r"]):
-        raise ValueError(needs_lora_flag(plan.adapter["r"]))
-    if plan.kind == "full" and lora is not None:
+    adapter = plan.adapter
+    if adapter is not None and (lora is None or lora.max_lora_rank < adapter.r):
+        raise ValueError(
+            f"the trainer sends a LoRA adapter of rank {adapter.r}; start vf-vllm with "
+            f"--enable-lora --max-lora-rank {adapter.r} (or more)"
+        )
+    if adapter is None and lora is not None:
         raise ValueError("the trainer sends full weights; start vf-vllm without --enable-lora")
     quantization = getattr(config, "quantization_config", None)
-    if plan.kind == "full" and isinstance(quantization, dict):
+    if adapter is None and isinstance(quantization, dict):
         raise ValueError(
             "the trainer sends full weights, and the served checkpoint is quantised "
             f"({quantization.get('quant_method')}), so vLLM has no place for them; serve a "
             "checkpoint that is not quantised, or train an adapter with lora_sync='adapter'"
         )
-    dtype = lora.lora_dtype if plan.kind == "adapter" else vllm_config.model_config.dtype
+    dtype = lora.lora_dtype if adapter is not None else vllm_config.model_config.dtype
     check_plan(plan, expected_shapes(config, plan.kind), str(dtype).removeprefix("torch."))
     return as_served(plan, config)
 
@@ -90,7 +93,8 @@ def as_served(plan: TransferPlan, config: Any) -> TransferPlan:
             name, _ = prefix.rename_source_key(name)
         return f"{wrapper}{attribute}{name}"
 
-    return replace(plan, tensors=[spec._replace(name=served(spec.name)) for spec in plan.tensors])
+    tensors = {served(name): shape for name, shape in plan.tensors.items()}
+    return TransferPlan(**{**dict(plan), "tensors": tensors})
 
 
 def _trained_model(config: Any) -> Any:
@@ -121,33 +125,32 @@ def check_plan(plan: TransferPlan, shapes: dict[str, tuple[int, ...]], dtype: st
         shapes: from `expected_shapes`, for the plan's kind.
         dtype: of the server's weights, or of its adapters.
     """
-    expected = shapes if plan.kind == "full" else _adapter_shapes(plan, shapes)
-    for spec in plan.tensors:
-        if spec.name not in expected:
-            raise ValueError(f"the served model has no tensor {spec.name!r}: is it another model?")
-        if spec.shape != expected[spec.name]:
+    expected = shapes if plan.adapter is None else _adapter_shapes(plan, plan.adapter.r, shapes)
+    if plan.dtype != dtype:
+        raise ValueError(f"the tensors have dtype {plan.dtype!r}, the server's {dtype!r}")
+    for name, shape in plan.tensors.items():
+        if name not in expected:
+            raise ValueError(f"the served model has no tensor {name!r}: is it another model?")
+        if shape != expected[name]:
             raise ValueError(
-                f"tensor {spec.name!r} has shape {list(spec.shape)}, "
-                f"the served model's has {list(expected[spec.name])}"
+                f"tensor {name!r} has shape {list(shape)}, the served model's has "
+                f"{list(expected[name])}"
             )
-        if spec.dtype != dtype:
-            raise ValueError(f"tensor {spec.name!r} has dtype {spec.dtype!r}, not {dtype!r}")
-    if missing := sorted(expected.keys() - {spec.name for spec in plan.tensors}):
+    if missing := sorted(expected.keys() - plan.tensors.keys()):
         raise ValueError(f"no weights for {missing[:5]}: is it another model?")
 
 
 def _adapter_shapes(
-    plan: TransferPlan, shapes: dict[str, tuple[int, ...]]
+    plan: TransferPlan, rank: int, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of both matrices for each module of which the plan has at least one."""
-    rank = plan.adapter["r"]
     expected: dict[str, tuple[int, ...]] = {}
-    for spec in plan.tensors:
-        match = _ADAPTER_NAME.fullmatch(spec.name)
+    for name in plan.tensors:
+        match = _ADAPTER_NAME.fullmatch(name)
         weight = shapes.get(f"{match['module']}.weight", ()) if match else ()
         if match is None or len(weight) != 2:
             raise ValueError(
-                f"tensor {spec.name!r} belongs to no linear layer of the served model; "
+                f"tensor {name!r} belongs to no linear layer of the served model; "
                 "set lora_sync='merged' if it is an embedding's"
             )
         prefix = f"{_PEFT_PREFIX}{match['module']}"

@@ -16,13 +16,12 @@ import reprlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import Base64Bytes, BaseModel, Field, PlainValidator, PositiveFloat, ValidationError
+from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -61,7 +60,7 @@ class Connection(BaseModel):
 
     trainer: str
     timeout_s: PositiveFloat
-    plan: Annotated[TransferPlan, PlainValidator(TransferPlan.from_json)]
+    plan: TransferPlan
     nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
 
 
@@ -201,7 +200,7 @@ class WeightRoutes:
             plan = await asyncio.to_thread(fit_to_server, new.plan, config)
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-        sizes = plan.packed_sizes() if new.nccl_id is None else []
+        sizes = [bucket.num_bytes for bucket in plan.buckets] if new.nccl_id is None else []
         # Of an adapter all buckets are here before generation pauses, of full weights two.
         num_buffers = len(sizes) if plan.kind == "adapter" else min(len(sizes), 2)
         self.connection = self._shared = None  # of a previous trainer
@@ -212,7 +211,7 @@ class WeightRoutes:
             async with paused(engine, new.timeout_s) if steps_together(engine) else nullcontext():
                 await self._let_work(
                     *(left(request), shared, new.timeout_s, "weight_sync_connect"),
-                    *(asdict(plan), address, new.nccl_id, new.timeout_s),
+                    *(plan.model_dump_json(), address, new.nccl_id, new.timeout_s),
                 )
         self.connection, self._shared, self._sizes = secrets.token_hex(8), shared, sizes
         if plan.kind == "adapter":

@@ -27,7 +27,7 @@ from verifiers_rl.inference.reloading import (
     repack_for_cpu,
 )
 from verifiers_rl.sync.nccl import NcclTransport, gpu_uuid
-from verifiers_rl.sync.plan import TransferPlan, receive_buckets
+from verifiers_rl.sync.plan import AdapterConfig, TransferPlan, receive_buckets
 from verifiers_rl.sync.shared_buffers import SharedBuffers, attach
 
 logger = logging.getLogger(__name__)
@@ -91,11 +91,12 @@ class WeightSyncWorker:
     _nccl: NcclTransport | None = None
 
     def weight_sync_connect(
-        self, plan: dict[str, Any], shared: list[int], nccl_id: bytes | None, timeout_s: float
+        self, plan: str, shared: list[int], nccl_id: bytes | None, timeout_s: float
     ) -> str | None:
         """Remember what the trainer will send. Return an error's text, or None.
 
         Args:
+            plan: the `TransferPlan` as JSON.
             shared: address of the memory shared with the server's process.
             nccl_id: of the communicator to join; None if weights come in that memory.
         """
@@ -134,17 +135,16 @@ class WeightSyncWorker:
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
     def _connect(
-        self, plan: dict[str, Any], shared: list[int], nccl_id: bytes | None, timeout_s: float
+        self, plan: str, shared: list[int], nccl_id: bytes | None, timeout_s: float
     ) -> None:
         self._leave()  # the connection of a previous trainer
-        self._weight_sync_plan = TransferPlan.from_json(plan)
+        self._weight_sync_plan = TransferPlan.model_validate_json(plan)
         self._shared = attach(shared)
         parallel = self.vllm_config.parallel_config
         if self._weight_sync_plan.kind == "adapter" and parallel.pipeline_parallel_size == 1:
             # Checked before anything is sent: vLLM silently drops tensors that it has no layer for.
             manager = self.model_runner.lora_manager._adapter_manager
-            names = [spec.name for spec in self._weight_sync_plan.tensors]
-            if lost := layers_without_adapter(manager, names):
+            if lost := layers_without_adapter(manager, [*self._weight_sync_plan.tensors]):
                 raise ValueError(
                     f"vLLM serves no adapter of {lost[:5]}; set lora_sync='merged', or leave them "
                     "out of lora_target_modules"
@@ -167,8 +167,8 @@ class WeightSyncWorker:
         receive = from_shared if self._nccl is None else self._nccl.receive
         buckets = receive_buckets(plan, receive, timeout_s)
         with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
-            if plan.kind == "adapter":
-                self._load_adapter(plan, buckets)
+            if plan.adapter is not None:
+                self._load_adapter(plan.adapter, buckets)
             else:
                 self._load_full(buckets)
 
@@ -199,15 +199,15 @@ class WeightSyncWorker:
         if self.device.type == "cpu":
             repack_for_cpu(model)
 
-    def _load_adapter(self, plan: TransferPlan, buckets: Iterable[Bucket]) -> None:
+    def _load_adapter(self, adapter: AdapterConfig, buckets: Iterable[Bucket]) -> None:
         from vllm.lora.peft_helper import PEFTHelper
 
         worker_manager = self.model_runner.lora_manager
         manager = worker_manager._adapter_manager
-        config = PEFTHelper.from_dict(plan.adapter)
+        config = PEFTHelper.from_dict(adapter.model_dump())
         config.validate_legal(worker_manager.lora_config)
         tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-        adapter = worker_manager._lora_model_cls.from_lora_tensors(
+        loaded = worker_manager._lora_model_cls.from_lora_tensors(
             ADAPTER_ID,
             tensors,
             config,
@@ -218,5 +218,5 @@ class WeightSyncWorker:
             skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
         )
         manager.remove_adapter(ADAPTER_ID)
-        manager.add_adapter(adapter)
+        manager.add_adapter(loaded)
         manager.activate_adapter(ADAPTER_ID)

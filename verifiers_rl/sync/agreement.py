@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,34 +28,31 @@ PROMPT = "Once upon a time"
 FLOAT32_LARGEST, HALF_MEAN = 0.01, 0.3
 
 
-class Difference(NamedTuple):
+@dataclass
+class Difference:
     """How far the two sides' logprobs of the same tokens are apart.
 
     Attributes:
-        mean, largest: of |log pi_train - log pi_server|, nats.
-        mismatch_kl: mean of r - 1 - log r, as in docs/metrics.md.
+        apart: (tokens,) |log pi_train - log pi_server|, nats.
         dtypes: in which the trainer and the server compute.
     """
 
-    mean: float
-    largest: float
-    mismatch_kl: float
-    num_tokens: int
+    apart: np.ndarray
     dtypes: tuple[str, str]
 
     def __str__(self) -> str:
         here, there = self.dtypes
         return (
-            f"{self.mean:.2g} nats apart on average over {self.num_tokens} sampled tokens, at most "
-            f"{self.largest:.2g}, {here} here and {there} there"
+            f"{self.apart.mean():.2g} nats apart on average over {len(self.apart)} sampled tokens, "
+            f"at most {self.apart.max():.2g}, {here} here and {there} there"
         )
 
     @property
     def is_of_another_model(self) -> bool:
         """Whether the difference is larger than rounding explains. NaN counts as larger."""
         if self.dtypes == ("float32", "float32"):
-            return not self.largest <= FLOAT32_LARGEST
-        return not self.mean <= HALF_MEAN
+            return not self.apart.max() <= FLOAT32_LARGEST
+        return not self.apart.mean() <= HALF_MEAN
 
 
 def check_agreement(
@@ -66,7 +64,13 @@ def check_agreement(
         InferenceServerError: the server samples from another model.
     """
     prompt_ids = prompt_of(tokenizer)[: args.max_seq_len // 2]
-    found = compare(model, [sample(client, model_name, prompt_ids, args)], client, args)
+    sampled = sample(client, model_name, prompt_ids, args)
+    (ours,) = logprobs_of_samples(model, [sampled], args)
+    here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
+    found = Difference(
+        np.abs(ours - sampled.inference_logprobs[sampled.loss_mask]),
+        (str(here).removeprefix("torch."), client.status()["dtype"]),
+    )
     if found.is_of_another_model:
         raise InferenceServerError(
             f"the server at {client.base_url} samples from a different model than the one being "
@@ -143,24 +147,3 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
         replay_experts(base, None)
         model.train(was_training)
     return [logprobs.float().cpu().numpy() for logprobs in found]
-
-
-def compare(
-    model: nn.Module, samples: Sequence[Sample], client: InferenceClient, args: Any
-) -> Difference:
-    """Compare both sides' logprobs of what the server has sampled.
-
-    Raises:
-        ValueError: it has sampled nothing.
-    """
-    samples = [sample for sample in samples if sample.num_loss_tokens]
-    theirs = np.concatenate([sample.inference_logprobs[sample.loss_mask] for sample in samples])
-    ours = np.concatenate(logprobs_of_samples(model, samples, args)).astype(np.float64)
-    log_ratios = (ours - theirs)[~np.isnan(theirs)]  # NaN: tokens that no policy sampled
-    if not len(log_ratios):
-        raise ValueError("there is no sampled token to compare")
-    apart = np.abs(log_ratios)
-    kl = np.exp(np.minimum(log_ratios, 20.0)) - 1 - log_ratios
-    here = torch.bfloat16 if args.bf16 else next(model.parameters()).dtype
-    dtypes = str(here).removeprefix("torch."), client.status()["dtype"]
-    return Difference(float(apart.mean()), float(apart.max()), float(kl.mean()), len(apart), dtypes)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from verifiers_rl.sync.plan import TransferPlan, bucket_views, packed_size
+from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.sources import Source, what_to_send
 
 
@@ -62,9 +62,9 @@ def buckets_of(
         (bytes,) uint8 on the model's device, fresh memory each time.
     """
     device, has_helpers, index = next(model.parameters()).device, is_split(model), 0
-    for bucket in plan.buckets():
-        buffer = torch.empty(packed_size(bucket), dtype=torch.uint8, device=device)
-        for name, view in bucket_views(bucket, buffer):
+    for bucket in plan.buckets:
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        for name, view in bucket.views(buffer):
             if has_helpers:
                 _announce(index, model)
             view.copy_(sources[name].make())

@@ -4,108 +4,87 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, StrictInt
 from torch import Tensor
 
 ADAPTER_NAME = "policy"
 MAX_BUCKET_BYTES = 2**30
 
-_ALIGNMENT = 16  # bytes; every dtype can be viewed at such an offset
 
+class Bucket(NamedTuple):
+    """Tensors of one message, one behind the other.
 
-class TensorSpec(NamedTuple):
-    """Name, dtype as torch spells it without `torch.`, and shape of one tensor on the wire."""
+    Attributes:
+        dtype: of all of them.
+        shapes: by name, in their order.
+    """
 
-    name: str
-    dtype: str
-    shape: tuple[NonNegativeInt, ...]
+    dtype: torch.dtype
+    shapes: dict[str, tuple[int, ...]]
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
 
-    @property
-    def padded_bytes(self) -> int:
-        """Its bytes in a bucket."""
-        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """Return names and views into a uint8 buffer (num_bytes,)."""
+        parts = buffer.view(self.dtype).split([*map(math.prod, self.shapes.values())])
+        named = zip(self.shapes.items(), parts, strict=True)
+        return [(name, part.view(shape)) for (name, shape), part in named]
 
 
-@dataclass(frozen=True)
-class TransferPlan:
+class AdapterConfig(BaseModel):
+    """What PEFT's config says of a LoRA adapter."""
+
+    r: StrictInt
+    lora_alpha: int | float
+    use_rslora: bool
+    bias: str
+    target_modules: list[str]
+
+
+class TransferPlan(BaseModel, frozen=True):
     """What every push will carry; both sides derive the same buckets from it.
 
     Attributes:
-        kind: "full" weights under the checkpoint's names, or a LoRA "adapter" under PEFT's names.
-        tensors: in the order in which they travel.
+        tensors: their shapes by name, in the order in which they travel. The names are those of a
+            checkpoint, or PEFT's for an adapter.
+        dtype: of all tensors on the wire, as torch spells it without `torch.`.
         bucket_bytes: upper bound of one message, except for a single larger tensor.
-        adapter: rank, alpha and so on, as PEFT's config spells them; empty for full weights.
+        adapter: of a LoRA adapter; None for full weights.
     """
 
-    kind: Literal["full", "adapter"]
-    tensors: list[TensorSpec]
+    tensors: Annotated[dict[str, tuple[NonNegativeInt, ...]], Field(min_length=1)]
+    dtype: Literal["float32", "bfloat16", "float16"]
     bucket_bytes: Annotated[int, Field(gt=0, le=MAX_BUCKET_BYTES)]
-    adapter: dict[str, Any]
+    adapter: AdapterConfig | None = None
 
-    @classmethod
-    def from_json(cls, data: Any) -> TransferPlan:
-        """Build a plan from parsed JSON; raise ValueError if it is not one."""
-        try:
-            plan = TypeAdapter(cls).validate_python(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"not a transfer plan: {where}: {first['msg']}") from error
-        if not plan.tensors:
-            raise ValueError("a plan without tensors")
-        names = set[str]()
-        for name, dtype, _ in plan.tensors:
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ValueError(f"unknown tensor dtype {dtype!r}")
-            if name in names:
-                raise ValueError(f"tensor {name!r} comes twice")
-            names.add(name)
-        if plan.kind == "adapter" and type(plan.adapter.get("r")) is not int:
-            raise ValueError(f"adapter rank {plan.adapter.get('r')!r}: must be an integer")
-        return plan
+    @property
+    def kind(self) -> Literal["full", "adapter"]:
+        return "full" if self.adapter is None else "adapter"
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        buckets, room = list[Bucket](), 0
+        for name, shape in self.tensors.items():
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if not buckets or num_bytes > room:
+                buckets.append(Bucket(dtype, {}))
+                room = self.bucket_bytes
+            buckets[-1].shapes[name] = shape
+            room -= num_bytes
+        return buckets
 
     @property
     def num_bytes(self) -> int:
-        return sum(spec.num_bytes for spec in self.tensors)
-
-    def buckets(self) -> Iterator[list[TensorSpec]]:
-        bucket: list[TensorSpec] = []
-        size = 0
-        for spec in self.tensors:
-            if bucket and size + spec.num_bytes > self.bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(spec)
-            size += spec.num_bytes
-        yield bucket
-
-    def packed_sizes(self) -> list[int]:
-        """Return the bytes of each bucket on the wire."""
-        return [packed_size(bucket) for bucket in self.buckets()]
-
-
-def packed_size(bucket: Sequence[TensorSpec]) -> int:
-    """Return the bytes of a bucket on the wire."""
-    return sum(spec.padded_bytes for spec in bucket)
-
-
-def bucket_views(bucket: Sequence[TensorSpec], buffer: Tensor) -> list[tuple[str, Tensor]]:
-    """Return names and views into a uint8 buffer (total bytes,) in the plan's dtypes and shapes."""
-    parts = buffer.split([spec.padded_bytes for spec in bucket])
-    return [
-        (spec.name, part[: spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape))
-        for spec, part in zip(bucket, parts, strict=True)
-    ]
+        return sum(bucket.num_bytes for bucket in self.buckets)
 
 
 def receive_buckets(
@@ -122,8 +101,8 @@ def receive_buckets(
         TimeoutError: all buckets together took longer than `timeout_s`, loading included.
     """
     deadline = time.monotonic() + timeout_s
-    buckets = list(plan.buckets())
-    coming = receive(packed_size(buckets[0]))
+    buckets = plan.buckets
+    coming = receive(buckets[0].num_bytes)
     for bucket, following in zip_longest(buckets, buckets[1:]):
         buffer = coming()
         if time.monotonic() > deadline:
@@ -131,12 +110,5 @@ def receive_buckets(
                 f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
             )
         if following is not None:
-            coming = receive(packed_size(following))
-        yield bucket_views(bucket, buffer)
-
-
-def needs_lora_flag(rank: int) -> str:
-    return (
-        f"the trainer sends a LoRA adapter of rank {rank}; "
-        f"start vf-vllm with --enable-lora --max-lora-rank {rank} (or more)"
-    )
+            coming = receive(following.num_bytes)
+        yield bucket.views(buffer)

@@ -33,8 +33,7 @@ from verifiers_rl.inference import (
     wait_for_servers,
 )
 from verifiers_rl.sync.adapters import choose_lora_sync
-from verifiers_rl.sync.fan_out import push_to_all
-from verifiers_rl.sync.weight_sync import WeightSync
+from verifiers_rl.sync.weight_sync import InFlight, WeightSync, push_to_all
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +63,6 @@ class Replica:
     @property
     def is_serving(self) -> bool:
         return self.policy_version is not None and not self.is_in_doubt
-
-
-def choose(replicas: Sequence[Replica], policy_version: int) -> Replica | None:
-    """Return the replica for a new rollout: of those that serve this policy version or a later one,
-    one with the fewest running rollouts. Return None if there is none.
-    """
-    able = [
-        one for one in replicas if one.is_serving and (one.policy_version or 0) >= policy_version
-    ]
-    fewest = min((one.num_running for one in able), default=0)
-    return random.choice([one for one in able if one.num_running == fewest] or [None])
 
 
 class ServerPool:
@@ -130,16 +118,16 @@ class ServerPool:
             InferenceServerError: see `wait_for_servers`, or a server is another one than the run
                 needs.
         """
-        self._wait_for(len(self.replicas))
+        answers = self._wait_for(len(self.replicas))
         if missing := [one.url for one in self.replicas if one.sync is None]:
             logger.warning(
                 "no server at %s after %g s (vllm_server_timeout); the run begins with the other "
                 "%d. A server that comes later gets the weights with the next push",
                 ", ".join(missing),
                 self.timeout_s,
-                len(self.replicas) - len(missing),
+                len(answers),
             )
-        return next(one for one in self.replicas if one.sync is not None).client.status()
+        return next(iter(answers.values()))
 
     def wait_for_server(self) -> None:
         """Wait until a server answers. The next push connects again.
@@ -154,17 +142,12 @@ class ServerPool:
         self.policy_version = None  # so that the trainer pushes again
         self._wait_for(1)
 
-    def _wait_for(self, number: int) -> None:
-        lost = {one.client: one for one in self.replicas if one.sync is None}
-        number -= len(self.replicas) - len(lost)
-        if number > 0:
-            wait_for_servers(
-                [*lost], lambda client: self._find(lost[client]), number, self.timeout_s
-            )
+    def _wait_for(self, number: int) -> dict[InferenceClient, dict[str, Any]]:
+        replicas = {one.client: one for one in self.replicas}
+        find = lambda client: self._find(replicas[client])  # noqa: E731
+        return wait_for_servers([*replicas], find, number, self.timeout_s)
 
-    def push(
-        self, model: nn.Module, policy_version: int, in_flight: Literal["recompute", "keep"]
-    ) -> dict[str, float]:
+    def push(self, model: nn.Module, policy_version: int, in_flight: InFlight) -> dict[str, float]:
         """Replace the policy of all replicas that answer; return once they have the weights. One
         that fails is left out, and the others go on.
 
@@ -227,11 +210,9 @@ class ServerPool:
             ServerLostError: none has.
             InferenceServerError: none has, and waiting would not help.
         """
-        with self._lock:
-            serving = [one for one in self.replicas if one.policy_version is not None]
-        if serving:
-            with ThreadPoolExecutor(len(serving)) as threads:
-                list(threads.map(self._look_at, serving))
+        serving = [one for one in self.replicas if one.policy_version is not None]
+        with ThreadPoolExecutor(len(self.replicas)) as threads:
+            list(threads.map(self._look_at, serving))
         if not self._num_serving():
             raise self._error_of_all()
 
@@ -262,15 +243,23 @@ class ServerPool:
     def take(self, policy_version: int) -> str:
         """Return the URL of the server for a new rollout, and count the rollout there.
 
+        It is a server of this policy version or a later one, with the fewest running rollouts.
+
         Raises:
             ServerLostError: no replica serves this version.
         """
         with self._lock:
-            replica = choose(self.replicas, policy_version)
-            if replica is None:
+            able = [
+                one
+                for one in self.replicas
+                if one.is_serving and (one.policy_version or 0) >= policy_version
+            ]
+            if not able:
                 raise ServerLostError(
                     f"no server has version {policy_version} of the policy: {self._error_of_all()}"
                 )
+            random.shuffle(able)  # of equals, any one
+            replica = min(able, key=lambda one: one.num_running)
             replica.num_running += 1
             return replica.url
 
@@ -340,8 +329,8 @@ class ServerPool:
             logger.warning("the server at %s joins the run", new.url)
             self._look_at(new)
 
-    def _find(self, replica: Replica) -> None:
-        """Take in a replica that answers.
+    def _find(self, replica: Replica) -> dict[str, Any]:
+        """Take in a replica that answers; return its status.
 
         Raises:
             ServerLostError: it does not answer.
@@ -349,7 +338,7 @@ class ServerPool:
         """
         status = replica.client.status()
         if replica.sync is not None:
-            return
+            return status
         facts = {name: status[name] for name in ("served_model_name", "dtype", "lora_dtype")}
         self._facts = self._facts or facts
         if facts != self._facts:
@@ -361,7 +350,7 @@ class ServerPool:
         self._check_server(replica.client)
         with self._lock:
             if replica.sync is not None:
-                return  # another thread has found it meanwhile
+                return status  # another thread has found it meanwhile
             replica.sync = self._make_sync(replica.client, lora_sync=self.lora_sync)
         if self.policy_version is not None:
             logger.warning(
@@ -369,6 +358,7 @@ class ServerPool:
                 replica.url,
                 " again" if replica.error is not None else "",
             )
+        return status
 
     def _lose(self, replica: Replica, sync: WeightSync | None, error: InferenceServerError) -> None:
         """Leave out a replica, unless it is another one by now than the caller has looked at."""

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from verifiers_rl.sync.adapters import check_adapter
+from verifiers_rl.sync.plan import AdapterConfig
 from verifiers_rl.text_model import text_parameters
 
 
@@ -30,15 +31,15 @@ class Source(NamedTuple):
 
 def what_to_send(
     model: Any, lora_sync: Literal["adapter", "merged"]
-) -> tuple[dict[str, Source], dict[str, Any]]:
-    """Return the tensors that travel, and their config if they are an adapter, else {}."""
+) -> tuple[dict[str, Source], AdapterConfig | None]:
+    """Return the tensors that travel, and their config if they are an adapter."""
     if not hasattr(model, "peft_config"):
-        return in_checkpoint_form(model, full_sources(model)), {}
+        return in_checkpoint_form(model, full_sources(model)), None
     config = model.peft_config["default"]
     check_adapter(config, lora_sync)
     if lora_sync == "merged" or config.modules_to_save:
         # vLLM takes no fully trained modules inside an adapter.
-        return in_checkpoint_form(model.get_base_model(), merged_sources(model)), {}
+        return in_checkpoint_form(model.get_base_model(), merged_sources(model)), None
     return adapter_sources(model)
 
 
@@ -68,18 +69,17 @@ def full_sources(model: nn.Module) -> dict[str, Source]:
     return {name: source_of(parameter) for name, parameter in text_parameters(model).items()}
 
 
-def adapter_sources(model: Any) -> tuple[dict[str, Source], dict[str, Any]]:
-    """Return a PEFT model's LoRA tensors by PEFT's names, and their config as plain values."""
+def adapter_sources(model: Any) -> tuple[dict[str, Source], AdapterConfig]:
+    """Return a PEFT model's LoRA tensors by PEFT's names, and their config."""
     from peft import get_peft_model_state_dict
 
     config = model.peft_config["default"].to_dict()
-    plain = {key: config[key] for key in ("r", "lora_alpha", "use_rslora", "bias")}
     targets = config["target_modules"]
-    plain["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
+    config["target_modules"] = [targets] if isinstance(targets, str) else sorted(targets)
     # Not from model.state_dict(): ZeRO-3 can gather the parameters themselves only.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = get_peft_model_state_dict(model, state_dict=parameters)
-    return {name: source_of(tensor) for name, tensor in tensors.items()}, plain
+    return {name: source_of(tensor) for name, tensor in tensors.items()}, AdapterConfig(**config)
 
 
 def merged_sources(model: Any) -> dict[str, Source]:

@@ -1,4 +1,4 @@
-"""Weights from the trainer to one inference server's memory, without files.
+"""Weights from the trainer to the memory of inference servers, without files.
 
     trainer rank 0                                           vf-vllm's process     its workers
     connect()      ── what will come, NCCL's unique id ────►  checks it  ───────►  remember it
@@ -11,35 +11,52 @@ All requests go to the server's one port, and need the run's token. Tensors trav
 of a bounded size, and each tensor is gathered, merged and cast when its bucket is packed. So the
 number of messages follows from the bytes, not from the number of tensors, and the extra memory does
 not grow with the model. With LoRA the adapter alone travels, or the merged weights.
+
+A push to several servers is gathered and packed once, and sent to all at the same time:
+
+    this thread:              makes bucket 1 ──► makes bucket 2 ───► makes bucket 3
+    a thread of each server:                     sends bucket 1      sends bucket 2
+
+The next bucket is sent when all have taken the one before. So memory stays bounded, and this thread
+waits for the slowest server.
 """
 
 from __future__ import annotations
 
 import base64
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from operator import methodcaller
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from verifiers_rl.inference import InferenceServerError, ServerLostError
-from verifiers_rl.sync.fan_out import push_to_all
+from verifiers_rl.inference import (
+    ControlRequest,
+    InferenceClient,
+    InferenceServerError,
+    ServerLostError,
+)
+from verifiers_rl.process.waiting import WaitingLine
+from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.nccl import NcclError, NcclTransport, gpu_uuid
-from verifiers_rl.sync.plan import ADAPTER_NAME, TensorSpec, TransferPlan, needs_lora_flag
+from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError
-from verifiers_rl.sync.sources import Source
-
-if TYPE_CHECKING:
-    from verifiers_rl.inference import ControlRequest, InferenceClient
+from verifiers_rl.sync.sources import Source, what_to_send
 
 logger = logging.getLogger(__name__)
 
+InFlight = Literal["recompute", "keep"]
+
 LAST_WORD_S = 60.0  # for the server's answer, when NCCL has failed on our side
+# Seconds that a push waits for a server that makes no progress while the others do.
+STALL_S = 60.0
+LOOK_S = 0.5
 
 
 def choose_backend(
@@ -60,8 +77,29 @@ def choose_backend(
     return "nccl" if is_possible and wanted != "http" else "http"
 
 
+def make_plan(
+    sources: dict[str, Source],
+    adapter: AdapterConfig | None,
+    status: dict[str, Any],
+    bucket_bytes: int,
+) -> TransferPlan:
+    """Return what each push of these sources to a server of this status carries.
+
+    Raises:
+        InferenceServerError: a tensor holds no numbers that could be cast.
+    """
+    for name, source in sources.items():
+        if not source.dtype.is_floating_point:
+            raise InferenceServerError(
+                f"tensor {name!r} has dtype {source.dtype}: quantised weights cannot be sent"
+            )
+    dtype = (status["lora_dtype"] if adapter is not None else None) or status["dtype"]
+    shapes = {name: source.shape for name, source in sources.items()}
+    return TransferPlan(tensors=shapes, dtype=dtype, bucket_bytes=bucket_bytes, adapter=adapter)
+
+
 class WeightSync:
-    """The trainer's end, on rank 0.
+    """The trainer's end of the sync with one server, on rank 0.
 
     Args:
         client: HTTP to the server.
@@ -95,12 +133,12 @@ class WeightSync:
         self._hold: ControlRequest | None = None
         self._connection: str | None = None  # the server's name for this trainer's last connect()
         self._nccl: NcclTransport | None = None
-        self._request: ControlRequest | None = None  # the one under way, if any
+        self._request: ControlRequest | None = None  # the last one
 
     @property
     def model_name(self) -> str:
         """What rollout requests put into `model=` to reach the synced policy."""
-        if self.plan is not None and self.plan.kind == "adapter":
+        if self.plan is not None and self.plan.adapter is not None:
             return ADAPTER_NAME
         return self.client.served_model_name
 
@@ -108,64 +146,8 @@ class WeightSync:
     def is_connected(self) -> bool:
         return self._connection is not None
 
-    def connect(
-        self, model: nn.Module, sources: dict[str, Source], adapter: dict[str, Any]
-    ) -> None:
-        """Take the server, and tell its workers what will come, unless they know it already.
-
-        Args:
-            sources, adapter: what `what_to_send` has returned for this model.
-
-        Raises:
-            InferenceServerError: another trainer has the server, or it cannot take these weights.
-                The message says why and what to change.
-        """
-        if self.is_connected:
-            return
-        status = self.client.status()
-        before, self._hold = self._hold, self.client.hold(self._trainer)
-        if before is not None:
-            before.close()
-        if adapter and status["lora_dtype"] is None:
-            raise InferenceServerError(needs_lora_flag(adapter["r"]))
-        dtype = status["lora_dtype"] if adapter else status["dtype"]
-        specs = [
-            TensorSpec(name, dtype if s.dtype.is_floating_point else str(s.dtype)[6:], s.shape)
-            for name, s in sources.items()
-        ]
-        kind: Literal["adapter", "full"] = "adapter" if adapter else "full"
-        self.plan = TransferPlan(kind, specs, self.bucket_bytes, adapter)
-        device = next(model.parameters()).device
-        backend = choose_backend(self.backend, gpu_uuid(device), status["gpus"])
-        fields = {
-            "timeout_s": self.timeout_s,
-            "trainer": self._trainer,
-            "plan": asdict(self.plan),
-        }
-        if backend == "nccl":
-            world_size, has_reply = 1 + status["world_size"], lambda: self._has_reply()
-            self._nccl = NcclTransport(0, world_size, device, self.timeout_s, None, has_reply)
-            fields["nccl_id"] = base64.b64encode(self._nccl.unique_id()).decode()
-        self._request = self.client.connect_weight_sync(fields, self.timeout_s)
-        self._request.begin()
-        if self._nccl is not None:
-            self._by_nccl(self._nccl.wait_until_connected)
-        reply = self._answer()
-        self._connection = reply["connection"]
-        logger.info(
-            "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
-            self.plan.kind,
-            len(specs),
-            self.plan.num_bytes / 1e6,
-            backend,
-            status["world_size"],
-        )
-
     def push(
-        self,
-        model: nn.Module,
-        policy_version: int,
-        in_flight: Literal["recompute", "keep"] = "recompute",
+        self, model: nn.Module, policy_version: int, in_flight: InFlight = "recompute"
     ) -> dict[str, float]:
         """Replace the server's policy by this model's weights; return once the server has them.
         Connects first if that is necessary.
@@ -189,7 +171,54 @@ class WeightSync:
         assert self.plan is not None
         return {"sync_s": time.monotonic() - start, "sync_bytes": float(self.plan.num_bytes)}
 
-    def begin_push(self, policy_version: int, in_flight: Literal["recompute", "keep"]) -> None:
+    def connect(
+        self, model: nn.Module, sources: dict[str, Source], adapter: AdapterConfig | None
+    ) -> None:
+        """Take the server, and tell its workers what will come, unless they know it already.
+
+        Args:
+            sources, adapter: what `what_to_send` has returned for this model.
+
+        Raises:
+            InferenceServerError: another trainer has the server, or it cannot take these weights.
+                The message says why and what to change.
+        """
+        if self.is_connected:
+            return
+        status = self.client.status()
+        before, self._hold = self._hold, self.client.hold(self._trainer)
+        if before is not None:
+            before.close()
+        self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
+        device = next(model.parameters()).device
+        backend = choose_backend(self.backend, gpu_uuid(device), status["gpus"])
+        fields = {
+            "timeout_s": self.timeout_s,
+            "trainer": self._trainer,
+            "plan": self.plan.model_dump(),
+        }
+        if backend == "nccl":
+            self._nccl = NcclTransport(
+                *(0, 1 + status["world_size"], device, self.timeout_s),
+                # If the server refuses, its workers join no collective.
+                is_given_up=lambda: self._request is not None and self._request.has_reply(),
+            )
+            fields["nccl_id"] = base64.b64encode(self._nccl.unique_id()).decode()
+        self._request = self.client.connect_weight_sync(fields, self.timeout_s)
+        self._request.begin()
+        if self._nccl is not None:
+            self._by_nccl(self._nccl.wait_until_connected)
+        self._connection = self._answer()["connection"]
+        logger.info(
+            "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
+            self.plan.kind,
+            len(sources),
+            self.plan.num_bytes / 1e6,
+            backend,
+            status["world_size"],
+        )
+
+    def begin_push(self, policy_version: int, in_flight: InFlight) -> None:
         """Let the connected server take one push. See `push`."""
         if self._connection is None or self.plan is None:
             raise ServerLostError(f"the connection to {self.client.base_url} was given up")
@@ -199,44 +228,36 @@ class WeightSync:
             "in_flight": in_flight,
             "timeout_s": self.timeout_s,
         }
-        num_bytes = sum(self.plan.packed_sizes()) if self._nccl is None else 0
+        num_bytes = self.plan.num_bytes if self._nccl is None else 0
         self._request = self.client.receive_weights(fields, num_bytes, self.timeout_s)
         self._request.begin()
 
     def send(self, bucket: Tensor) -> None:
         """Send the next bucket of the plan, packed: (bytes,) uint8."""
-        if self._nccl is not None:
-            self._by_nccl(partial(self._nccl.send, bucket))
-        elif self._request is not None:
+        nccl, request = self._nccl, self._request
+        if nccl is not None:
+            self._by_nccl(lambda: nccl.send(bucket))
+        elif request is not None:
             array: Any = bucket.cpu().numpy()  # numpy's types lack the buffer protocol
-            self._request.write(memoryview(array))
+            request.write(memoryview(array))
 
     def finish_push(self) -> None:
         """Return once the server has loaded the weights."""
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        request = self._request
-        if request is None:
-            raise ServerLostError(f"the connection to {self.client.base_url} was given up")
+        assert self._request is not None
         # Behind the server's own deadlines, because the server's errors say more.
-        reply = request.answer(3 * self.timeout_s + 60.0)
-        self._request = None
-        return reply
-
-    def _has_reply(self) -> bool:
-        """Whether the server has replied. If it refuses, its workers join no collective."""
-        return self._request is not None and self._request.has_reply()
+        return self._request.answer(3 * self.timeout_s + 60.0)
 
     def _by_nccl(self, work: Callable[[], None]) -> None:
         """Do our part of a collective. If that fails, the server's reply may say why."""
-        request = self._request
         try:
             work()
         except (NcclError, GivenUpError) as error:
-            if request is not None:
+            if self._request is not None:
                 with suppress(ServerLostError):
-                    request.answer(LAST_WORD_S)
+                    self._request.answer(LAST_WORD_S)
             where = f"weights over NCCL to {self.client.base_url}"
             raise ServerLostError(f"{where}: {error}") from error
 
@@ -261,10 +282,9 @@ class WeightSync:
         """Give up the connection, without waiting for a push that may be unfinished: the server
         hears of it. The next push connects again.
         """
-        nccl, request = self._nccl, self._request
-        self._nccl = self._request = self._connection = None
-        if request is not None:
-            request.give_up()
+        nccl, self._nccl, self._connection = self._nccl, None, None
+        if self._request is not None:
+            self._request.give_up()
         if nccl is not None:
             nccl.abandon()
 
@@ -274,3 +294,103 @@ class WeightSync:
         if self._hold is not None:
             self._hold.close()
             self._hold = None
+
+
+def push_to_all(
+    syncs: Sequence[WeightSync],
+    model: nn.Module,
+    policy_version: int,
+    in_flight: InFlight,
+    stall_s: float = STALL_S,
+) -> list[Exception | None]:
+    """Replace the policy of these servers by this model's weights.
+
+    Each server has a deadline of its own. One that fails, or that makes no progress for `stall_s`
+    while the others do, does not hold up the others.
+
+    Args:
+        syncs: one for each server, all of one dtype; those that are not connected are connected
+            first.
+        policy_version, in_flight: see `WeightSync.push`.
+
+    Returns:
+        For each server, the error by which it has failed, or None.
+
+    Raises:
+        Whatever a source raises: then no server has the weights.
+        Interrupted: a signal asks the run to end.
+    """
+    sources, adapter = what_to_send(model, syncs[0].lora_sync)
+    together = Together(syncs, stall_s)
+    try:
+        together.begin(lambda sync: sync.connect(model, sources, adapter))
+        together.begin(lambda sync: sync.begin_push(policy_version, in_flight))
+        together.wait()
+        plan = next((sync.plan for sync in together.living), None)
+        if plan is not None:
+            for bucket in buckets_of(plan, sources, model):
+                together.begin(methodcaller("send", bucket))
+                if not together.living:
+                    break
+        together.begin(lambda sync: sync.finish_push())
+        together.wait()
+    except BaseException:
+        for sync in together.living:
+            sync.forget_server()  # which ends what its thread does
+        raise
+    finally:
+        together.threads.shutdown(wait=False)
+    return [together.errors.get(sync) for sync in syncs]
+
+
+class Together:
+    """Work with several servers at once, each on a thread of its own.
+
+    Attributes:
+        errors: of the servers that have failed.
+    """
+
+    def __init__(self, syncs: Sequence[WeightSync], stall_s: float) -> None:
+        self.errors: dict[WeightSync, Exception] = {}
+        self.threads = ThreadPoolExecutor(len(syncs), "weight-sync")
+        self._syncs, self._stall_s = syncs, stall_s
+        self._running: dict[Future[Any], WeightSync] = {}
+
+    @property
+    def living(self) -> list[WeightSync]:
+        return [sync for sync in self._syncs if sync not in self.errors]
+
+    def begin(self, work: Callable[[WeightSync], Any]) -> None:
+        """Begin work with each living server, once the work before has ended."""
+        self.wait()
+        self._running = {self.threads.submit(work, sync): sync for sync in self.living}
+
+    def wait(self) -> None:
+        """Wait until the work has ended. When the first server has succeeded, the others have as
+        long again, and `stall_s` more; until then, only the deadlines of their requests.
+        """
+        start, deadline, todo = time.monotonic(), math.inf, {*self._running}
+        with WaitingLine(
+            lambda: f"{len(todo)} of {len(self._running)} servers to take weights"
+        ) as line:
+            while todo:
+                done, todo = wait(todo, LOOK_S, FIRST_COMPLETED)
+                now = time.monotonic()
+                for future in done:
+                    if (error := future.exception()) is not None:
+                        self._lose(self._running[future], error)
+                    else:
+                        deadline = min(deadline, now + (now - start) + self._stall_s)
+                if now > deadline:
+                    for future in todo:
+                        self._lose(self._running[future], None)
+                    break
+                line.show()
+        self._running = {}
+
+    def _lose(self, sync: WeightSync, error: Any) -> None:
+        self.errors[sync] = error or ServerLostError(
+            f"the weight sync with {sync.client.base_url} did not end in time, or made no "
+            "progress while the others did (vllm_server_timeout)"
+        )
+        sync.forget_server()  # a thread that hangs ends by this
