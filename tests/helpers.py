@@ -423,7 +423,7 @@ def stub_servers(monkeypatch: Any, **status: Any) -> list[StubServer]:
 
         def status(self) -> dict[str, Any]:
             self.num_asked += 1
-            return super().status() | {"device": "cuda", "max_model_len": 32, **status}
+            return super().status() | {"device": "cuda", **status}
 
         def check_model(self, config: Any) -> None: ...
 

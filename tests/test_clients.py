@@ -9,7 +9,8 @@ from aiohttp import web
 
 from tests.helpers import serving
 from verifiers_rl.inference.client import TOKEN_VARIABLE
-from verifiers_rl.inference.rollout_client import RolloutDeadline, ServerClient
+from verifiers_rl.inference.rollout_client import ServerClient
+from verifiers_rl.inference.session import RolloutSession
 
 REPLY = {
     "id": "1",
@@ -149,11 +150,11 @@ def timed(handler, timeout_s=0.5, pause_s=0.0, num_posts=1):
     async def run():
         async with serving(handler) as url:
             client = ServerClient(f"{url}/v1", 10.0)
-            deadline, replies = RolloutDeadline(timeout_s), []
+            session, replies = RolloutSession(0), []
             try:
-                async with deadline:
+                async with session.limited(timeout_s) as deadline:
                     for _ in range(num_posts):
-                        reply = await client.post(
+                        reply = await client.of_rollout(session).post(
                             "/chat/completions", cast_to=httpx.Response, body={"messages": []}
                         )
                         replies.append(reply)
@@ -178,7 +179,7 @@ def queued_for(seconds, queued_s):
 def test_time_in_the_servers_queue_does_not_count_against_a_rollouts_deadline():
     replies, deadline = timed(queued_for(0.8, queued_s=0.75))
     assert [reply.status_code for reply in replies] == [200]
-    assert not deadline.expired()
+    assert not deadline.has_passed
     # What the request took without the queue counts, and so does time between requests.
     replies, deadline = timed(queued_for(0.8, queued_s=0.1), num_posts=2)
     assert isinstance(replies[-1], TimeoutError) and deadline.is_cause_of(replies[-1])

@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -20,7 +22,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import running_server
+from tests.conftest import free_port, running_server
 from tests.helpers import (
     ROOT,
     at_bucket,
@@ -263,6 +265,28 @@ def test_weights_arrive_in_both_data_parallel_engines(models, connect, tmp_path,
                 time.sleep(0.2)  # they are no children of ours: nothing to await
         else:
             check_a_killed_worker(model, sync, server)
+
+
+def test_a_server_that_is_killed_while_its_engine_starts_leaves_nothing(models, tmp_path):
+    command = [sys.executable, "-m", "verifiers_rl.inference.server", "--model", models[False]]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*map(str, command), "--port", str(free_port()), "--enforce-eager"],
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    server, deadline = SimpleNamespace(process=process), time.monotonic() + 90
+    try:
+        while not any("EngineCor" in (path / "comm").read_text() for path in group_of(server)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        while left := group_of(server):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def change_routers(model, scale, seed=0):

@@ -28,7 +28,6 @@ from verifiers_rl.inference.client import (
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
-    RequestRefusedError,
     ServerLostError,
     find_token,
     generation_key,
@@ -575,7 +574,7 @@ def test_a_push_that_is_not_the_announced_one_changes_nothing(
     server_of_pushes, change, body, message
 ):
     with server_of_pushes() as (client, connection, engine):
-        with pytest.raises(RequestRefusedError, match=message):
+        with pytest.raises(InferenceServerError, match=message):
             pushed(client, **{"connection": connection} | change, body=body).answer()
         assert engine.calls == []
         assert pushed(client, connection).answer() == {"policy_version": 3}

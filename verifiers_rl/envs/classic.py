@@ -43,7 +43,6 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.records import record_of_state
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.inference import (
-    RolloutDeadline,
     RolloutSession,
     ServerClient,
     allowed_tokens,
@@ -240,10 +239,10 @@ class ClassicEnvironment:
         rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
         client, sampling = self._client.of_rollout(session), {**request.sampling_args}
         sampling |= sampling.pop("extra_body", {})
-        deadline, start = RolloutDeadline(request.timeout_s), time.monotonic()
+        start = time.monotonic()
         states.pop(number, None)  # of the time before, at a server that was lost
         try:
-            async with deadline:
+            async with session.limited(request.timeout_s) as deadline:
                 # verifiers' clients pass all of extra_body on, and drop some of the others.
                 options = {"extra_body": sampling}
                 state = await self.env.rollout(row, client, request.model, options)

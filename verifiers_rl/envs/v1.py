@@ -53,7 +53,7 @@ from verifiers_rl.envs.v1_tasks import (
     unpack_task,
     without_tasks,
 )
-from verifiers_rl.inference import RolloutDeadline, RolloutSession
+from verifiers_rl.inference import RolloutSession
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout, Split
@@ -188,9 +188,9 @@ class V1ExampleRunner:
     ) -> list[Rollout]:
         (slot,) = self.env.slots(task)
         client = TokenClientConfig.of_episode(self, request, session)
-        deadline, version = RolloutDeadline(request.timeout_s), request.policy_version
+        version = request.policy_version
         try:
-            async with deadline:
+            async with session.limited(request.timeout_s) as deadline:
                 context = vf.ModelContext(model=request.model, client=client)
                 traces = trained_traces(await self.env.run_slot(slot, context))
             for trace in traces:

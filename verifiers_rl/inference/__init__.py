@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from verifiers_rl.inference.packed_tokens import unpack_experts as unpack_experts
     from verifiers_rl.inference.packed_tokens import unpack_mask as unpack_mask
     from verifiers_rl.inference.packed_tokens import unpack_sampled as unpack_sampled
-    from verifiers_rl.inference.rollout_client import RolloutDeadline as RolloutDeadline
     from verifiers_rl.inference.rollout_client import ServerClient as ServerClient
     from verifiers_rl.inference.session import RolloutSession as RolloutSession
     from verifiers_rl.inference.session import SessionLostError as SessionLostError
     from verifiers_rl.inference.session import derive_seed as derive_seed
 
 HOME = {
-    "RolloutDeadline": "rollout_client",
     "InferenceClient": "client",
     "InferenceServerError": "client",
     "RolloutSession": "session",

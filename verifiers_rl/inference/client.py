@@ -30,18 +30,12 @@ class InferenceServerError(RuntimeError):
     """The server is away, is another one than expected, or refused; the message says what to do."""
 
 
-class RequestRefusedError(InferenceServerError):
-    """The server found the request itself wrong (400) and began nothing."""
-
-
 class ServerLostError(InferenceServerError):
     """The server does not answer, or is a new process that lost the weights; it may come back."""
 
 
 # 409: the server does not know this trainer's hold or connection; 503: its engine is dead.
-ERROR_KINDS = {400: RequestRefusedError, 409: ServerLostError, 503: ServerLostError}
-
-
+LOST = (409, 503)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -311,7 +305,7 @@ class ControlRequest:
             reason = json.loads(text)["error"]
         except (ValueError, KeyError, TypeError):
             reason = text
-        kind = ERROR_KINDS.get(reply.status, InferenceServerError)
+        kind = ServerLostError if reply.status in LOST else InferenceServerError
         raise kind(f"{self._method} {self._url}{self._path}: {reply.status}: {reason}")
 
     def give_up(self) -> None:

@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
+import threading
 import time
+from contextlib import suppress
+
+SERVER_PID = "VERIFIERS_RL_SERVER_PID"  # of the vf-vllm that started this process
+
+
+def set_up() -> None:
+    """Called first by vLLM in each of its processes; has an effect in those of a vf-vllm."""
+    if SERVER_PID not in os.environ:
+        return
+    end_with_server()
+    os.register_at_fork(after_in_child=end_with_server)  # a forked process has its plugins already
+    sleep_instead_of_spinning()
+
+
+def end_with_server() -> None:
+    """When the API server ends in whatever way, end this process and all others that the server has
+    started: vLLM's engines, their workers, and the coordinator of data-parallel engines.
+
+    Without this, they live on after their API server is killed, and hold the GPU's memory.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    pid = int(os.environ[SERVER_PID])
+    if pid == os.getpid():
+        return
+    family: list[psutil.Process] = []
+    try:
+        end = os.pidfd_open(pid)  # psutil would wait until the server's parent has reaped it, too
+        family = psutil.Process(pid).children(recursive=True)
+    except (ProcessLookupError, psutil.NoSuchProcess):  # it has ended before we could look
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait() -> None:
+        select.select([end], [], [])
+        for process in family:
+            if process.pid != os.getpid():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-server", daemon=True).start()
 
 
 def sleep_instead_of_spinning() -> None:
-    """On a CPU, in processes of vf-vllm: let engine and worker wait for each other asleep.
+    """On a CPU, let engine and worker wait for each other asleep.
 
     vLLM waits in a loop around `sched_yield` that takes a whole core. A GPU host can spare the
     core. On a laptop the API server and the trainer need it, and rollouts of a small model take
     three times as long (benchmarks/README.md).
     """
-    if "VERIFIERS_RL_SERVER_PID" not in os.environ:
-        return
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -31,6 +31,7 @@ from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.inference.checkpoint import fit_to_checkpoint, model_error
 from verifiers_rl.inference.client import LOOPBACK, TOKEN_VARIABLE, save_token
 from verifiers_rl.inference.generation import NUM_TIES
+from verifiers_rl.inference.plugin import SERVER_PID
 from verifiers_rl.inference.port import PortError, reserve_port
 from verifiers_rl.process.limits import raise_open_files
 from verifiers_rl.types import MAX_MASK
@@ -222,6 +223,7 @@ def main() -> None:
         from verifiers_rl.process.parent import die_with_parent
 
         die_with_parent(int(parent))
+    os.environ[SERVER_PID] = str(os.getpid())  # before vLLM loads its plugins
     raise_open_files(NUM_CONNECTIONS)  # vLLM itself asks for a fixed number, or gives up
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # verifiers declares its tools as strict. vLLM would then sample under a grammar. Logprobs under
@@ -262,7 +264,6 @@ def main() -> None:
     validate_parsed_serve_args(args)
     if not os.environ.get(TOKEN_VARIABLE):
         make_token(args.port)
-    os.environ["VERIFIERS_RL_SERVER_PID"] = str(os.getpid())  # read by its workers
     if torch.version.cuda is None:  # torchvision may be built for CUDA: startup/sitecustomize.py
         path = [str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))

@@ -1,4 +1,4 @@
-"""What the requests of one rollout share: the server that they go to, and their seeds.
+"""What the requests of one rollout share: their server, their seeds and their deadline.
 
 All turns of a rollout use one server, because that server has the rollout's tokens so far in its
 prefix cache. If the server is lost, the whole rollout begins again at another one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,8 +26,77 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class RolloutDeadline:
+    """A deadline for the code inside it, which stands still while a request of the rollout waits in
+    the server's queue. Without that, long replies of a busy server would time out first, and the
+    policy would be trained on short ones.
+
+    From the first token of a reply on, the server keeps the deadline (`X-Reply-Timeout-S`).
+
+    Args:
+        timeout_s: seconds, without those in the queue.
+
+    Attributes:
+        left_s: seconds that are left, when the time began to run or stood still.
+        has_passed: whether it has ended the code inside.
+        num_lost_tokens: tokens of the reply that the server ended at the deadline; None if it ended
+            none.
+    """
+
+    def __init__(self, timeout_s: float = math.inf) -> None:
+        self.left_s = timeout_s
+        self.has_passed = False
+        self.num_lost_tokens: int | None = None
+        self._timeout: asyncio.Timeout | None = None  # while the code inside runs
+        self._since = 0.0  # when the time began to run, or stood still
+        self._num_requests = 0
+        self._longest_s = 0.0  # without the queue, of the requests since the time stood still
+
+    async def __aenter__(self) -> RolloutDeadline:
+        self._since = asyncio.get_running_loop().time()
+        self._timeout = asyncio.timeout(self.left_s)
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        timeout, self._timeout = self._timeout, None
+        assert timeout is not None
+        self.has_passed = timeout.expired()
+        await timeout.__aexit__(*error)  # raises TimeoutError if it has passed
+
+    def is_cause_of(self, error: BaseException) -> bool:
+        """Return whether the error is there because the deadline has passed."""
+        is_ours = self.has_passed and isinstance(error, TimeoutError)
+        return is_ours or self.num_lost_tokens is not None
+
+    def begin_request(self) -> None:
+        """Let the time stand still."""
+        if self._num_requests == 0:
+            self.left_s -= asyncio.get_running_loop().time() - self._since
+            self._longest_s = 0.0
+            self._end_at(None)
+        self._num_requests += 1
+
+    def end_request(self, seconds: float) -> None:
+        """Let the time go on, if no other request is running.
+
+        Args:
+            seconds: that the request took, without those in the queue.
+        """
+        self._num_requests -= 1
+        self._longest_s = max(self._longest_s, seconds)
+        if self._num_requests == 0:
+            self._since = asyncio.get_running_loop().time()
+            self.left_s -= self._longest_s
+            self._end_at(self._since + self.left_s)
+
+    def _end_at(self, when: float | None) -> None:
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(when)
+
+
 class RolloutSession:
-    """The server and the seeds of one rollout.
+    """The server, the seeds and the deadline of one rollout.
 
     Args:
         policy_version: all tokens must be of this version of the policy, or of a later one.
@@ -41,6 +111,7 @@ class RolloutSession:
         has_failed: a request of the rollout has failed by that, so the rollout must begin again.
         num_moves: how often the rollout has begun again at another server.
         on_lost: called when the server is lost, on the event loop; None: not called.
+        deadline: of the rollout, while it is played.
     """
 
     def __init__(
@@ -57,9 +128,20 @@ class RolloutSession:
         self.has_failed = False
         self.num_moves = 0
         self.on_lost: Callable[[], None] | None = None
+        self.deadline = RolloutDeadline()
         self._find_other = find_other
         self._group_seed, self._number, self._num_seeds = group_seed, number, 0
         self._requests: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def limited(self, timeout_s: float) -> AsyncIterator[RolloutDeadline]:
+        """Inside, the rollout has this deadline. Raises TimeoutError when it has passed."""
+        self.deadline = deadline = RolloutDeadline(timeout_s)
+        try:
+            async with deadline:
+                yield deadline
+        finally:
+            self.deadline = RolloutDeadline()
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own.

@@ -7,15 +7,9 @@ collective RPC calls its methods, and only `weight_routes.WeightRoutes` uses thi
 from __future__ import annotations
 
 import logging
-import os
-import select
-import signal
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.config import set_current_vllm_config
 
@@ -44,33 +38,6 @@ def _is_worth_reading(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_reading)
-
-
-def die_with_server() -> None:
-    """When the API server dies in whatever way, end all processes that it has started: vLLM's
-    engines, their workers, and the coordinator of data-parallel engines.
-
-    Without this, they live on after their API server is killed, and hold the GPU's memory.
-    """
-    try:
-        server = psutil.Process(int(os.environ["VERIFIERS_RL_SERVER_PID"]))
-        death = os.pidfd_open(server.pid)  # psutil would wait until its parent has reaped it, too
-        family = server.children(recursive=True)
-    except (KeyError, psutil.NoSuchProcess, ProcessLookupError):
-        return  # this is no vf-vllm, or it has ended
-
-    def wait() -> None:
-        select.select([death], [], [])
-        for process in family:
-            if process.pid != os.getpid():
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="die-with-server", daemon=True).start()
-
-
-die_with_server()  # vLLM imports this module once in each worker process
 
 
 class WeightSyncWorker:
