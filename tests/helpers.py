@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -326,9 +326,11 @@ class StubRequest:
     def has_reply(self) -> bool:
         return False
 
-    def answer(self, timeout_s: float | None = None) -> Any:
+    def answer(self, timeout_s: float | None = None, stays_open: bool = False) -> Any:
         self._check()
         return self._work(self.data)
+
+    def close(self) -> None: ...
 
     def give_up(self) -> None:
         self.given_up.set()
@@ -381,17 +383,20 @@ class StubServer:
             "joined": self.joined,
         }
 
-    def hold(self, trainer: str) -> Any:
-        self.held.append(trainer)
-        return SimpleNamespace(close=lambda: self.held.remove(trainer))
-
     def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> StubRequest:
         def connect(data: bytearray) -> dict[str, Any]:
             self.plan = TransferPlan.model_validate_json(json.dumps(fields["plan"]))
             self.connection = f"to {self.base_url}"
+            self.held.append(fields["trainer"])
             return {"connection": self.connection}
 
-        return StubRequest(self, connect)
+        def close() -> None:
+            if fields["trainer"] in self.held:
+                self.held.remove(fields["trainer"])
+
+        request: Any = StubRequest(self, connect)
+        request.close = close
+        return request
 
     def receive_weights(
         self, fields: dict[str, Any], num_bytes: int, timeout_s: float

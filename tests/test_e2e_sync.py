@@ -753,7 +753,7 @@ def test_a_trainer_that_leaves_while_nccl_connects_leaves_a_server_for_the_next_
     fields |= {"timeout_s": 60.0, "plan": sync.plan.model_dump(), "trainer": sync._trainer}
     # This server has no GPU, so its workers fail at once.
     with pytest.raises(InferenceServerError, match="NCCL failed"):
-        sync.client.connect_weight_sync(fields, 60.0).begin().answer()
+        sync.client.connect_weight_sync(fields, 60.0).begin().answer(stays_open=True)
     completion(server, sync.model_name, max_tokens=4)
     perturb(model, seed=1)
     later = connect(server)

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.conftest import free_port
+from tests.helpers import ROOT
 from verifiers_rl.inference.client import (
     PUSH_HEADER,
     TOKEN_VARIABLE,
@@ -510,8 +511,7 @@ def server_of_pushes(monkeypatch):
     def start(workers=None, **options):
         engine = Engine(2, work=workers or Workers(), **options)
         with server_of(engine) as (client, _):
-            hold = client.hold("first")
-            connection = connected(client).json()["connection"]
+            hold, connection = connected(client)
             engine.calls.clear()
             yield client, connection, engine
             hold.close()
@@ -520,8 +520,10 @@ def server_of_pushes(monkeypatch):
 
 
 def connected(client, trainer="first", **change):
+    """A request that holds the server, and the name of the connection."""
     fields = {"timeout_s": 5.0, "trainer": trainer, "plan": PLAN.model_dump()} | change
-    return answer_to(client, "POST", "/weight_sync/connect", fields, **client.authorization())
+    request = client.connect_weight_sync(fields, 5.0).begin()
+    return request, request.answer(stays_open=True)["connection"]
 
 
 def pushed(client, connection, body=BODY, num_bytes=None, timeout_s=5.0, **change):
@@ -712,13 +714,14 @@ def test_a_server_that_takes_no_bytes_of_a_push_is_given_up_at_the_deadline():
 def test_a_connection_over_nccl_hands_the_id_on_and_awaits_no_body(server_of_pushes):
     unique_id, workers = bytes(range(128)), Workers(take=lambda number, shared: None)
     with server_of_pushes(workers) as (client, _, _engine):
-        reply = connected(client, nccl_id=base64.b64encode(unique_id).decode())
+        hold, connection = connected(client, nccl_id=base64.b64encode(unique_id).decode())
         (plan, address, nccl_id, _) = workers.connections[-1]
         assert nccl_id == unique_id and address[2:] == [2, 0, 0] and plan == PLAN.model_dump_json()
-        assert pushed(client, reply.json()["connection"], b"").answer() == {"policy_version": 3}
+        assert pushed(client, connection, b"").answer() == {"policy_version": 3}
         for wrong in ("AAAA", "not base64", base64.b64encode(bytes(129)).decode()):
-            reply = connected(client, nccl_id=wrong)
-            assert reply.status_code == 400 and reply.json()["error"].startswith("nccl_id=")
+            with pytest.raises(InferenceServerError, match="400: nccl_id="):
+                connected(client, nccl_id=wrong)
+        hold.close()
 
 
 @pytest.mark.parametrize("method", ["connect", "receive"])
@@ -743,7 +746,7 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
             fields = {"timeout_s": 60.0, "trainer": "first", "plan": PLAN.model_dump()}
             request = client.connect_weight_sync(fields | {"nccl_id": nccl_id}, 60.0).begin()
         else:
-            connection = connected(client, nccl_id=nccl_id).json()["connection"]
+            hold, connection = connected(client, nccl_id=nccl_id)
             request = pushed(client, connection, b"", timeout_s=60.0)
         leaving = threading.Thread(target=lambda: (begun.wait(10), request.give_up()))
         leaving.start()
@@ -756,14 +759,8 @@ def test_workers_in_nccl_hear_that_the_trainer_has_left(server_of_pushes, method
             time.sleep(0.01)
         with pytest.raises(ServerLostError, match="409: no trainer is connected"):
             pushed(client, "c").answer()
-
-
-def test_only_the_trainer_that_holds_the_server_may_connect(server_of_pushes):
-    with server_of() as (client, _):
-        assert connected(client).status_code == 409
-    with server_of_pushes() as (client, _, _engine):
-        reply = connected(client, "second")
-        assert reply.status_code == 409 and "does not hold the server" in reply.json()["error"]
+        if method == "receive":
+            hold.close()
 
 
 def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothing(
@@ -775,9 +772,10 @@ def test_an_error_while_a_connection_is_prepared_is_an_answer_and_changes_nothin
     monkeypatch.setattr("verifiers_rl.inference.engine_calls.DYING_S", 0.1)  # it does not die
     with server_of_pushes() as (client, connection, _engine):
         monkeypatch.setattr("verifiers_rl.inference.weight_routes.fit_to_server", fail)
-        reply = connected(client)
-        assert reply.status_code == 500
-        assert reply.json()["error"].endswith("no attribute 'num_attention_heads'")
+        with pytest.raises(
+            InferenceServerError, match=r"500: .* no attribute 'num_attention_heads'"
+        ):
+            connected(client)
         assert pushed(client, connection).answer() == {"policy_version": 3}
 
 
@@ -788,10 +786,10 @@ def test_a_control_request_that_makes_no_sense_is_refused():
             ({"plan": {"dtype": "float32"}}, "plan.tensors={'dtype': 'float32'}: Field required"),
             ({"timeout_s": "soon"}, "timeout_s='soon': Input should be a valid number"),
         ):
-            reply = connected(client, **change)
-            assert reply.status_code == 400 and reply.json()["error"].startswith(message)
-        for path, content in (("hold", b"\xff{"), ("hold", b"{}"), ("connect", b"{")):
-            url, headers = f"{client.base_url}/weight_sync/{path}", client.authorization()
+            with pytest.raises(InferenceServerError, match=f"400: {message}"):
+                connected(client, **change)
+        for content in (b"\xff{", b"{}", b"{"):
+            url, headers = f"{client.base_url}/weight_sync/connect", client.authorization()
             reply = httpx.post(url, content=content, headers=headers, trust_env=False)
             assert reply.status_code == 400 and isinstance(reply.json()["error"], str)
 
@@ -799,9 +797,9 @@ def test_a_control_request_that_makes_no_sense_is_refused():
 # --- Who has the server ---------------------------------------------------------------------------
 
 HOLDER = """
-import multiprocessing, os, sys, time
-from verifiers_rl.inference.client import InferenceClient
-hold = InferenceClient("127.0.0.1", int(sys.argv[1])).hold("first")
+import os, sys, time
+from tests.test_server import InferenceClient, connected
+hold, _ = connected(InferenceClient("127.0.0.1", int(sys.argv[1])))
 if sys.argv[2] == "forks" and (child := os.fork()) == 0:
     time.sleep(60)
     os._exit(0)
@@ -810,84 +808,93 @@ time.sleep(60)
 """
 
 
+@pytest.fixture
+def free_server(monkeypatch):
+    """A server that takes the plan of any trainer: its client, and uvicorn's server."""
+    monkeypatch.setattr(f"{ROUTES}.fit_to_server", lambda plan, config: plan)
+    with server_of(Engine(2, work=Workers())) as found:
+        yield found
+
+
+ROUTES = "verifiers_rl.inference.weight_routes"
+
+
+def check_refused(client, monkeypatch, name, who="another trainer has this server"):
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{ROUTES}.HOLDER_GRACE_S", 0.2)
+        with pytest.raises(InferenceServerError, match=who):
+            connected(client, name)
+
+
 @pytest.mark.parametrize("forks", ["forks", "alone"])
-def test_a_second_trainer_is_refused_while_the_first_lives(monkeypatch, forks):
-    with server_of() as (client, _):
-        command = [sys.executable, "-c", HOLDER, str(client.port), forks]
-        first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def test_a_second_trainer_is_refused_while_the_first_lives(free_server, monkeypatch, forks):
+    client, _ = free_server
+    command = [sys.executable, "-c", HOLDER, str(client.port), forks]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        child = int(first.stdout.readline())
+        who = rf"process {first.pid} on {socket.gethostname()}, since 20\d\d-.*"
+        check_refused(client, monkeypatch, "second", f"423.*{who}vllm_server_port")
+        first.kill()  # and a process that it has forked lives on
+        start = time.monotonic()
+        connected(client, "second")[0].close()
+        assert time.monotonic() - start < 1.5
+    finally:
+        first.kill()
+        first.wait(10)
+        first.stdout.close()
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_trainer_that_connects_anew_or_leaves_is_not_in_the_way(free_server, monkeypatch):
+    client, _ = free_server
+    first, _ = connected(client)
+    again, _ = connected(client)  # its old connection is not closed yet
+    first.close()
+    check_refused(client, monkeypatch, "second")
+    again.close()
+    second, _ = connected(client, "second")
+    check_refused(client, monkeypatch, "first")
+    second.close()
+
+
+def test_of_two_trainers_that_wait_for_a_third_one_gets_the_server(free_server):
+    client, _ = free_server
+    first, held, refused = connected(client)[0], [], []
+
+    def take(name):
         try:
-            child = int(first.stdout.readline())
-            who = rf"process {first.pid} on {socket.gethostname()}, since 20\d\d-.*"
-            with monkeypatch.context() as patch:
-                patch.setattr("verifiers_rl.inference.weight_routes.HOLDER_GRACE_S", 0.2)
-                with pytest.raises(InferenceServerError, match=f"423.*{who}vllm_server_port"):
-                    client.hold("second")
-            first.kill()  # and a process that it has forked lives on
-            start = time.monotonic()
-            client.hold("second").close()
-            assert time.monotonic() - start < 1.5
-        finally:
-            first.kill()
-            first.wait(10)
-            first.stdout.close()
-            if child:
-                os.kill(child, signal.SIGKILL)
+            held.append(connected(client, name)[0])
+        except InferenceServerError as error:
+            refused.append(str(error))
+
+    takers = [threading.Thread(target=take, args=(name,)) for name in ("second", "third")]
+    for taker in takers:
+        taker.start()
+    time.sleep(0.2)  # both wait by now
+    first.close()
+    for taker in takers:
+        taker.join(10)
+    assert len(held) == len(refused) == 1
+    held[0].close()
 
 
-def test_a_trainer_that_connects_anew_or_leaves_is_not_in_the_way(monkeypatch):
-    def is_refused(name):
-        with monkeypatch.context() as patch:
-            patch.setattr("verifiers_rl.inference.weight_routes.HOLDER_GRACE_S", 0.2)
-            with pytest.raises(InferenceServerError, match="another trainer has this server"):
-                client.hold(name)
-
-    with server_of() as (client, _):
-        first = client.hold("first")
-        again = client.hold("first")  # its old connection is not closed yet
-        first.close()
-        is_refused("second")
-        again.close()
-        second = client.hold("second")
-        is_refused("first")
-        second.close()
+def test_a_server_finds_out_when_the_machine_of_its_trainer_is_lost(free_server):
+    client, server = free_server
+    hold, _ = connected(client)
+    (connection,) = server.server_state.connections
+    sock = connection.transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    wait = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+    assert [sock.getsockopt(socket.IPPROTO_TCP, name) for name in wait] == [30, 10, 3]
+    hold.close()
 
 
-def test_of_two_trainers_that_wait_for_a_third_one_gets_the_server():
-    with server_of() as (client, _):
-        first, held, refused = client.hold("first"), [], []
-
-        def take(name):
-            try:
-                held.append(client.hold(name))
-            except InferenceServerError as error:
-                refused.append(str(error))
-
-        takers = [threading.Thread(target=take, args=(name,)) for name in ("second", "third")]
-        for taker in takers:
-            taker.start()
-        time.sleep(0.2)  # both wait by now
-        first.close()
-        for taker in takers:
-            taker.join(10)
-        assert len(held) == len(refused) == 1
-        held[0].close()
-
-
-def test_a_server_finds_out_when_the_machine_of_its_trainer_is_lost():
-    with server_of() as (client, server):
-        hold = client.hold("first")
-        (connection,) = server.server_state.connections
-        sock = connection.transport.get_extra_info("socket")
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        wait = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
-        assert [sock.getsockopt(socket.IPPROTO_TCP, name) for name in wait] == [30, 10, 3]
-        hold.close()
-
-
-def test_a_server_that_ends_is_not_kept_by_its_trainer():
-    with server_of() as (client, server):
-        client.hold("first")
-        server.should_exit = True
+def test_a_server_that_ends_is_not_kept_by_its_trainer(free_server):
+    client, server = free_server
+    connected(client)
+    server.should_exit = True
 
 
 def test_beyond_this_machine_generation_needs_the_token_or_a_key(monkeypatch):
@@ -933,10 +940,10 @@ def test_requests_without_a_key_are_refused_where_one_is_needed():
 )
 def test_only_web_pages_that_were_invited_reach_the_server(allowed, origin, status):
     with server_of(allowed_origins=allowed) as (client, _):
-        for path in ("/v1/models", "/health", "/weight_sync/hold"):
+        for path in ("/v1/models", "/health", "/weight_sync/join"):
             token = {"Authorization": f"Bearer {os.environ[TOKEN_VARIABLE]}"}
             reply = answer_to(client, "POST", path, Origin=origin, **token)
-            assert reply.status_code == (400 if status == 404 and "hold" in path else status)
+            assert reply.status_code == (400 if status == 404 and "join" in path else status)
 
 
 def test_rollouts_show_the_token_or_else_the_key_that_is_set(monkeypatch):

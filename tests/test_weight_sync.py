@@ -354,7 +354,7 @@ def test_over_nccl_the_servers_error_says_why_and_ends_our_part(monkeypatch, ove
     sync, _, model = over_nccl
     transport = sync._nccl
 
-    def refuse(request, timeout_s=None):
+    def refuse(request, timeout_s=None, stays_open=False):
         assert timeout_s == weight_sync.LAST_WORD_S
         raise InferenceServerError("500: RuntimeError: out of memory")
 
@@ -371,7 +371,7 @@ def test_over_nccl_the_servers_error_says_why_and_ends_our_part(monkeypatch, ove
 def test_over_nccl_a_server_that_does_not_say_why_our_part_has_failed_is_lost(
     monkeypatch, over_nccl, says
 ):
-    def answer(request, timeout_s=None):
+    def answer(request, timeout_s=None, stays_open=False):
         if says is None:
             raise ServerLostError("no answer")
         return {}

@@ -128,25 +128,13 @@ class InferenceClient:
         """POST /weight_sync/join: tell this server's trainer of another server."""
         ControlRequest(self, "/weight_sync/join", {"host": host, "port": port}).begin().answer()
 
-    def hold(self, trainer: str) -> ControlRequest:
-        """POST /weight_sync/hold: the server refuses other trainers until the request is closed, or
-        this process ends, in whatever way.
-
-        Args:
-            trainer: an id. The trainer that holds the server may hold it again under the same id.
-
-        Raises:
-            InferenceServerError: another trainer has the server; the message names that trainer.
-        """
-        name = f"process {os.getpid()} on {socket.gethostname()}"
-        fields = {"trainer": trainer, "name": name}
-        request = ControlRequest(self, "/weight_sync/hold", fields).begin()
-        request.answer(stays_open=True)
-        _held.add(request)
-        return request
-
     def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> ControlRequest:
-        """POST /weight_sync/connect: what will come. NCCL connects meanwhile."""
+        """POST /weight_sync/connect: what will come. NCCL connects meanwhile.
+
+        The server refuses other trainers until the request is closed, or this process ends, in
+        whatever way. So its reply stays open.
+        """
+        fields["name"] = f"process {os.getpid()} on {socket.gethostname()}"
         return ControlRequest(self, "/weight_sync/connect", fields, timeout_s)
 
     def receive_weights(
@@ -280,7 +268,7 @@ class ControlRequest:
 
         Args:
             timeout_s: another deadline than that of the request.
-            stays_open: return once the reply begins; it ends with `close`.
+            stays_open: return the reply's first line; the reply ends with `close`.
 
         Raises:
             ServerLostError: there was none, or `give_up` was called.
@@ -291,7 +279,8 @@ class ControlRequest:
                 self._http.sock.settimeout(timeout_s)
             self._reply = reply = self._http.getresponse()
             if stays_open and reply.status == 200:
-                return {}
+                _held.add(self)
+                return json.loads(reply.readline())
             text = reply.read().decode(errors="replace")
         self.close()
         if reply.status == 200:

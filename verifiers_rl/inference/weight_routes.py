@@ -1,7 +1,7 @@
 """The routes by which a trainer takes a server and sends it weights. All need the run's token.
 
-POST /weight_sync/hold      the server belongs to this trainer until the connection ends
-POST /weight_sync/connect   what each push will carry, and NCCL's unique id
+POST /weight_sync/connect   what each push will carry, and NCCL's unique id; the server belongs to
+                            this trainer until this request ends
 POST /weight_sync/receive   take one push: the body of this request, or NCCL's messages;
                             then drop cached prefixes and set the policy version
 POST /weight_sync/join      another server wants to take part in the trainer's run
@@ -38,7 +38,7 @@ from verifiers_rl.inference.engine_calls import (
     updating,
 )
 from verifiers_rl.inference.expected import fit_to_server
-from verifiers_rl.inference.holding import Hold, Trainer
+from verifiers_rl.inference.holding import Hold
 from verifiers_rl.sync.nccl import ID_BYTES
 from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
@@ -54,11 +54,14 @@ class Connection(BaseModel):
     """What a trainer will send, with each push.
 
     Attributes:
+        trainer: its id, the same when it connects anew.
+        name: of its process and machine, for people.
         timeout_s: deadline of connecting.
         nccl_id: of the communicator that carries the weights; None if bodies of requests do.
     """
 
     trainer: str
+    name: str
     timeout_s: PositiveFloat
     plan: TransferPlan
     nccl_id: Annotated[Base64Bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)] | None = None
@@ -94,23 +97,19 @@ class WeightRoutes:
     Attributes:
         app: ASGI application of the routes.
         policy_version: of the weights; None before the first push and while two are mixed.
-        holder: the trainer that has this server, or has left it.
-        connection: name of its last `connect`; None if there is none.
+        hold: of the trainer that has connected last; None before, and if that failed.
     """
 
     def __init__(self, vllm: Any) -> None:
         self.vllm = vllm
         self.policy_version: int | None = None
-        self.holder: Hold | None = None
-        self.connection: str | None = None
-        self._shared: SharedBuffers | None = None  # with the workers, for this connection
-        self._sizes: list[int] = []  # of the buckets in each push's body; none with NCCL
+        self.hold: Hold | None = None
         self._gpus: list[str | None] | None = None
         self._joined: dict[tuple[str, int], None] = {}  # in the order of their coming
         self._lock = asyncio.Lock()  # one update at a time
         self.app = app = FastAPI(openapi_url=None, strict_content_type=False)
         app.get("/weight_sync/status", response_model=None)(self.status)
-        for route in (self.hold, self.connect, self.receive, self.join):
+        for route in (self.connect, self.receive, self.join):
             app.post(f"/weight_sync/{route.__name__}", response_model=None)(route)
         app.exception_handler(RequestValidationError)(self._refuse)
         app.exception_handler(HTTPException)(self._refuse)
@@ -144,7 +143,7 @@ class WeightRoutes:
         text = model.hf_config.get_text_config()
         return {
             "policy_version": self.policy_version,
-            "connection": self.connection,
+            "connection": self.hold.connection if self.hold is not None else None,
             "world_size": config.parallel_config.world_size_across_dp,
             "device": config.device_config.device_type,
             "gpus": self._gpus,
@@ -165,46 +164,44 @@ class WeightRoutes:
         """Remember another server. The trainer of this one finds it in the status."""
         self._joined[server.host, server.port] = None
 
-    async def hold(self, trainer: Trainer) -> Hold:
-        """Give the server to this trainer, unless another one has it."""
-        if self.holder is not None and self.holder.trainer != trainer.trainer:
-            with suppress(TimeoutError):  # refused below
-                await asyncio.wait_for(self.holder.left.wait(), HOLDER_GRACE_S)
-        before = self.holder  # perhaps another trainer that waited too
-        if before is not None and not before.left.is_set():
-            if before.trainer != trainer.trainer:
-                raise HTTPException(
-                    423,
-                    f"another trainer has this server: {before}. Give this run a server of its own "
-                    "(vllm_server_port), or end the other trainer",
-                )
-            before.left.set()
-        self.holder = Hold(trainer, lambda: self.vllm.server.should_exit)
-        return self.holder
-
-    async def connect(self, connection: Connection, request: Request) -> dict[str, str]:
-        """Let the workers know what each push will carry, and connect over NCCL."""
+    async def connect(self, new: Connection, request: Request) -> Hold:
+        """Give the server to this trainer, unless another one has it. Let the workers know what
+        each push will carry, and connect over NCCL.
+        """
+        await self._refuse_if_held(new.trainer)
         async with self._lock:
-            return await self._connect(connection, request)
+            await self._refuse_if_held(new.trainer)  # perhaps by another one that waited too
+            return await self._connect(new, request)
 
-    async def _connect(self, new: Connection, request: Request) -> dict[str, str]:
-        holder = self.holder
-        if holder is None or holder.left.is_set() or holder.trainer != new.trainer:
+    async def _refuse_if_held(self, trainer: str) -> None:
+        hold = self.hold
+        if hold is None or hold.trainer == trainer:
+            return
+        with suppress(TimeoutError):  # refused below
+            await asyncio.wait_for(hold.left.wait(), HOLDER_GRACE_S)
+        if not hold.left.is_set():
             raise HTTPException(
-                409, "this trainer does not hold the server: POST /weight_sync/hold"
+                423,
+                f"another trainer has this server: {hold}. Give this run a server of its own "
+                "(vllm_server_port), or end the other trainer",
             )
+
+    async def _connect(self, new: Connection, request: Request) -> Hold:
         engine = self.vllm.engine_client
         config = engine.vllm_config
         try:
             plan = await asyncio.to_thread(fit_to_server, new.plan, config)
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
+        before, self.hold = self.hold, None
+        if before is not None:
+            before.left.set()
+        await self._set_version(None)
         sizes = [bucket.num_bytes for bucket in plan.buckets] if new.nccl_id is None else []
         # Of an adapter all buckets are here before generation pauses, of full weights two.
         num_buffers = len(sizes) if plan.kind == "adapter" else min(len(sizes), 2)
-        self.connection = self._shared = None  # of a previous trainer
-        await self._set_version(None)
         num_workers = config.parallel_config.world_size_across_dp
+        hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
         with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
             shared, address = found
             async with paused(engine, new.timeout_s) if steps_together(engine) else nullcontext():
@@ -212,7 +209,7 @@ class WeightRoutes:
                     *(left(request), shared, new.timeout_s, "weight_sync_connect"),
                     *(plan.model_dump_json(), address, new.nccl_id, new.timeout_s),
                 )
-        self.connection, self._shared, self._sizes = secrets.token_hex(8), shared, sizes
+        hold.shared, self.hold = shared, hold
         if plan.kind == "adapter":
             from vllm.lora.request import LoRARequest
 
@@ -222,7 +219,7 @@ class WeightRoutes:
             self.vllm.openai_serving_models.lora_requests[ADAPTER_NAME] = LoRARequest(
                 lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory"
             )
-        return {"connection": self.connection}
+        return hold
 
     async def receive(self, request: Request) -> dict[str, int | None]:
         """Let the workers take one push."""
@@ -231,32 +228,35 @@ class WeightRoutes:
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
         async with self._lock:
-            if self.connection is None or self._shared is None:
+            hold = self.hold
+            if hold is None or hold.shared is None:
                 raise HTTPException(409, "no trainer is connected: POST /weight_sync/connect first")
-            if push.connection != self.connection:
+            if push.connection != hold.connection:
                 raise HTTPException(
                     400, "another trainer has connected; give each run a server of its own"
                 )
             length = request.headers.get("content-length")
-            if length != str(sum(self._sizes)):
+            if length != str(sum(hold.sizes)):
                 raise HTTPException(
-                    400, f"a body of {length} bytes: this connection's plan has {sum(self._sizes)}"
+                    400, f"a body of {length} bytes: this connection's plan has {sum(hold.sizes)}"
                 )
-            shared, self._shared = self._shared, None  # if it fails, they hold a part of this push
-            await self._load(push, request, shared)
-            self._shared = shared
+            shared, hold.shared = hold.shared, None  # if it fails, they hold a part of this push
+            await self._load(push, request, shared, hold.sizes)
+            hold.shared = shared
             return {"policy_version": self.policy_version}
 
-    async def _load(self, push: Push, request: Request, shared: SharedBuffers) -> None:
+    async def _load(
+        self, push: Push, request: Request, shared: SharedBuffers, sizes: list[int]
+    ) -> None:
         """Let the workers load a push; from then on, requests continue on its weights."""
         engine, timeout_s = self.vllm.engine_client, push.timeout_s
         deadline = asyncio.get_running_loop().time() + timeout_s
-        filling = shared.fill(request.stream(), self._sizes)
+        filling = shared.fill(request.stream(), sizes)
         for _ in range(shared.num_buffers):
             await all_before(anext(filling), deadline, timeout_s)
         async with updating(engine, timeout_s) as is_running:
             await self._set_version(None)  # weights are mixed until all are here
-            coming = all_of(filling) if self._sizes else left(request)
+            coming = all_of(filling) if sizes else left(request)
             await self._let_work(
                 *(all_before(coming, deadline, timeout_s), shared, timeout_s),
                 *("weight_sync_receive", timeout_s),

@@ -130,7 +130,7 @@ class WeightSync:
         self.bucket_bytes = bucket_bytes
         self.plan: TransferPlan | None = None
         self._trainer = trainer or secrets.token_hex(8)
-        self._hold: ControlRequest | None = None
+        self._hold: ControlRequest | None = None  # is open while the server is this trainer's
         self._connection: str | None = None  # the server's name for this trainer's last connect()
         self._nccl: NcclTransport | None = None
         self._request: ControlRequest | None = None  # the last one
@@ -186,9 +186,6 @@ class WeightSync:
         if self.is_connected:
             return
         status = self.client.status()
-        before, self._hold = self._hold, self.client.hold(self._trainer)
-        if before is not None:
-            before.close()
         self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
         device = next(model.parameters()).device
         backend = choose_backend(self.backend, gpu_uuid(device), status["gpus"])
@@ -204,11 +201,11 @@ class WeightSync:
                 is_given_up=lambda: self._request is not None and self._request.has_reply(),
             )
             fields["nccl_id"] = base64.b64encode(self._nccl.unique_id()).decode()
-        self._request = self.client.connect_weight_sync(fields, self.timeout_s)
-        self._request.begin()
+        self._request = self._hold = self.client.connect_weight_sync(fields, self.timeout_s)
+        self._hold.begin()
         if self._nccl is not None:
             self._by_nccl(self._nccl.wait_until_connected)
-        self._connection = self._answer()["connection"]
+        self._connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
         logger.info(
             "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
             self.plan.kind,
@@ -243,12 +240,13 @@ class WeightSync:
 
     def finish_push(self) -> None:
         """Return once the server has loaded the weights."""
-        self._answer()
-
-    def _answer(self) -> dict[str, Any]:
         assert self._request is not None
-        # Behind the server's own deadlines, because the server's errors say more.
-        return self._request.answer(3 * self.timeout_s + 60.0)
+        self._request.answer(self._answer_s)
+
+    @property
+    def _answer_s(self) -> float:
+        """Deadline of a reply, behind the server's own deadlines, whose errors say more."""
+        return 3 * self.timeout_s + 60.0
 
     def _by_nccl(self, work: Callable[[], None]) -> None:
         """Do our part of a collective. If that fails, the server's reply may say why."""
@@ -278,22 +276,17 @@ class WeightSync:
             )
         return status
 
-    def forget_server(self) -> None:
-        """Give up the connection, without waiting for a push that may be unfinished: the server
-        hears of it. The next push connects again.
+    def close(self) -> None:
+        """Give up the connection and release the server, without waiting for a push that may be
+        unfinished: the server hears of it. The next push connects again.
         """
         nccl, self._nccl, self._connection = self._nccl, None, None
         if self._request is not None:
             self._request.give_up()
-        if nccl is not None:
-            nccl.abandon()
-
-    def close(self) -> None:
-        """Give up the connection and release the server; the next push connects again."""
-        self.forget_server()
         if self._hold is not None:
             self._hold.close()
-            self._hold = None
+        if nccl is not None:
+            nccl.abandon()
 
 
 def push_to_all(
@@ -336,7 +329,7 @@ def push_to_all(
         together.wait()
     except BaseException:
         for sync in together.living:
-            sync.forget_server()  # which ends what its thread does
+            sync.close()  # which ends what its thread does
         raise
     finally:
         together.threads.shutdown(wait=False)
@@ -393,4 +386,4 @@ class Together:
             f"the weight sync with {sync.client.base_url} did not end in time, or made no "
             "progress while the others did (vllm_server_timeout)"
         )
-        sync.forget_server()  # a thread that hangs ends by this
+        sync.close()  # a thread that hangs ends by this
