@@ -36,10 +36,9 @@ from transformers import (
 from verifiers_rl.cli.config import EnvTable
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.requests import GroupRequest, Places
-from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
 from verifiers_rl.sync.plan import TransferPlan
-from verifiers_rl.sync.sources import Source
+from verifiers_rl.sync.sources import Source, buckets_of
 from verifiers_rl.types import (
     Batch,
     Rollout,

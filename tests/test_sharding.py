@@ -30,7 +30,7 @@ from tests.helpers import StubSink, StubSource, load_example, make_tiny_model, p
 from tests.tree_samples import make_tree
 from verifiers_rl import RLConfig, RLTrainer, forward, logprobs
 from verifiers_rl.inference.client import ServerLostError
-from verifiers_rl.sync.gather import is_split
+from verifiers_rl.sync.sources import is_split
 from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.types import Batch, Rollout
 

@@ -753,7 +753,7 @@ from tests.helpers import make_tiny_model, make_tiny_moe, packed_weights
 from tests.test_weight_sync import plan_of, with_trained_adapter
 from verifiers_rl.sync import sources as sources_of
 from verifiers_rl.distributed import let_gloo_threads_finish
-from verifiers_rl.sync.gather import gathering
+from verifiers_rl.sync.sources import gathering
 from verifiers_rl.sync.sources import what_to_send
 
 dist.init_process_group("gloo")

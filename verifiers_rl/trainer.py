@@ -80,7 +80,7 @@ from verifiers_rl.report.metrics import (
 )
 from verifiers_rl.report.recording import RolloutFiles
 from verifiers_rl.report.run_folder import enter_run_folder
-from verifiers_rl.sync.gather import gathering
+from verifiers_rl.sync.sources import gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
 
 logger = logging.getLogger(__name__)

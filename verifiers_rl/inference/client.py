@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -157,15 +157,12 @@ class InferenceClient:
         return ControlRequest(self, "/v1/completions", body, timeout_s).begin().answer()
 
 
-_T = TypeVar("_T")
-
-
 def wait_for_servers(
     clients: Sequence[InferenceClient],
-    ask: Callable[[InferenceClient], _T],
+    ask: Callable[[InferenceClient], dict[str, Any]],
     number: int,
     timeout_s: float,
-) -> dict[InferenceClient, _T]:
+) -> dict[InferenceClient, dict[str, Any]]:
     """Ask servers until `number` of them have answered, or `timeout_s` has passed and one has.
 
     Args:
@@ -179,7 +176,7 @@ def wait_for_servers(
             `vf-vllm`, or the token is wrong.
         Interrupted: a signal asks the run to end.
     """
-    answers: dict[InferenceClient, _T] = {}
+    answers: dict[InferenceClient, dict[str, Any]] = {}
     deadline = time.monotonic() + timeout_s
 
     def missing() -> str:

@@ -43,11 +43,10 @@ from verifiers_rl.inference import (
     ServerLostError,
 )
 from verifiers_rl.process.waiting import WaitingLine
-from verifiers_rl.sync.gather import buckets_of
 from verifiers_rl.sync.nccl import NcclError, NcclTransport, gpu_uuid
 from verifiers_rl.sync.plan import ADAPTER_NAME, AdapterConfig, TransferPlan
 from verifiers_rl.sync.shared_buffers import GivenUpError
-from verifiers_rl.sync.sources import Source, what_to_send
+from verifiers_rl.sync.sources import Source, buckets_of, what_to_send
 
 logger = logging.getLogger(__name__)
 
