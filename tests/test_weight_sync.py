@@ -1,8 +1,6 @@
 import asyncio
-import base64
 import gc
 import json
-import math
 import os
 import random
 import subprocess
@@ -24,8 +22,6 @@ from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PretrainedConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
 
@@ -49,7 +45,7 @@ from verifiers_rl.inference.expected import (
     expected_shapes,
     fit_to_server,
 )
-from verifiers_rl.models import default_target_modules, load_policy
+from verifiers_rl.models import load_policy
 from verifiers_rl.sync import nccl, weight_sync
 from verifiers_rl.sync.adapters import check_adapter, choose_lora_sync
 from verifiers_rl.sync.plan import TransferPlan, receive_buckets
@@ -238,10 +234,7 @@ def test_a_push_that_takes_too_long_ends_though_each_bucket_comes_in_time():
         ("auto", "gpu-0", ["gpu-0"], "http"),  # NCCL refuses two ranks on one GPU
         ("auto", "gpu-0", ["gpu-1", "gpu-2"], "nccl"),
         ("auto", "gpu-0", ["gpu-0", "gpu-1"], "http"),
-        ("auto", "gpu-0", [None], "http"),
         ("http", "gpu-0", ["gpu-1"], "http"),
-        ("http", None, [None], "http"),
-        ("nccl", "gpu-0", ["gpu-1"], "nccl"),
         ("nccl", "gpu-0", ["gpu-0"], None),
         ("nccl", None, [None], None),
     ],
@@ -325,12 +318,6 @@ def over_nccl(monkeypatch, sync_with):
     model = make_tiny_model()
     sync.connect(model, *what_to_send(model, "merged"))
     return sync, sent, model
-
-
-def test_the_request_that_connects_nccl_carries_the_trainers_id(over_nccl):
-    sync, sent, _ = over_nccl
-    assert sync._nccl.ranks == (0, 2) and sync.is_connected
-    assert base64.b64decode(sent[0]["nccl_id"]) == bytes(range(128))
 
 
 @pytest.mark.parametrize("has_nccl", [False, True])
@@ -455,12 +442,9 @@ def test_a_tied_head_travels_once():
         ({"bias": "all"}, "adapter", "bias='all'.*set lora_sync='merged'"),
         ({"rank_pattern": {"q_proj": 2}}, "merged", None),
         ({}, "adapter", None),
-        ({"init_lora_weights": "pissa"}, "adapter", "init_lora_weights='pissa'.*'merged'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "adapter", "='pissa_niter_4' changes the base"),
-        ({"init_lora_weights": "olora"}, "adapter", "init_lora_weights='olora'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "adapter", "='pissa_niter_4' changes.*'merged'"),
         ({"init_lora_weights": "olora"}, "merged", None),
         ({"init_lora_weights": "orthogonal"}, "adapter", None),
-        ({"init_lora_weights": False}, "adapter", None),
     ],
 )
 def test_an_adapter_the_server_could_not_reproduce_is_refused(options, lora_sync, message):
@@ -482,14 +466,6 @@ def test_auto_merges_where_nothing_is_lost_and_the_server_takes_all_weights():
     assert chosen("auto", "bfloat16", None) == "adapter"  # refused, with the flags that are missing
     assert chosen("merged", "bfloat16", None) == "merged"
     assert chosen("adapter", "float32", None) == "adapter"
-
-
-def test_lora_sync_decides_what_travels():
-    model = with_trained_adapter(make_tiny_model())
-    adapter, config = what_to_send(model, "adapter")
-    assert config.r == 4 and all("lora_" in name for name in adapter)
-    merged, config = what_to_send(model, "merged")
-    assert config is None and merged.keys() == full_sources(make_tiny_model()).keys()
 
 
 # --- What a server takes ------------------------------------------------------------------------
@@ -848,27 +824,3 @@ def test_a_split_model_is_gathered_one_tensor_at_a_time(kind, models, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for what in models:
         assert f"gathered {what}" in done.stdout
-
-
-def test_an_adapter_of_a_model_of_06b_parameters_is_below_5_percent_of_its_bytes():
-    # Qwen3-0.6B's sizes; on the meta device nothing is allocated.
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
-        num_parameters = sum(math.prod(s.shape) for s in full_sources(model).values())
-        args = RLConfig(use_cpu=True)
-        lora = LoraConfig(r=args.lora_rank, target_modules=default_target_modules(model))
-        adapter, _ = adapter_sources(get_peft_model(model, lora))
-    assert 590e6 < num_parameters < 600e6
-    # Both travel in the server's dtype.
-    share = sum(math.prod(s.shape) for s in adapter.values()) / num_parameters
-    assert 0.015 < share < 0.02, share

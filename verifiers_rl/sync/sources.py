@@ -179,20 +179,20 @@ def in_checkpoint_form(model: Any, sources: dict[str, Source]) -> dict[str, Sour
     made: dict[str, Tensor] = {}  # parts that come next
     result: dict[str, Source] = {}
 
-    def make(name: str, part: str, is_first: bool) -> Tensor:
-        if is_first:
+    def make(name: str, part: str) -> Tensor:
+        if part not in made:  # the first one
             made.clear()
             made.update(revert_weight_conversion(plain, {name: sources[name].make()}))
         return made.pop(part)
 
     for name, source in sources.items():
         meta = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        parts = revert_weight_conversion(plain, {name: meta})
-        for number, (part, tensor) in enumerate(parts.items()):
+        for part, tensor in revert_weight_conversion(plain, {name: meta}).items():
             if part in result:
                 raise ValueError(f"tensor {part!r} has parts in several parameters; not supported")
-            make_part = partial(make, name, part, number == 0)
-            result[part] = source._replace(shape=tuple(tensor.shape), make=make_part)
+            result[part] = source._replace(
+                shape=tuple(tensor.shape), make=partial(make, name, part)
+            )
     return result
 
 
