@@ -18,7 +18,7 @@ from verifiers_rl.distill.scoring import teacher_advantages
 from verifiers_rl.distill.teacher import TeacherClient, check_vocabulary
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import Environments, Part, make_runner
-from verifiers_rl.inference import TOKEN_VARIABLE, ServerLostError
+from verifiers_rl.inference.client import TOKEN_VARIABLE, ServerLostError
 from verifiers_rl.types import Sample
 
 

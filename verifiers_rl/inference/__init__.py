@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
-    from verifiers_rl.inference.client import TOKEN_VARIABLE as TOKEN_VARIABLE
     from verifiers_rl.inference.client import ControlRequest as ControlRequest
     from verifiers_rl.inference.client import InferenceClient as InferenceClient
     from verifiers_rl.inference.client import InferenceServerError as InferenceServerError
@@ -30,7 +29,6 @@ HOME = {
     "derive_seed": "session",
     "ServerClient": "rollout_client",
     "ServerLostError": "client",
-    "TOKEN_VARIABLE": "client",
     "ControlRequest": "client",
     "generation_key": "client",
     "pack_ids": "packed_tokens",

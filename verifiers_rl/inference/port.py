@@ -68,15 +68,6 @@ def reserve_free_port(host: str) -> tuple[int, socket.socket]:
                 raise
 
 
-def port_error(host: str, port: int) -> str | None:
-    """Return why this address cannot be listened on, or None if it can."""
-    try:
-        reserve_port(host, port).close()
-    except PortError as error:
-        return str(error)
-    return None
-
-
 def _error(host: str, port: int, reason: str) -> PortError:
     return PortError(
         f"cannot listen on {host}:{port}: {reason}; stop what uses it or choose another --port"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -40,6 +41,25 @@ def _is_worth_reading(record: logging.LogRecord) -> bool:
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_reading)
 
 
+def telling(work: Callable[..., None]) -> Callable[..., str | None]:
+    """Let a method return its error as text, or None. It is not raised: vLLM would take the first
+    worker's exception for the answer of all workers, and the exceptions of the others for their
+    answers to its next call.
+    """
+
+    @wraps(work)
+    def tell(self: WeightSyncWorker, *args: Any) -> str | None:
+        try:
+            work(self, *args)
+        except Exception as error:
+            logger.exception("weight sync failed")
+            self._leave()  # else the other workers wait for this one
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    return tell
+
+
 class WeightSyncWorker:
     """Mixed into vLLM's worker;
     `self` has its `model_runner`, `vllm_config`, `device` and `rank`.
@@ -57,35 +77,6 @@ class WeightSyncWorker:
     _shared: SharedBuffers | None = None  # with the server's process; None: not connected
     _nccl: NcclTransport | None = None
 
-    def weight_sync_connect(
-        self, plan: str, shared: list[int], nccl_id: bytes | None, timeout_s: float
-    ) -> str | None:
-        """Remember what the trainer will send. Return an error's text, or None.
-
-        Args:
-            plan: the `TransferPlan` as JSON.
-            shared: address of the memory shared with the server's process.
-            nccl_id: of the communicator to join; None if weights come in that memory.
-        """
-        return self._error_of(lambda: self._connect(plan, shared, nccl_id, timeout_s))
-
-    def weight_sync_receive(self, timeout_s: float) -> str | None:
-        """Receive one push and load it. Return an error's text, or None."""
-        return self._error_of(lambda: self._receive(timeout_s))
-
-    def _error_of(self, work: Callable[[], None]) -> str | None:
-        """Return the error of `work` as text, or None. It is not raised: vLLM would take the first
-        worker's exception for the answer of all workers, and the exceptions of the others for
-        their answers to its next call.
-        """
-        try:
-            work()
-        except Exception as error:
-            logger.exception("weight sync failed")
-            self._leave()  # else the other workers wait for this one
-            return f"{type(error).__name__}: {error}"
-        return None
-
     def _leave(self) -> None:
         shared, nccl = self._shared, self._nccl
         self._shared = self._nccl = None
@@ -101,9 +92,17 @@ class WeightSyncWorker:
         # data_parallel_rank is 0 in all engines of a model without experts.
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
-    def _connect(
+    @telling
+    def weight_sync_connect(
         self, plan: str, shared: list[int], nccl_id: bytes | None, timeout_s: float
     ) -> None:
+        """Remember what the trainer will send.
+
+        Args:
+            plan: the `TransferPlan` as JSON.
+            shared: address of the memory shared with the server's process.
+            nccl_id: of the communicator to join; None if weights come in that memory.
+        """
         self._leave()  # the connection of a previous trainer
         self._weight_sync_plan = TransferPlan.model_validate_json(plan)
         self._shared = attach(shared)
@@ -123,7 +122,9 @@ class WeightSyncWorker:
             )  # fmt: skip
             self._nccl.wait_until_connected()
 
-    def _receive(self, timeout_s: float) -> None:
+    @telling
+    def weight_sync_receive(self, timeout_s: float) -> None:
+        """Receive one push and load it."""
         shared, plan = self._shared, self._weight_sync_plan
         if shared is None:
             raise RuntimeError("the last push failed here; connect again")

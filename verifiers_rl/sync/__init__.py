@@ -6,7 +6,6 @@ from verifiers_rl.lazy import load_on_first_use
 
 if TYPE_CHECKING:
     from verifiers_rl.sync.adapters import check_adapter as check_adapter
-    from verifiers_rl.sync.adapters import choose_lora_sync as choose_lora_sync
     from verifiers_rl.sync.agreement import check_agreement as check_agreement
     from verifiers_rl.sync.pool import ServerPool as ServerPool
     from verifiers_rl.sync.sources import full_sources as full_sources
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 HOME = {
     "check_adapter": "adapters",
-    "choose_lora_sync": "adapters",
     "full_sources": "sources",
     "in_checkpoint_form": "sources",
     "ServerPool": "pool",
