@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from urllib.parse import urlencode
 
 import httpx
 import pytest
@@ -25,7 +26,6 @@ from starlette.routing import Route
 from tests.conftest import free_port
 from tests.helpers import ROOT
 from verifiers_rl.inference.client import (
-    PUSH_HEADER,
     TOKEN_VARIABLE,
     InferenceClient,
     InferenceServerError,
@@ -567,7 +567,6 @@ def test_an_engine_that_keeps_old_keys_and_values_is_an_error(server_of_pushes):
         ({}, BODY + b"1", "400: a body of 2097153 bytes: this connection's plan has 2097152"),
         ({}, BODY[:-1], "400: a body of 2097151 bytes"),
         ({"connection": "d"}, BODY, "400: another trainer has connected"),
-        ({"connection": 5}, BODY, "400: connection=5: Input should be a valid string"),
         ({"in_flight": "drop"}, BODY, "400: in_flight='drop': Input should be 'recompute' or"),
     ],
 )
@@ -596,9 +595,8 @@ def begin_push(client, connection, timeout_s, length=f"Content-Length: {NUM_BYTE
     fields = PUSH | {"connection": connection, "timeout_s": timeout_s}
     hanging = socket.create_connection(("127.0.0.1", client.port), timeout=10)
     hanging.sendall(
-        f"POST /weight_sync/receive HTTP/1.1\r\nHost: h\r\n{length}\r\n"
-        f"Authorization: Bearer {os.environ[TOKEN_VARIABLE]}\r\n"
-        f"{PUSH_HEADER}: {json.dumps(fields)}\r\n\r\n".encode()
+        f"POST /weight_sync/receive?{urlencode(fields)} HTTP/1.1\r\nHost: h\r\n{length}\r\n"
+        f"Authorization: Bearer {os.environ[TOKEN_VARIABLE]}\r\n\r\n".encode()
     )
     hanging.sendall(b"100\r\n" + BODY[:num_bytes] + b"\r\n")
     return hanging

@@ -17,13 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 
 from verifiers_rl.process.waiting import WaitingLine
 
 TOKEN_VARIABLE = "VERIFIERS_RL_TOKEN"
-PUSH_HEADER = "X-Weight-Sync"  # of a push: its fields as JSON, because its body is the weights
 
 
 class InferenceServerError(RuntimeError):
@@ -145,12 +145,12 @@ class InferenceClient:
         Args:
             num_bytes: of weights that the caller writes; none if NCCL carries them meanwhile.
         """
+        path = f"/weight_sync/receive?{urlencode(fields)}"
         headers = {
-            PUSH_HEADER: json.dumps(fields),
             "Content-Type": "application/octet-stream",
             "Content-Length": str(num_bytes),
         }
-        return ControlRequest(self, "/weight_sync/receive", timeout_s=timeout_s, headers=headers)
+        return ControlRequest(self, path, timeout_s=timeout_s, headers=headers)
 
     def complete(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST /v1/completions, a route of vLLM itself."""

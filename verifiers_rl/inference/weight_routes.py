@@ -18,14 +18,13 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat, ValidationError
+from pydantic import Base64Bytes, BaseModel, Field, PositiveFloat
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from verifiers_rl.inference.client import PUSH_HEADER
 from verifiers_rl.inference.engine_calls import (
     WorkerError,
     answer_of,
@@ -68,7 +67,7 @@ class Connection(BaseModel):
 
 
 class Push(BaseModel):
-    """What a push says of itself, in its header `PUSH_HEADER`.
+    """What a push says of itself, in its URL, because its body is the weights.
 
     Attributes:
         connection: its name, which `connect` has returned.
@@ -119,7 +118,7 @@ class WeightRoutes:
         if isinstance(error, HTTPException):
             return JSONResponse({"error": error.detail}, error.status_code)
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])).removeprefix("body.")
+        field = ".".join(map(str, first["loc"][1:]))  # without "body" or "query"
         return JSONResponse(
             {"error": f"{field}={reprlib.repr(first.get('input'))}: {first['msg']}"}, 400
         )
@@ -221,12 +220,10 @@ class WeightRoutes:
             )
         return hold
 
-    async def receive(self, request: Request) -> dict[str, int | None]:
+    async def receive(
+        self, push: Annotated[Push, Query()], request: Request
+    ) -> dict[str, int | None]:
         """Let the workers take one push."""
-        try:
-            push = Push.model_validate_json(request.headers.get(PUSH_HEADER, ""))
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
         async with self._lock:
             hold = self.hold
             if hold is None or hold.shared is None:
