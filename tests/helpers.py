@@ -323,7 +323,7 @@ class StubRequest:
         self.data += data
 
     def has_reply(self) -> bool:
-        return False
+        return self.given_up.is_set()
 
     def answer(self, timeout_s: float | None = None, stays_open: bool = False) -> Any:
         self._check()

@@ -334,6 +334,12 @@ def test_what_fails_on_our_side_is_told_as_it_is_and_ends_the_request(
     with pytest.raises(RuntimeError, match="while merging"):
         sync.push(model, 0)
     assert not sync.is_connected and (transport is None or transport.is_abandoned)
+    monkeypatch.undo()
+    if has_nccl:  # connects again, though its last request was given up
+        monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
+        monkeypatch.setattr(weight_sync, "choose_backend", lambda *_: "nccl")
+        sync.connect(model, *what_to_send(model, "merged"))
+        assert sync.is_connected
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -256,8 +256,10 @@ class ControlRequest:
 
     def has_reply(self) -> bool:
         """Whether `answer` would return, or raise, at once."""
+        if (sock := self._http.sock) is None:
+            return True  # it was closed
         poll = select.poll()
-        poll.register(self._http.sock, select.POLLIN)
+        poll.register(sock, select.POLLIN)
         return bool(poll.poll(0))
 
     def answer(self, timeout_s: float | None = None, stays_open: bool = False) -> dict[str, Any]:

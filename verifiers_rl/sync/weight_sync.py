@@ -193,6 +193,7 @@ class WeightSync:
             "trainer": self._trainer,
             "plan": self.plan.model_dump(),
         }
+        self._request = None  # of the connection before
         if backend == "nccl":
             self._nccl = NcclTransport(
                 *(0, 1 + status["world_size"], device, self.timeout_s),
