@@ -129,7 +129,7 @@ def check_options(url: str, status: dict[str, Any], args: Any) -> None:
     if args.router_replay and not status.get("returns_experts"):
         raise InferenceServerError(
             f"router_replay=True: the server at {url} returns no experts; start vf-vllm with "
-            "--enable-return-routed-experts (vLLM 0.31)"
+            "--enable-return-routed-experts"
         )
     if not args.deterministic:
         return
