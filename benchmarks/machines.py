@@ -54,8 +54,8 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
     for name in ours:
         text = re.sub(rf"^{name} = .*\n", "", text, flags=re.MULTILINE)
     text += "".join(f"{name} = {value}\n" for name, value in ours.items())
-    engine = '\nengine = "ray"\naddress = "10.77.0.1:6379"' if options.ray else ""
-    text += f"\n[cluster]{engine}\ntrainer_nodes = {options.trainers}\n"
+    address = '\naddress = "10.77.0.1:6379"' if options.ray else ""
+    text += f"\n[cluster]{address}\ntrainer_nodes = {options.trainers}\n"
     text += f"inference_nodes = {options.servers}\n"
     (folder / "rl.toml").write_text(text)
     return folder / "rl.toml"

@@ -109,14 +109,14 @@ plan.ServerPlan.command = lambda self, host, port: [*command, host, str(port)]
 """
 # The beginning of a stand-in for the trainer: it has reached all servers.
 REACH_SERVERS = """
-import os, sys, time, urllib.request
+import json, os, sys, time, urllib.request
 def reach(server):
     try:
         urllib.request.urlopen(f"http://{server}", timeout=20).close()
     except OSError:
         return False
     return True
-servers = os.environ["VERIFIERS_RL_SERVERS"].split()
+servers = json.loads(os.environ["VERIFIERS_RL_SERVERS"]).values()
 for server in servers:
     while not reach(server):
         time.sleep(0.1)

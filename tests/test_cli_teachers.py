@@ -9,7 +9,7 @@ import pytest
 from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.teachers import TEACHERS_VARIABLE
+from verifiers_rl.cli.teachers import SERVERS_VARIABLE
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 ENVS = """
@@ -48,7 +48,7 @@ FLAT = 'model = "org/small"\nmax_steps = 3\n'
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):
-    monkeypatch.delenv(TEACHERS_VARIABLE, raising=False)
+    monkeypatch.delenv(SERVERS_VARIABLE, raising=False)
 
     def read(text, *overrides):
         path = tmp_path / "rl.toml"
@@ -68,7 +68,7 @@ def test_environments_of_a_toml_learn_from_its_teachers(
     read, tmp_path, monkeypatch, no_environments, head
 ):
     config = read(head + ENVS + TEACHERS, ("trainer.args.vllm_server_timeout", "77"))
-    monkeypatch.setenv(TEACHERS_VARIABLE, json.dumps({"old": "http://127.0.0.1:4321"}))
+    monkeypatch.setenv(SERVERS_VARIABLE, json.dumps({"teacher-old": "127.0.0.1:4321"}))
     monkeypatch.setenv(TOKEN_VARIABLE, "of the run")
     monkeypatch.setenv("BIG_KEY", "of the user")
     letters, words, sums = config.load_envs()

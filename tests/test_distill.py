@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from aiohttp import web
+from pydantic import ValidationError
 
 from tests.helpers import StubRunner, load_example, make_request, make_samples
 from verifiers_rl import RLConfig, WeightedEnv
@@ -188,14 +189,15 @@ def test_a_teacher_for_shorter_sequences_is_refused_at_the_start():
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"base_url": "localhost:80"}, "base_url='localhost:80' must be like http://host:8000"),
-        ({"model": ""}, "model='' must be a folder or a name"),
-        ({"timeout_s": 0}, "timeout_s=0 must be a number > 0"),
-        ({"max_concurrent": 0}, "max_concurrent=0 must be an integer >= 1"),
+        ({"base_url": "localhost:80"}, r"base_url\n.* must be like http://host:8000"),
+        ({"model": ""}, r"model\n.* at least 1 character"),
+        ({"timeout_s": 0}, r"timeout_s\n.* greater than 0"),
+        ({"timeout_s": math.inf}, r"timeout_s\n.* finite number"),
+        ({"max_concurrent": 0}, r"max_concurrent\n.* greater than or equal to 1"),
     ],
 )
 def test_a_teacher_that_cannot_be_is_refused(options, problem):
-    with pytest.raises(TeacherError, match=problem):
+    with pytest.raises(ValidationError, match=problem):
         Teacher(**{"model": "big", "base_url": "http://host", **options})
 
 
@@ -231,13 +233,6 @@ def test_the_teachers_advantages_equal_those_worked_out_by_hand():
     # -0.5 * (-1 + 3), -0.5 * (-0.5 + 1.5), -0.5 * (-2 + 0.25)
     assert added.tolist() == [0.0, -1.0, 0.0, -0.5, 0.875, 0.0]
     assert kl == pytest.approx((2.0 + 1.0 - 1.75) / 3)
-
-
-def test_a_teacher_that_agrees_gives_no_advantage():
-    samples = make_samples(2)
-    theirs = [sample.inference_logprobs.astype(np.float64) for sample in samples]
-    added, kl = teacher_advantages(samples, theirs, 1.0)
-    assert np.abs(added).max() == 0.0 and kl == 0.0
 
 
 def test_missing_logprobs_are_no_advantages():
@@ -434,18 +429,30 @@ TEACHER = Teacher("big", "http://host")
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"algorithm": "dpo"}, "algorithm='dpo' must be one of 'rl', 'opd', 'opsd'"),
         ({"algorithm": "opd"}, "algorithm='opd' needs a teacher"),
         ({"algorithm": "opsd"}, "algorithm='opsd' needs a hint"),
         ({"algorithm": "opsd", "hint": "{"}, "hint='{': "),
         ({"teacher": TEACHER, "hint": "x"}, "hint='x' is for algorithm='opsd'"),
-        ({"teacher": TEACHER, "distill_coef": 0}, "distill_coef=0 must be a number > 0"),
     ],
 )
 def test_an_algorithm_that_cannot_work_is_refused(options, problem):
-    with pytest.raises(InvalidEnvironmentError) as raised:
+    with pytest.raises(ValidationError) as raised:
         Distillation(**options)
     assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"algorithm": "dpo"}, r"algorithm\n.*'rl', 'opd' or 'opsd'"),
+        ({"distill_coef": 0}, r"distill_coef\n.* greater than 0"),
+        ({"distill_coef": math.inf}, r"distill_coef\n.* finite number"),
+        ({"hint": 3}, r"hint\n.* valid string"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(options, problem):
+    with pytest.raises(ValidationError, match=problem):
+        Distillation(**{"teacher": TEACHER, **options})
 
 
 def test_a_scorer_of_evaluations_is_refused():

@@ -579,7 +579,11 @@ def run_in_terminal(command, folder, environment):
 
     def tmux(*words):
         return subprocess.run(
-            ["tmux", *words], env=environment, capture_output=True, text=True, timeout=10
+            ["tmux", "-L", session, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=10,
         ).stdout
 
     def pane():
@@ -599,7 +603,10 @@ def run_in_terminal(command, folder, environment):
     try:
         wait_for(lambda: num_steps(folder) > 1, 200, "training")
         assert len(tmux("list-panes", "-t", session).splitlines()) == 2
-        wait_for(lambda: process.poll() is not None, 300, "the end")  # with 0 the session closes
+        ended = ("display-message", "-p", "-t", f"{session}:.1", "#{pane_dead} #{pane_dead_status}")
+        wait_for(lambda: tmux(*ended).strip() == "1 0", 300, "the end")
+        os.write(leader, b"\r")  # Enter closes the session
+        wait_for(lambda: process.poll() is not None, 20, "the end of the session")
         assert process.returncode == 0
         assert server_pids(folder) == []
     finally:

@@ -55,10 +55,9 @@ def test_files_are_relative_to_the_toml_and_may_be_several(tmp_path, monkeypatch
     for name in ("a.env", "sub/b.env"):
         (tmp_path / name).write_text("A=1\n")
     toml = tmp_path / "sub" / "config.toml"
-    for line in ('env_file = ["../a.env", "b.env"]', 'env_files = ["../a.env", "b.env"]'):
-        toml.write_text(f'{line}\nmodel = "m"\n[env]\nid = "e"\n')
-        config = load_run_config(toml, checks_model=False)
-        assert config.env_files == [tmp_path / "a.env", tmp_path / "sub" / "b.env"]
+    toml.write_text('env_file = ["../a.env", "b.env"]\nmodel = "m"\n[env]\nid = "e"\n')
+    config = load_run_config(toml, checks_model=False)
+    assert config.env_files == [tmp_path / "a.env", tmp_path / "sub" / "b.env"]
     monkeypatch.chdir(tmp_path)
     config = load_run_config(toml, [("env_file", "a.env")], checks_model=False)
     assert config.env_files == [tmp_path / "a.env"]

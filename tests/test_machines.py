@@ -60,9 +60,9 @@ def test_variables_that_cannot_be_are_one_clear_error(changes, message):
     ("table", "variables", "message"),
     [
         ("trainer_nodes = 2", {}, r"trainer_nodes=2 is about several machines: set MASTER_ADDR"),
-        ('engine = "ray"', FOUR, "engine='ray' is about a Ray cluster that runs already"),
-        ('engine = "slurm"', {}, "engine='slurm': must be 'ray'"),
-        ('address = "a:1"', {}, "address='a:1': it is of a Ray cluster; add engine"),
+        ('address = "auto"', FOUR, "address='auto' is of a Ray cluster that runs already"),
+        ('engine = "slurm"', {}, r"\[cluster\] has an unknown key 'engine'; known: address"),
+        ('address = ""', {}, r"\[cluster\] address='': must have at least 1 character"),
         ("trainer_nodes = 0", {}, r"trainer_nodes=0: must be greater than"),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_neither_trains_nor_rolls_out_serves(tmp_path, monkeypatch, table, 
         monkeypatch.setenv(name, value)
     config = read_toml(tmp_path, f"[cluster]\n{table}\n")
     assert machine_of(config).rank == 1
-    assert (config.cluster.engine, config.cluster.address) == ("ray", "10.0.0.5:29500")
+    assert config.cluster.address == "10.0.0.5:29500"
     assert config.cluster.inference_nodes == num_servers
 
 

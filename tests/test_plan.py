@@ -12,7 +12,7 @@ from verifiers_rl.cli import plan, session
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.local import ThisMachine
 from verifiers_rl.cli.plan import plan_servers
-from verifiers_rl.cli.teachers import TEACHERS_VARIABLE, TeacherTable
+from verifiers_rl.cli.teachers import SERVERS_VARIABLE, TeacherTable
 
 
 def make_config(**options):
@@ -20,7 +20,7 @@ def make_config(**options):
 
 
 def teacher(number, name, gpus, **args):
-    return TeacherTable(number, name, "org/big", gpus, args)
+    return TeacherTable(("teacher", str(number)), name, "org/big", gpus, args)
 
 
 def flags_of(config, name="inference"):
@@ -31,7 +31,11 @@ def flags_of(config, name="inference"):
 
 def test_servers_get_the_first_gpus_the_trainer_the_next_and_teachers_the_last(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 4,5,6,7,8")
-    teachers = [teacher(0, "big", 2), TeacherTable(1, "far", "m"), teacher(2, "old", 1)]
+    teachers = [
+        teacher(0, "big", 2),
+        TeacherTable(("teacher", "1"), "far", "m"),
+        teacher(2, "old", 1),
+    ]
     config = make_config(inference_gpus=1, inference_replicas=2, trainer_gpus=2, teachers=teachers)
     found = plan.assign_gpus(config, plan_servers(config))
     assert found == {
@@ -124,7 +128,7 @@ def test_gpus_become_as_many_replicas_as_the_flags_allow(capsys, sizes, has_repl
     assert (said in capsys.readouterr().out) == (split[0] > 1)
 
 
-def test_each_replica_has_a_port_of_its_own():
+def test_each_replica_has_a_port_of_its_own(monkeypatch):
     config = make_config(inference_replicas=2, trainer_args={"vllm_server_port": 9000})
     found = plan_servers(config)
     assert [(one.name, one.host, one.port) for one in found] == [
@@ -135,12 +139,16 @@ def test_each_replica_has_a_port_of_its_own():
         "inference-0.log",
         "inference-1.log",
     ]
-    env = plan.trainer_env(config, {one.name: (one.host, one.port) for one in found})
-    assert env[plan.SERVERS_VARIABLE] == "127.0.0.1:9000 127.0.0.1:9001"
+    env = plan.trainer_env({one.name: (one.host, one.port) for one in found})
+    monkeypatch.setenv(SERVERS_VARIABLE, env[SERVERS_VARIABLE])
+    args = config.make_args(use_cpu=True, **plan.options_of_servers(config))
+    assert args.vllm_servers == ["127.0.0.1:9000", "127.0.0.1:9001"]
+    args.with_sampling({"max_tokens": 5})  # is checked with the other options
     config.inference_replicas = 1
     (alone,) = plan_servers(config)
     assert alone.log(Path("a/server.log")) == Path("a/server.log")
-    assert plan.SERVERS_VARIABLE not in plan.trainer_env(config, {"inference": ("127.0.0.1", 9000)})
+    monkeypatch.setenv(SERVERS_VARIABLE, '{"inference": "127.0.0.1:9000"}')
+    assert plan.options_of_servers(config) == {}  # the trainer looks there
 
 
 def test_a_teachers_server_holds_the_longest_sample_and_the_trainer_hears_where_it_is():
@@ -151,8 +159,8 @@ def test_a_teachers_server_holds_the_longest_sample_and_the_trainer_hears_where_
     assert "--max-model-len 301" in flags and "--tensor-parallel-size 4" in flags
     assert "--host h --port 7" in flags and "lora" not in flags
     assert "--max-model-len 900" in flags_of(config, "teacher-own")
-    env = plan.trainer_env(config, {"teacher-big": ("::1", 5), "teacher-own": ("a", 6)})
-    assert json.loads(env[TEACHERS_VARIABLE]) == {"big": "http://[::1]:5", "own": "http://a:6"}
+    env = plan.trainer_env({"teacher-big": ("::1", 5), "teacher-own": ("a", 6)})
+    assert json.loads(env[SERVERS_VARIABLE]) == {"teacher-big": "[::1]:5", "teacher-own": "a:6"}
     config.teachers = [teacher(0, "big", 4, tensor_parallel_size=3)]
     with pytest.raises(TomlError, match=r"product must be teacher\.0\.gpus=4"):
         plan_servers(config)

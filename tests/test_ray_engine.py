@@ -31,7 +31,7 @@ needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the ray extra")
 def read_toml(tmp_path, text="", env='[env]\nid = "e"\n'):
     make_tiny_model().save_pretrained(tmp_path / "model")
     path = tmp_path / "config.toml"
-    path.write_text(f'model = "./model"\n{env}[cluster]\nengine = "ray"\n{text}')
+    path.write_text(f'model = "./model"\n{env}[cluster]\naddress = "auto"\n{text}')
     return path
 
 
@@ -48,7 +48,7 @@ def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         rl.main()
     said = capsys.readouterr().err
-    assert "[cluster] engine='ray' needs Ray, which is not installed" in said
+    assert "[cluster] a run on several machines needs Ray, which is not installed" in said
     assert "pip install 'verifiers-rl[ray]'" in said
 
 
@@ -160,7 +160,7 @@ def test_ranks_of_several_machines_meet_at_the_first(machines_of):
 
 def test_a_server_that_starts_elsewhere_joins_through_one_that_answers(machines_of, monkeypatch):
     text = f"inference_nodes = 3\n{GPUS}"
-    found, plans, _ = machines_of(text, teachers=[TeacherTable(0, "big", "m", 0)])
+    found, plans, _ = machines_of(text, teachers=[TeacherTable(("teacher", "0"), "big", "m", 0)])
     found.open()
     assert [plan.name for plan in plans][3:] == ["teacher-big"]
     for plan in reversed(plans):

@@ -1,5 +1,6 @@
 """The loop that starts servers and trainer, and starts a server again that died."""
 
+import json
 import os
 import signal
 import threading
@@ -10,7 +11,8 @@ import pytest
 from verifiers_rl.cli import children, supervise
 from verifiers_rl.cli.children import Child, ChildError, Supervised
 from verifiers_rl.cli.config import RunConfig
-from verifiers_rl.cli.plan import SERVERS_VARIABLE, ServerPlan
+from verifiers_rl.cli.plan import ServerPlan
+from verifiers_rl.cli.teachers import SERVERS_VARIABLE
 
 SERVER = ServerPlan("inference", "the server", ("inference",), "m", {}, 0)
 TEACHER = ServerPlan("teacher-big", "teacher 'big'", ("teacher", "0"), "m", {}, 0, is_needed=True)
@@ -95,7 +97,7 @@ def test_the_status_is_the_first_bad_one_of_the_ranks_and_servers_end_with_them(
     launcher = Launcher(trainers, inference=[Played("inference")])
     assert run(launcher) == max(statuses)
     assert launcher.started[0].signals == [signal.SIGTERM, signal.SIGKILL]
-    assert launcher.env[SERVERS_VARIABLE] == "10.0.0.1:7"
+    assert json.loads(launcher.env[SERVERS_VARIABLE]) == {"inference": "10.0.0.1:7"}
 
 
 @pytest.mark.parametrize("then", ["lives", "dies"])

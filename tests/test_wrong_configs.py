@@ -49,6 +49,13 @@ WRONG = {
     "an item that is not there": (ENVS + 'id = "f"\n', "--env.2.weight 3"),
     "a key of one of several environments": (ENVS + 'id = "f"\n', "--env.args.n 3"),
     "an empty table for one of several environments": (ENVS + 'id = "f"\n', "--env.args {}"),
+    "a taskset without an id": ('model = "m"\n[env.taskset]\nsize = 3\n', ""),
+    "a taskset that is no table": ('model = "m"\n[env]\ntaskset = "t"\n', ""),
+    "an empty list of environments": ('model = "m"\nenv = []\n', ""),
+    "an environment that is no table": ('model = "m"\nenv = 3\n', ""),
+    "an id that is no text": (ENVS + "id = 2\n", ""),
+    "flags that are no table": (HEAD + "[inference]\nargs = 3\n", ""),
+    "a table that is not closed": ("[env\n", ""),
     "a word": (OURS, "mine.toml"),
     "no TOML": (OURS + "max_steps 5\n", ""),
     "two layouts": (

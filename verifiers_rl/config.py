@@ -11,6 +11,7 @@ import os
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, Strict, ValidationError
@@ -53,9 +54,10 @@ from verifiers_rl.user_code import UserCodeError, load_user_code
 DEFAULT_MASK = 256  # top_k where a sampling mask needs one
 # Options that one environment may have for itself. Not the temperature: the trainer computes all
 # logprobs of a batch at one temperature.
+_CUTS = ("top_p", "top_k", "min_p")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING_OF_ONE_ENV = (
-    *("max_tokens", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", *_CUTS, *_PENALTIES),
     *("stop", "include_stop_str_in_output", "chat_template_kwargs"),
 )
 _T = TypeVar("_T")
@@ -228,13 +230,13 @@ _is_host = must(
 
 def address_of(server: str) -> tuple[str, int] | None:
     """Return host and port of "host:port" or "[IPv6]:port"; None if it is no such text."""
-    host, _, port = server.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
+    try:
+        parts = urlsplit(f"//{server}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
         return None
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    return (host, int(port)) if host and "/" not in host and is_port else None
+    is_all = parts.netloc == server and "@" not in server
+    return (host, port) if host and port and is_all else None
 
 
 def _are_addresses(servers: list[str]) -> bool:
@@ -963,17 +965,6 @@ class RLConfig(TrainingArguments):
         trainer's: softmax(logits / temperature), over the tokens of the sampling mask if there is
         one.
         """
-        neutral = {
-            "top_p": 1.0,
-            "top_k": None,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-        }
-        of_mask = ("top_p", "top_k", "min_p") if self.sampling_mask else ()
-        return [
-            name
-            for name, value in neutral.items()
-            if name not in of_mask and getattr(self, name) != value
-        ]
+        neutral = default_options(RLConfig)  # also in a class that extends it
+        names = _PENALTIES if self.sampling_mask else (*_CUTS, *_PENALTIES)
+        return [name for name in names if getattr(self, name) != neutral[name]]

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -48,6 +48,16 @@ def must(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _server_url(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("must be like http://host:8000")
+    return value.rstrip("/").removesuffix("/v1")
+
+
+Algorithm = Literal["rl", "opd", "opsd"]  # how an environment learns
+Url = Annotated[str, AfterValidator(_server_url)]  # of a server; without /v1 behind it
 
 
 def one_of(names: Iterable[str]) -> AfterValidator:

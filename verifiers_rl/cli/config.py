@@ -56,9 +56,9 @@ class = "my_trainer:MyTrainer"   # in place of RLTrainer: installed, or a module
 trainer_nodes = 2                # places for ranks, each with `[trainer] gpus`; by default 1
 inference_nodes = 2              # places for servers, each for all replicas; by default 1, and with
                                  # the four variables all machines that are left
-engine = "ray"                   # the run is on a Ray cluster that runs already; without it,
-                                 # MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK make one
-address = "auto"                 # of the Ray cluster; "auto": the one of this machine
+address = "auto"                 # of a Ray cluster that runs already, which the run is on; "auto":
+                                 # the one of this machine. Without it, MASTER_ADDR, MASTER_PORT,
+                                 # WORLD_SIZE and RANK make one
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ import importlib
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -101,6 +100,7 @@ from verifiers_rl.cli.layers import (
 from verifiers_rl.cli.teachers import TeacherTable, check_use, make_scorers, read_teachers
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
+    Algorithm,
     NotNegativeInt,
     PositiveInt,
     PositiveNumber,
@@ -139,9 +139,9 @@ class EnvTable:
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
     python: str = ""
-    algorithm: str | None = None
+    algorithm: Algorithm | None = None
     teacher: str | None = None
-    distill_coef: float | None = None
+    distill_coef: PositiveNumber | None = None
     hint: str | None = None
 
     def __post_init__(self) -> None:
@@ -195,12 +195,11 @@ class TrainerTable:
 
 @dataclass
 class ClusterTable:
-    """[cluster]: how many machines do what, and what places the processes. Without an engine,
-    vf-rl is started on each machine.
+    """[cluster]: how many machines do what, and the address of the Ray cluster that places the
+    processes. Without one, vf-rl is started on each machine.
     """
 
-    engine: Literal["ray"] | None = None
-    address: _Text = "auto"
+    address: Annotated[str | None, Field(min_length=1)] = None
     trainer_nodes: PositiveInt | None = None
     inference_nodes: PositiveInt | None = None
 
@@ -218,6 +217,7 @@ class RunConfig:
     """
 
     PROGRAM = "vf-rl"
+    MODULE = "verifiers_rl.cli.train"  # of a process that trains
     TABLES: ClassVar[tuple[str, ...]] = (*flat.COMMON, *flat.OURS)  # of the top level
     NEEDS_ENV = True
 
@@ -336,6 +336,7 @@ class RunConfig:
         self,
         at: Key,
         kind: type[_Kind],
+        /,
         advice: str = "",
         elsewhere: Iterable[str] = (),
         **others: Any,
@@ -476,18 +477,6 @@ class RunConfig:
             TomlError: it cannot train.
         """
 
-    def launch(self, options: argparse.Namespace) -> None:
-        """Become the launcher of several ranks.
-
-        Raises:
-            TomlError: somebody else starts them.
-        """
-        raise TomlError(
-            f"{self.source('trainer', 'gpus')}: trainer.gpus={self.trainer_gpus} needs a process "
-            f"for each: accelerate launch --num_processes {self.trainer_gpus} "
-            f"-m verifiers_rl.cli.train {shlex.join(self.words)}"
-        )
-
     def resolved_tables(self) -> dict[str, Any]:
         """Return tables of its own as `resolved.toml` has them."""
         return {}
@@ -536,8 +525,8 @@ class RunConfig:
         """
         own = self.path_of_env(number)
         about = re.match(r"\[env\.?([\w.]*)\] (?:has an unknown key )?'?(\w+)", message)
-        path = (*own, *filter(None, about[1].split(".")), about[2]) if about else own
-        known = path if find(self.tree, path) is not MISSING else own
+        key = (*own, *filter(None, about[1].split(".")), about[2]) if about else own
+        known = key if find(self.tree, key) is not MISSING else own
         item = "" if about and len(own) == 1 else f" {table_name(own)}:"
         return f"{self.source(*known)}:{item} {message}"
 
@@ -611,10 +600,10 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
     """
     for key in config.tree:
         if key not in config.TABLES:
-            known = [*config.TABLES, *flat.FLAT, *(option.lstrip("-") for option in options)]
+            known = {*config.TABLES, *flat.FLAT, *(one[2:] for one in options if one[2:])}
             hint = ELSEWHERE.get(key) or nearest_hint(key, known)
-            place = config.place(key)
-            raise TomlError(f"{place} the top level has an unknown key {key!r}; {hint}")
+            problem = f"the top level has an unknown key {key!r}; {hint}"
+            raise TomlError(f"{config.place(key)} {problem}")
     advice = "flags of the server belong into [inference.args]"
     inference = config.read_table(("inference",), InferenceTable, advice)
     advice = "options of the trainer belong into [trainer.args]"
@@ -625,10 +614,6 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
     config.inference_replicas = inference.replicas or 1
     config.has_replicas = inference.replicas is not None
     config.cluster = config.read_table(("cluster",), ClusterTable)
-    if "address" in config.table("cluster") and not config.cluster.engine:
-        raise config.error(
-            ("cluster", "address"), 'it is of a Ray cluster; add engine = "ray", or remove it'
-        )
     at = (*flat.ARGS, "vllm_servers")
     if config.trainer_args.get("vllm_servers"):
         idle = "[inference]" if "inference" in config.tree else ""
@@ -733,8 +718,13 @@ def server_flags(args: dict[str, Any]) -> list[str]:
 # --- The command line -----------------------------------------------------------------------------
 
 
-def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """What to do with a run that the output_dir holds already."""
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--dry-run`, and what to do with a run that the output_dir holds already."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only print the resolved configuration, and write it into the run's folder",
+    )
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--resume",
@@ -749,7 +739,7 @@ def add_folder_options(parser: argparse.ArgumentParser) -> None:
 
 
 def folder_words(options: argparse.Namespace) -> list[str]:
-    """The options of `add_folder_options` as words of a command."""
+    """The options about the output_dir as words of a command."""
     if options.overwrite:
         return ["--overwrite"]
     if options.resume is None:
@@ -796,18 +786,20 @@ def parse_command_line(
     Raises:
         TomlError: see `load_run_config`.
     """
+    if {"-h", "--help"} & {*argv}:
+        parser.parse_args(["--help"])
     files, rest = toml_arguments(argv)
-    own = re.findall(r"--[a-z][\w-]+", parser.format_help())
-    # A word with a space would be the checkpoint of `--resume` before it: `--env.args.p="a b"`.
-    is_key = [word.startswith("--") and word.partition("=")[0] not in own for word in rest]
-    rest = [
-        word.replace(" ", "\0") if key else word for word, key in zip(rest, is_key, strict=True)
-    ]
-    options, words = parser.parse_known_args(rest)
-    words = [word.replace("\0", " ") for word in words]
+    own = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", parser.format_help()))
+    words: dict[bool, list[str]] = {True: [], False: []}  # those of the program, and of the TOML
+    is_own = False
+    for word in rest:
+        if re.match(r"--?[A-Za-z]", word):
+            is_own = word.partition("=")[0] in own
+        words[is_own].append(word)
+    options, stray = parser.parse_known_args(words[True])
     if getattr(options, "dry_run", False):
         checks_model = False
-    config = load_run_config(files, overrides_of(words), checks_model, own, kind)
+    config = load_run_config(files, overrides_of([*stray, *words[False]]), checks_model, own, kind)
     if options.overwrite:
         config.trainer_args["overwrite_output_dir"] = True
     return options, config

@@ -98,17 +98,17 @@ def machine_of(config: RunConfig) -> Machine | None:
     machine, table = take_variables(os.environ), config.cluster
     if machine is None:
         for name in ("trainer_nodes", "inference_nodes"):
-            if not table.engine and getattr(table, name) is not None:
+            if not table.address and getattr(table, name) is not None:
                 raise TomlError(
                     f"{config.place('cluster', name)} {name}={getattr(table, name)} is about "
-                    f'several machines: set {", ".join(VARIABLES)} on each, or engine = "ray"'
+                    f"several machines: set {', '.join(VARIABLES)} on each, or address"
                 )
         return None
-    if table.engine:
+    if table.address:
         raise TomlError(
-            f"{config.place('cluster', 'engine')} engine={table.engine!r} is about a Ray cluster "
+            f"{config.place('cluster', 'address')} address={table.address!r} is of a Ray cluster "
             f"that runs already, and {', '.join(VARIABLES)}, which start one, are set too; unset "
-            "them, or remove engine"
+            "them, or remove address"
         )
     if not os.environ.get(TOKEN_VARIABLE):
         raise TomlError(
@@ -116,7 +116,7 @@ def machine_of(config: RunConfig) -> Machine | None:
             "token. Set it to the same value on each, such as what `openssl rand -hex 24` prints "
             "once"
         )
-    table.engine, table.address = "ray", f"{machine.host}:{machine.port}"
+    table.address = f"{machine.host}:{machine.port}"
     if table.inference_nodes is None and not config.trainer_args.get("vllm_servers"):
         table.inference_nodes = max(machine.size - (table.trainer_nodes or 1), 1)
     return machine

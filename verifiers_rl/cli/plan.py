@@ -21,12 +21,11 @@ from verifiers_rl.cli.config import (
 )
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
-from verifiers_rl.cli.teachers import TEACHERS_VARIABLE
+from verifiers_rl.cli.teachers import SERVERS_VARIABLE, started_servers
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
 Address = tuple[str, int]  # host and port
 LOCAL_HOST = "127.0.0.1"  # where teachers are: the trainer's rank 0, which asks them, is here
-SERVERS_VARIABLE = "VERIFIERS_RL_SERVERS"  # tells the trainer where servers are
 # A server has a worker for each of the product of these, on a GPU of its own.
 PARALLEL_SIZES = (
     "tensor_parallel_size",
@@ -263,32 +262,30 @@ def check_folder(args: Any, resume: bool | str | None) -> Path | None:
     return checkpoint
 
 
-def trainer_env(config: RunConfig, addresses: dict[str, Address]) -> dict[str, str]:
-    """Return variables of the trainer: where the servers are, except the one that it looks for.
+def trainer_env(addresses: dict[str, Address]) -> dict[str, str]:
+    """Return variables of the trainer.
 
     Args:
         addresses: of the servers, by the names of their plans.
     """
-    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torch's launcher, then it kills its ranks
-    env = {name: os.environ.get(name, str(round(SAVE_GRACE_S)))}
-    policy = [where for name, where in addresses.items() if name.startswith("inference")]
+    servers = {name: host_and_port(*where) for name, where in addresses.items()}
+    return {SERVERS_VARIABLE: json.dumps(servers), **launcher_env()}
+
+
+def launcher_env() -> dict[str, str]:
+    """Return the variable of torch's launcher with the seconds after which it kills its ranks."""
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # by default 30 s
+    return {name: os.environ.get(name, str(round(SAVE_GRACE_S)))}
+
+
+def options_of_servers(config: RunConfig) -> dict[str, Any]:
+    """Return the trainer's options for servers that `vf-rl` has started where it would not look."""
+    started = [at for name, at in started_servers().items() if name.startswith("inference")]
     known = config.option("vllm_server_host"), config.option("vllm_server_port")
-    if policy and policy != [known]:
-        env[SERVERS_VARIABLE] = " ".join(host_and_port(*where) for where in policy)
-    teachers = {
-        table.name: f"http://{host_and_port(*addresses[f'teacher-{table.name}'])}"
-        for table in config.teachers
-        if table.is_started
-    }
-    return env | {TEACHERS_VARIABLE: json.dumps(teachers)}
-
-
-def servers_of_vf_rl() -> list[str] | None:
-    """Return the addresses of the servers that `vf-rl` has started and that the trainer would not
-    look for.
-    """
-    given = os.environ.get(SERVERS_VARIABLE)
-    return given.split() if given else None
+    if started in ([], [host_and_port(*known)]):
+        return {}
+    # In place of these two, which keep their defaults.
+    return {"vllm_servers": started, "vllm_server_host": LOCAL_HOST, "vllm_server_port": 8000}
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -308,17 +305,9 @@ def trainer_command(
         number: of the machine.
         master: where the ranks of all machines meet. Port 0: a free one, on one machine.
     """
-    words = ["-m", "verifiers_rl.cli.train", *config.words, *folder_words(options)]
+    words = ["-m", config.MODULE, *config.words, *folder_words(options)]
     if num_machines == 1 and config.trainer_gpus < 2:
         return words
-    return [*launcher_command(max(config.trainer_gpus, 1), number, num_machines, master), *words]
-
-
-def launcher_command(
-    num_ranks: int, number: int = 0, num_machines: int = 1, master: Address = ("127.0.0.1", 0)
-) -> list[str]:
-    """Return the words of torch's launcher, in front of those of a rank; see `trainer_command`."""
-    host, port = master
-    words = ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    words += [f"--nnodes={num_machines}", f"--node-rank={number}"]
-    return [*words, f"--master-addr={host}", f"--master-port={port}"]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={max(config.trainer_gpus, 1)}"]
+    launcher += [f"--nnodes={num_machines}", f"--node-rank={number}"]
+    return [*launcher, f"--master-addr={master[0]}", f"--master-port={master[1]}", *words]

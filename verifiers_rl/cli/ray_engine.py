@@ -1,4 +1,4 @@
-"""`[cluster] engine = "ray"`: Ray chooses the machines of a run, and this process supervises it.
+"""`[cluster] address`: Ray chooses the machines of a run, and this process supervises it.
 
 Each process of the run is the child of an actor, which Ray places on a machine with enough GPUs.
 This process starts and ends them through their actors, as it does with children of its own in a run
@@ -313,7 +313,8 @@ def run_on_ray(
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise TomlError(
-            f"{config.place('cluster', 'engine')} engine='ray' needs Ray, which is not installed: "
+            f"{config.place('cluster', 'address')} a run on several machines needs Ray, which is "
+            "not installed: "
             "pip install 'verifiers-rl[ray]', the same version on all machines"
         ) from error
     if "vllm_server_host" in config.trainer_args:

@@ -3,8 +3,8 @@ or several, under keys of the command line (cli/config.py).
 
 The server gets the first GPUs and the trainer the next ones. In a terminal with tmux both run in a
 session of two panes, which continues when the terminal is closed; elsewhere they are child
-processes with prefixed output. In both cases one supervisor starts them, restarts the server when
-it dies, and ends both. The exit status is the trainer's.
+processes with prefixed output, and the exit status is the trainer's. In both cases one supervisor
+starts them, restarts the server when it dies, and ends both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
-from verifiers_rl.cli.config import RunConfig, TomlError, add_folder_options, parse_command_line
+from verifiers_rl.cli.config import RunConfig, TomlError, add_run_options, parse_command_line
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.local import ThisMachine
@@ -71,7 +71,7 @@ def run() -> int:
     parser.add_argument(
         "--no-tmux", action="store_true", help="child processes, even in a terminal"
     )
-    add_folder_options(parser)
+    add_run_options(parser)
     parser.add_argument(
         "--server-log",
         type=Path,
@@ -90,13 +90,6 @@ def run() -> int:
         metavar="DIR",
         help="only copy trainer.py and orchestrator.py there, as the start of a fork",
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only print the resolved configuration, and write it into the run's folder",
-    )
-    if {"-h", "--help"} & set(sys.argv):
-        parser.parse_args(["--help"])
     if any(word.startswith("--eject") for word in sys.argv):
         from verifiers_rl.cli.eject import eject
 
@@ -121,7 +114,7 @@ def run_anywhere(config: RunConfig, options: argparse.Namespace) -> int:
 
     if machine := machine_of(config):
         return run_on_machines(config, options, machine)
-    if config.cluster.engine:
+    if config.cluster.address:
         from verifiers_rl.cli.ray_engine import run_on_ray
 
         return run_on_ray(config, options)

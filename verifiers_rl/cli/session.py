@@ -1,24 +1,21 @@
-"""A run in a session of tmux: a pane with the servers' logs, and one with the trainer."""
+"""A run in a session of tmux: a pane with the servers' logs, and one with the trainer. Both stay
+when the run has ended, until somebody presses Enter there.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from verifiers_rl.cli import pane
 from verifiers_rl.cli.config import RunConfig, folder_words
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.plan import ServerPlan
-from verifiers_rl.report.run_folder import closing_lines
 
 
 def session_name(wanted: str) -> str:
@@ -26,65 +23,48 @@ def session_name(wanted: str) -> str:
     panes, "$", "@", "%", "=" and others have a meaning where a session is named.
     """
     name = re.sub(r"[^\w-]", "_", wanted, flags=re.ASCII)
-    if not name.strip("_") or name.startswith("-"):
-        fail(f"-s {wanted!r}: give the tmux session a name of letters and digits")
+    if not name.strip("_") or name.startswith("-") or name == "default":  # tmux's own server
+        fail(f"-s {wanted!r}: give the tmux session another name, of letters and digits")
     return name
 
 
 def run_in_tmux(
     config: RunConfig, options: argparse.Namespace, folder: Path, plans: Sequence[ServerPlan]
 ) -> int:
-    """Run the supervisor in one pane and show the servers' logs in another. Returns the trainer's
-    exit status.
+    """Start the run in a session and show it. Every command is an argument list: tmux runs it
+    without a shell. Returns the exit status of tmux.
 
-    Every command is an argument list: tmux runs it without a shell.
+    The session has a tmux server of its own. This server starts with our environment, which
+    therefore is in no command, where all users of this machine could read it.
 
     Args:
         folder: the output_dir, absolute.
         plans: of the servers.
     """
     session = session_name(options.session)
-    if is_running(session):
+    tmux = ["tmux", "-L", session]
+    if run(*tmux, "has-session") == 0:
         fail(
             f"tmux session {session!r} exists; choose another name with -s, or end it: "
-            f"tmux kill-session -t {session}"
+            f"tmux -L {session} kill-server"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    status_file = folder / f".exit-status-{secrets.token_hex(4)}"
     log = folder / "inference.log"
-    logs = [str(plan.log(log)) for plan in plans]
-    # In a file, not as words of a command: all users of this machine can read those.
-    environment = folder / f".environment-{secrets.token_hex(4)}"
-    variables = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE")}
-    with os.fdopen(os.open(environment, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(variables, file)
-    command = [sys.executable, pane.__file__, str(environment), str(status_file), session]
-    command += command_in_session(config, options, log)
+    stays = ["start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";"]
     width, height = map(str, shutil.get_terminal_size())
-    new = ["new-session", "-d", "-s", session, "-x", width, "-y", height, "--", *command]
-    if tmux(*new) != 0:
-        environment.unlink(missing_ok=True)
+    new = ["new-session", "-d", "-s", session, "-x", width, "-y", height, "--"]
+    if run(*tmux, *stays, *new, *command_in_session(config, options, log)) != 0:
         fail("tmux started no session; start with --no-tmux")
-    if logs:  # a terminal that is too small gets no second pane
-        target = ["-l", "30%", "-t", f"={session}:"]
-        tmux("split-window", "-d", "-b", *target, "--", "tail", "-F", *logs)
-    print(f"vf-rl: running in tmux session {session!r}: tmux attach -t {session}", flush=True)
-    if "TMUX" not in os.environ:
-        subprocess.run(["tmux", "attach-session", "-t", f"={session}"])
-    if not status_file.exists():
-        print(f"vf-rl: the run continues in tmux session {session!r}", flush=True)
-    while not status_file.exists() and is_running(session):
-        time.sleep(0.5)  # the run is a child of tmux, so we cannot wait for it
-    if not status_file.exists():
-        print("vf-rl: error: the session ended before the run did", file=sys.stderr)
-        return 1
-    status = int(status_file.read_text())
-    status_file.unlink()
-    shown = f"; its servers' logs: {', '.join(logs)}" if logs else ""
-    print(f"vf-rl: the run ended with status {status}{shown}", flush=True)
-    # The session that showed these lines is gone.
-    print("\n".join(closing_lines(folder) if status == 0 else [f"its files: {folder}"]), flush=True)
-    return status
+    if logs := [str(plan.log(log)) for plan in plans]:  # in a terminal that is not too small
+        run(*tmux, "split-window", "-d", "-b", "-l", "30%", "--", "tail", "-F", *logs)
+    run(*tmux, "bind-key", "-n", "Enter", "if-shell", "-F", "#{pane_dead}", "kill-server",
+        "send-keys Enter")  # fmt: skip
+    print(
+        f"vf-rl: running in tmux session {session!r}: tmux -L {session} attach. When the run has "
+        f"ended, Enter closes it; its files: {folder}",
+        flush=True,
+    )
+    return 0 if "TMUX" in os.environ else subprocess.call([*tmux, "attach-session"])
 
 
 def command_in_session(config: RunConfig, options: argparse.Namespace, log: Path) -> list[str]:
@@ -92,10 +72,6 @@ def command_in_session(config: RunConfig, options: argparse.Namespace, log: Path
     return [*me, "--no-tmux", "--server-log", str(log), *folder_words(options)]
 
 
-def is_running(session: str) -> bool:
-    return tmux("has-session", "-t", f"={session}") == 0
-
-
-def tmux(*words: str) -> int:
-    """Return the exit status of a command of tmux; what it prints is not shown."""
-    return subprocess.run(["tmux", *words], capture_output=True).returncode
+def run(*words: str) -> int:
+    """Return the exit status of a command; what it prints is not shown."""
+    return subprocess.run(words, capture_output=True).returncode

@@ -67,7 +67,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
                 f"vf-rl: starting {server.plan.what} on {where}, up to {timeout_s:g} s", flush=True
             )
         policy = [server for server in servers if not server.plan.is_needed]
-        env = trainer_env(config, addresses)
+        env = trainer_env(addresses)
         for trainer in launcher.start_trainers(env):
             trainers.append(trainer)
         while True:

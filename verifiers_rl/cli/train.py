@@ -13,7 +13,7 @@ import sys
 from verifiers_rl.cli.config import (
     RunConfig,
     TomlError,
-    add_folder_options,
+    add_run_options,
     check_trainer_args,
     make_importable,
     parse_command_line,
@@ -56,21 +56,14 @@ def is_first_rank() -> bool:
 
 
 def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
-    from verifiers_rl.cli.plan import servers_of_vf_rl
+    from verifiers_rl.cli.plan import launcher_env, options_of_servers, trainer_command
     from verifiers_rl.cli.resolved import dry_run, write_resolved
     from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
 
     parser = argparse.ArgumentParser(
         prog=name, usage=f"{name} {USAGE}", description=ABOUT, allow_abbrev=False
     )
-    add_folder_options(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only print the resolved configuration, and write it into the run's folder",
-    )
-    if {"-h", "--help"} & set(sys.argv):
-        parser.parse_args(["--help"])
+    add_run_options(parser)
     try:
         options, config = parse_command_line(parser, sys.argv[1:], kind=kind)
         check_trainer_args(config)  # which imports transformers, before the TOML's own modules
@@ -79,7 +72,9 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
         if options.dry_run:
             sys.exit(dry_run(config, options.resume))
         if config.trainer_gpus > 1 and "LOCAL_RANK" not in os.environ:
-            config.launch(options)
+            os.environ.update(launcher_env())
+            sys.stdout.flush()
+            os.execv(sys.executable, [sys.executable, *trainer_command(config, options)])
     except (TomlError, RunFolderError) as error:
         fail(error, name)
 
@@ -91,10 +86,9 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     trainer = None
     try:
         config.trainer_class()  # its errors first
-        args = config.make_args(**({"use_cpu": True} if config.trainer_gpus == 0 else {}))
+        device = {"use_cpu": True} if config.trainer_gpus == 0 else {}
+        args = config.make_args(**device, **options_of_servers(config))
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
-        if servers := servers_of_vf_rl():
-            args.vllm_servers = servers
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
             prepare_run_folder(

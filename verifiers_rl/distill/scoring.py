@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 
 from verifiers_rl.distill.teacher import Teacher, TeacherClient, check_vocabulary
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.inference.client import TOKEN_VARIABLE
+from verifiers_rl.option_rules import STRICT, Algorithm, PositiveNumber
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import Rollout, Sample
 
@@ -68,7 +68,7 @@ def teacher_advantages(
     return -distill_coef * gap, float(gap.sum()) / max(num_tokens, 1)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Distillation:
     """A `requests.GroupScorer`: lets a teacher score the training rollouts of one environment.
 
@@ -81,37 +81,30 @@ class Distillation:
         hint: for "opsd": text with fields of the example in braces, "The answer is {answer}."
 
     Raises:
-        InvalidEnvironmentError: a value cannot work, or would have no effect.
+        pydantic.ValidationError: a value cannot work, is missing, or would have no effect.
     """
 
     teacher: Teacher | None = None
-    algorithm: str = "opd"
-    distill_coef: float = 1.0
+    algorithm: Algorithm = "opd"
+    distill_coef: PositiveNumber = 1.0
     hint: str = ""
 
     def __post_init__(self) -> None:
         self.longest_wait_s = self.teacher.timeout_s if self.teacher is not None else 0.0
-        coef, hint, algorithm = self.distill_coef, self.hint, f"algorithm={self.algorithm!r}"
-        problem = ""
-        if self.algorithm not in ("rl", "opd", "opsd"):
-            problem = f"{algorithm} must be one of 'rl', 'opd', 'opsd'"
-        elif type(coef) not in (int, float) or not 0 < coef < math.inf:
-            problem = f"distill_coef={coef!r} must be a number > 0"
-        elif self.algorithm != "opsd" and self.teacher is None:
-            problem = f"{algorithm} needs a teacher; set teacher, or remove it"
-        elif self.algorithm != "opsd" and hint:
-            problem = f"hint={hint!r} is for algorithm='opsd'; remove it"
-        elif self.algorithm == "opsd" and (not isinstance(hint, str) or not hint):
-            problem = (
-                f"{algorithm} needs a hint for its teacher, such as 'The answer is {{answer}}.'"
-            )
-        elif hint:
+        hint, algorithm, problem = self.hint, f"algorithm={self.algorithm!r}", ""
+        if self.algorithm == "opsd":
             try:
                 list(string.Formatter().parse(hint))
             except ValueError as error:
                 problem = f"hint={hint!r}: {error}; write {{{{ and }}}} for braces"
+            if not hint:
+                problem = f"{algorithm} needs a hint for its teacher, such as 'It is {{answer}}.'"
+        elif self.teacher is None:
+            problem = f"{algorithm} needs a teacher; set teacher, or remove it"
+        elif hint:
+            problem = f"hint={hint!r} is for algorithm='opsd'; remove it"
         if problem:
-            raise InvalidEnvironmentError(problem)
+            raise ValueError(problem)
 
     def connect(self, options: Any, args: Any, example: Any) -> None:
         """Learn of the run, and compare the teacher with it; see `requests.GroupScorer`.

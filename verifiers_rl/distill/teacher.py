@@ -14,12 +14,13 @@ import json
 import logging
 import math
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from verifiers_rl.inference.client import (
     LOOPBACK,
@@ -28,6 +29,7 @@ from verifiers_rl.inference.client import (
     ServerLostError,
     generation_key,
 )
+from verifiers_rl.option_rules import STRICT, PositiveInt, PositiveNumber, Url
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class TeacherError(InferenceServerError):
     """The teacher cannot be used; the message names the teacher, its URL and what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Teacher:
     """A model that an environment's rollouts are compared with, at a server of its own.
 
@@ -54,34 +56,18 @@ class Teacher:
         max_concurrent: requests at a time, of one environment.
 
     Raises:
-        TeacherError: a value cannot work.
+        pydantic.ValidationError: a value cannot work.
     """
 
-    model: str
-    base_url: str
+    model: Annotated[str, Field(min_length=1)]
+    base_url: Url
     name: str = ""
     key_variable: str = ""
-    timeout_s: float = 300.0
-    max_concurrent: int = 64
+    timeout_s: PositiveNumber = 300.0
+    max_concurrent: PositiveInt = 64
 
-    def __post_init__(self) -> None:
-        url = str(self.base_url).rstrip("/").removesuffix("/v1")
-        is_number = isinstance(self.timeout_s, int | float)
-        for option, holds, rule in (
-            ("model", self.model and isinstance(self.model, str), "a folder or a name on the hub"),
-            ("base_url", url.startswith(("http://", "https://")), "like http://host:8000"),
-            ("timeout_s", is_number and 0 < self.timeout_s < math.inf, "a number > 0"),
-            (
-                "max_concurrent",
-                type(self.max_concurrent) is int and self.max_concurrent > 0,
-                "an integer >= 1",
-            ),
-        ):
-            if not holds:
-                given = f"{option}={getattr(self, option)!r}"
-                raise TeacherError(f"teacher {self.name or self.model!r}: {given} must be {rule}")
-        object.__setattr__(self, "base_url", url)
-        object.__setattr__(self, "name", self.name or self.model)
+    def __str__(self) -> str:
+        return f"teacher {self.name or self.model!r}"
 
     def key(self) -> str:
         """Return the API key, or "". Raises TeacherError if the variable is not set."""
@@ -90,8 +76,8 @@ class Teacher:
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         if self.key_variable and not key:
             raise TeacherError(
-                f"teacher {self.name!r}: the environment variable {self.key_variable} of its API "
-                "key is not set; set it, or correct key_variable"
+                f"{self}: the environment variable {self.key_variable} of its API key is not set; "
+                "set it, or correct key_variable"
             )
         return key
 
@@ -106,7 +92,7 @@ def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
         theirs = AutoTokenizer.from_pretrained(teacher.model)
     except (OSError, ValueError) as error:
         raise TeacherError(
-            f"teacher {teacher.name!r}: no tokenizer can be loaded from model={teacher.model!r}: "
+            f"{teacher}: no tokenizer can be loaded from model={teacher.model!r}: "
             f"{' '.join(str(error).split())}; give the folder or the hub's name of its model"
         ) from error
     one, other = (
@@ -116,7 +102,7 @@ def check_vocabulary(teacher: Teacher, tokenizer: Any) -> None:
     for number in sorted(one.keys() | other.keys()):
         if one.get(number) != other.get(number):
             raise TeacherError(
-                f"teacher {teacher.name!r}: its vocabulary is not the student's: token id {number} "
+                f"{teacher}: its vocabulary is not the student's: token id {number} "
                 f"is {other.get(number)!r} at the teacher and {one.get(number)!r} at the student; "
                 "take a teacher with the same tokenizer"
             )
@@ -135,7 +121,7 @@ class TeacherClient:
 
     def __init__(self, teacher: Teacher, min_model_len: int = 0, is_own: bool = False) -> None:
         self.teacher, self._min_model_len, self._is_own = teacher, min_model_len, is_own
-        self._what = f"teacher {teacher.name!r} at {teacher.base_url}"
+        self._what = f"{teacher} at {teacher.base_url}"
         self._session: aiohttp.ClientSession | None = None
         self._places: asyncio.Semaphore
         self._model = ""  # what its server calls it

@@ -104,8 +104,6 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--server-log", type=Path, help="the server's output goes to this file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
     parser.set_defaults(overwrite=False)
-    if {"-h", "--help"} & set(argv):
-        parser.parse_args(["--help"])
     try:
         options, config = parse_command_line(parser, argv)
         _check(options)

@@ -22,16 +22,14 @@ gpus = 1                         # 0: CPU; above 1 one process for each
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from verifiers_rl.cli.config import RunConfig, TomlError, folder_words
+from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.train import main as main_of
 from verifiers_rl.sft.conversations import is_file
 
@@ -59,6 +57,7 @@ class SFTRunConfig(RunConfig):
     """A checked configuration of `vf-sft`."""
 
     PROGRAM = "vf-sft"
+    MODULE = "verifiers_rl.sft.main"
     TABLES = ("model", "import_from", "data", "trainer")
     NEEDS_ENV = False
 
@@ -125,18 +124,6 @@ class SFTRunConfig(RunConfig):
         from verifiers_rl.cli.plan import assign_gpus
 
         os.environ["CUDA_VISIBLE_DEVICES"] = assign_gpus(self, [])["trainer"]
-
-    def launch(self, options: argparse.Namespace) -> None:
-        """Become torch's launcher of a rank for each GPU."""
-        from verifiers_rl.cli.ending import SAVE_GRACE_S
-        from verifiers_rl.cli.plan import launcher_command
-
-        command = [sys.executable, *launcher_command(self.trainer_gpus)]
-        command += ["-m", "verifiers_rl.sft.main"]
-        # A launcher of several ranks kills them after this time, by default 30 s.
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(round(SAVE_GRACE_S)))
-        sys.stdout.flush()
-        os.execv(command[0], [*command, *self.words, *folder_words(options)])
 
     def make_trainer(self, args: Any) -> Any:
         """Read the data and make the trainer."""
