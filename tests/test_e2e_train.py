@@ -603,8 +603,8 @@ def run_in_terminal(command, folder, environment):
     try:
         wait_for(lambda: num_steps(folder) > 1, 200, "training")
         assert len(tmux("list-panes", "-t", session).splitlines()) == 2
-        ended = ("display-message", "-p", "-t", f"{session}:.1", "#{pane_dead} #{pane_dead_status}")
-        wait_for(lambda: tmux(*ended).strip() == "1 0", 300, "the end")
+        ended = ("display-message", "-p", "-t", f"{session}:.1", "#{pane_dead}")
+        wait_for(lambda: tmux(*ended) == "1\n", 300, "the end")
         os.write(leader, b"\r")  # Enter closes the session
         wait_for(lambda: process.poll() is not None, 20, "the end of the session")
         assert process.returncode == 0
