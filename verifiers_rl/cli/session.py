@@ -57,7 +57,7 @@ def run_in_tmux(
         fail("tmux started no session; start with --no-tmux")
     if logs := [str(plan.log(log)) for plan in plans]:  # in a terminal that is not too small
         run(*tmux, "split-window", "-d", "-b", "-l", "30%", "--", "tail", "-F", *logs)
-    run(*tmux, "bind-key", "-n", "Enter", "if-shell", "-F", "#{pane_dead}", "kill-server",
+    run(*tmux, "bind-key", "-n", "Enter", "if-shell", "-F", "#{pane_dead}", "kill-session",
         "send-keys Enter")  # fmt: skip
     print(
         f"vf-rl: running in tmux session {session!r}: tmux -L {session} attach. When the run has "
