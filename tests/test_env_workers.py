@@ -249,11 +249,14 @@ def test_a_worker_that_does_not_load_in_time_is_an_error(tmp_path, monkeypatch):
 
 
 def reward_of_module(completion, answer):
-    return float(completion == answer)
+    return float((completion,) == answer)
 
 
 def test_examples_and_a_reward_function_go_to_a_worker(tokenizer, tmp_path):
-    rows = [{"prompt": f"say {word}", "answer": word, "unused": object()} for word in ("yes", "no")]
+    # A task may hold anything that can be pickled; columns that the reward leaves out stay here.
+    rows = [
+        {"prompt": f"say {word}", "answer": (word,), "unused": object()} for word in ("yes", "no")
+    ]
     env = env_from(rows, reward_of_module)
 
     async def use(run, runner):
@@ -271,13 +274,6 @@ def test_examples_and_a_reward_function_go_to_a_worker(tokenizer, tmp_path):
             lambda: env_from(["say yes"], lambda completion: 1.0),
             "cannot be sent to another process",
         ),
-        (
-            lambda: env_from(
-                [{"prompt": "a", "answer": np.ones(2)}], lambda completion, answer: 1.0
-            ),
-            "its tasks cannot be sent as JSON",
-        ),
-        (lambda: env_from([{"prompt": "a", "answer": (1,)}], reward_of_module), "holds more than"),
     ],
 )
 def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(

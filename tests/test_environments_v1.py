@@ -20,8 +20,9 @@ from aiohttp import web
 from tests.helpers import load_example, make_env, make_request, only_runner, serving, values_of
 from verifiers_rl import RLConfig, WeightedEnv
 from verifiers_rl.data import GroupFilter
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, text_of
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
+from verifiers_rl.envs.records import text_of
 from verifiers_rl.envs.v1 import V1Environment
 from verifiers_rl.envs.v1_client import AssistantMessage, biased_options
 from verifiers_rl.envs.v1_loading import load_v1_environment
@@ -277,6 +278,14 @@ def test_an_error_of_the_environment_costs_its_episode(tokenizer, tmp_path):
     (rollout,), _ = play(load(), tokenizer, tmp_path, lambda _: "yes", index=3)
     assert "no answer key" in str(rollout.error) and not rollout.samples
     assert "small_tasks.py" in rollout.error.__notes__[0]
+
+
+def test_errors_of_the_server_reach_the_rollout(tokenizer, tmp_path):
+    def say(prompt):
+        raise web.HTTPBadRequest(text="no such model")
+
+    (rollout,), _ = play(load(), tokenizer, tmp_path, say)
+    assert str(rollout.error) == "ProviderError: no such model" and not rollout.samples
 
 
 def test_an_agent_that_runs_out_of_its_time_is_an_error(tokenizer, tmp_path, monkeypatch):

@@ -1,10 +1,8 @@
 """Tools of verifiers.v1 that are called in this process, in place of MCP server processes."""
 
-import asyncio
 import json
 import os
 import sys
-from importlib.metadata import version
 
 import pytest
 import verifiers.v1 as vf
@@ -14,12 +12,11 @@ from tests.helpers import only_runner
 from tests.test_environments_v1 import check_tokens, load, play
 from verifiers_rl import RLConfig
 from verifiers_rl.envs.base import InvalidEnvironmentError
-from verifiers_rl.envs.local_tools import LiveTools, LocalUrl, open_tools, runs_here
+from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, runs_here
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.v1_loading import tool_servers
 
 tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
-needs_mcp_2 = pytest.mark.skipif(int(version("mcp").split(".")[0]) < 2, reason="mcp.Client is new")
 ROOM = {"max_tokens": 200, "max_seq_len": 2000}
 
 
@@ -103,39 +100,6 @@ def test_two_tools_of_one_name_are_an_error(tokenizer, tmp_path):
     assert "declared both" in str(rollout.error)  # verifiers' own check: two without a prefix
 
 
-@needs_mcp_2
-def test_schemas_and_answers_are_those_of_an_mcp_server(on_the_path):
-    import mcp
-    from many_tools import ManyState, Own, OwnConfig
-    from mcp.server.mcpserver import MCPServer
-
-    asked = [("fail", {"what": "a", "times": 3}), ("fail", {}), ("fail", {"what": 1, "times": "2"})]
-    asked += [("shape", {"kind": kind}) for kind in ("object", "number", "nothing", "list", "?")]
-    asked += [("shape", {"kind": "list", "factor": 2}), ("count", {}), ("asked", {})]
-
-    class Trace:
-        state = ManyState()
-
-    async def compare():
-        server, toolset = MCPServer("a"), Own(OwnConfig())
-        toolset.question = "why"
-        toolset.register(server)
-        async with mcp.Client(server) as client, open_tools(Own(OwnConfig())) as live:
-            live.toolset.question = "why"
-            listed = {tool.name: tool for tool in (await client.list_tools()).tools}
-            assert {*listed} == {*live.tools} and len(listed) == 8
-            for name, tool in listed.items():
-                ours = live.tools[name]
-                assert ours.parameters == tool.model_dump(by_alias=True)["inputSchema"]
-                assert ours.description == tool.description
-            for name, arguments in asked:
-                theirs = (await client.call_tool(name, arguments)).content
-                ours = await live.call(Trace, name, arguments)
-                assert [b.text for b in ours] == [b.text for b in theirs], name
-
-    asyncio.run(compare())
-
-
 def test_only_tools_that_need_no_server_run_here(on_the_path):
     from many_tools import Own, OwnConfig, Pad
 
@@ -150,7 +114,6 @@ def test_only_tools_that_need_no_server_run_here(on_the_path):
     assert not runs_here(Registers(OwnConfig()))
 
 
-@needs_mcp_2
 def test_a_tool_that_takes_mcps_context_needs_a_server(on_the_path):
     from mcp.server.mcpserver import Context
 
@@ -170,7 +133,7 @@ def test_the_object_of_a_task_is_not_that_of_a_rollout(on_the_path):
 
     given = Own(OwnConfig())
     given.num_calls = 7
-    first, second = LiveTools(given), LiveTools(given)
+    first, second = LocalServer(given), LocalServer(given)
     first.toolset.config.fails = "changed"
     assert (first.toolset.num_calls, second.toolset.config.fails) == (0, "")
     assert isinstance(LocalUrl(given), str) and LocalUrl(given).shared is None
@@ -190,7 +153,7 @@ def test_tools_in_process_decides_whether_there_is_a_process(tokenizer, tmp_path
             )
         )
         assert len(tool_servers(runner.env, tools_in_process)) == (not tools_in_process)
-        assert runner.files_per_rollout == (1 if tools_in_process else 5)
+        assert runner.files_per_rollout == (3 if tools_in_process else 7)
         say = calls(("double", {"x": 4}))
         (rollout,), requests = play(env, tokenizer, tmp_path, say, **options)
         assert rollout.error is None and tool_results(rollout) == ["8"], rollout.error

@@ -24,7 +24,7 @@ class Recipe:
     makers: int
     load_s: float
 
-    def make(self):
+    def __call__(self):
         if self.makers not in (0, os.getpid()):
             raise ValueError("a file of the worker is missing")
         time.sleep(self.load_s)
@@ -52,8 +52,8 @@ class TroubledEnv:
     def sizes(self, split):
         return [len(QUESTIONS)]
 
-    async def example(self, split, index):
-        return {"question": QUESTIONS[index]}
+    async def task(self, split, index):
+        return QUESTIONS[index]
 
 
 class Runner:
@@ -66,12 +66,12 @@ class Runner:
 
     async def close(self): ...
 
-    async def run_example(self, example, request):
+    async def run_task(self, question, request):
         async def one(number):
-            rollout = Rollout(0, example["question"], env="env", metrics={"pid": os.getpid()})
+            rollout = Rollout(0, question, env="env", metrics={"pid": os.getpid()})
             async with request.begin(number):
                 try:
-                    await self.answer(example["question"])
+                    await self.answer(question)
                     rollout.reward = 3.0
                     sample = Sample(
                         [1, 2], [False, True], [0.0, -0.5], [-1, request.policy_version]

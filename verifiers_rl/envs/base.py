@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +36,40 @@ class NotPortableError(Exception):
 
 class InvalidEnvironmentError(ValueError):
     """The environment cannot be used for training; the message says why and what to change."""
+
+
+def pickle_for_worker(thing: Any) -> bytes:
+    """Pickle something for a rollout worker of this Python.
+
+    Raises:
+        NotPortableError: that is not possible, or it needs the script that runs, and the script
+            cannot be imported in another process.
+    """
+    try:
+        data = pickle.dumps(thing)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise NotPortableError(f"its parts cannot be sent to another process: {error}") from error
+    if b"__main__" in data:
+        check_importable(sys.modules["__main__"])
+    return data
+
+
+def check_importable(script: Any) -> None:
+    """Raise NotPortableError if the module of the script that runs cannot be imported in another
+    process.
+    """
+    if getattr(script, "__spec__", None) is not None:
+        return  # python -m package.module
+    path = Path(getattr(script, "__file__", None) or "")
+    if not path.is_file():
+        raise NotPortableError(
+            "parts of it are defined in an interactive session, which a worker cannot import"
+        )
+    if not re.search(r"^if __name__ == ['\"]__main__['\"]:", path.read_text(), re.MULTILINE):
+        raise NotPortableError(
+            f"parts of it are defined in {path.name}, which a worker would import, and which "
+            'lacks `if __name__ == "__main__":` around what starts the training'
+        )
 
 
 def module_name(env_id: str) -> str:
@@ -78,21 +115,6 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
 def field_of(message: Any, name: str) -> Any:
     """Return a field of a message, or of a part of one: a dict, or an object."""
     return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
-
-
-def text_of(messages: Any) -> str:
-    """Return messages as text for people."""
-    if messages is None or isinstance(messages, str):
-        return messages or ""
-    lines = []
-    for message in messages:
-        content = field_of(message, "content")
-        text = content if isinstance(content, str) else "" if content is None else str(content)
-        for call in field_of(message, "tool_calls") or []:
-            call = field_of(call, "function") or call  # as it is in a request
-            text += f" [{field_of(call, 'name')}({field_of(call, 'arguments')})]"
-        lines.append(text if len(messages) == 1 else f"{field_of(message, 'role')}: {text}")
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -142,16 +164,16 @@ class PortableEnvironment(EnvRunner, Protocol):
     description: str
 
     def recipe(self) -> Any:
-        """Return how to make it: an object that can be pickled and whose method `make` does it, or
-        a dict of JSON, for `tables.make_environment`.
+        """Return how to make in a worker what runs its tasks: a function without arguments that can
+        be pickled, or a dict of JSON, for `tables.make_environment`.
 
         Raises:
             NotPortableError: that is not possible.
         """
         ...
 
-    async def example(self, split: Split, index: int) -> dict[str, Any] | None:
-        """Return an example in a form for JSON, for `run_example` of what `make` returns; None: the
+    async def task(self, split: Split, index: int) -> Any:
+        """Return an example, which is pickled for `run_task` of what the recipe makes; None: the
         workers have the examples, and `run_group` is called.
         """
         ...

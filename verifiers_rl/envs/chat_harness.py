@@ -19,23 +19,12 @@ from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import HarnessSession
 
-from verifiers_rl.envs.endpoint import Post, post_in_memory, post_over_http
-from verifiers_rl.envs.local_tools import LiveTools, LocalUrl, open_tools
+from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, open_tools
 
+# Takes a path and the JSON body of a request; returns the reply's status and body.
+Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
-
-
-def interception_of(client: Any, secret: str) -> Any:
-    """Return the `aiohttp.web.AppRunner` of the interception server at which a rollout with this
-    secret is registered; None if that is not one of our environment's.
-    """
-    runner = getattr(client, "_runner", None)  # of a `v1_client.TokenClientConfig`
-    serving = getattr(runner and runner.env, "_interception", None)
-    for server in getattr(serving, "servers", [serving]):
-        if secret in getattr(server, "sessions", ()):
-            return server.runner
-    return None
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -80,14 +69,12 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        runner = interception_of(ctx.client, secret)
         try:
             async with AsyncExitStack() as stack:
-                if runner is not None:
-                    post = post_in_memory(runner, secret)
-                else:
+                http: Any = getattr(ctx.client, "endpoint_http", None)  # of a `TokenClientConfig`
+                if http is None:
                     http = await stack.enter_async_context(aiohttp.ClientSession())
-                    post = post_over_http(http, endpoint.removesuffix("/v1"), secret)
+                post = partial(_post, http, endpoint.removesuffix("/v1"), secret)
                 tools = _Tools(self.config.tool_timeout, trace)
                 await tools.connect_all(stack, mcp_urls)
                 is_gated = tool_interception_url is not None
@@ -147,6 +134,24 @@ class _ChatSession(HarnessSession):
         await self.tools.aclose()
 
 
+async def _post(
+    http: aiohttp.ClientSession, root: str, secret: str, path: str, body: dict[str, Any]
+) -> tuple[int, bytes]:
+    """Post to verifiers' interception endpoint; return the reply's status and body.
+
+    Args:
+        root: the endpoint's address without /v1.
+        secret: the rollout's.
+    """
+    headers = {"Authorization": f"Bearer {secret}"}
+    timeout = aiohttp.ClientTimeout(total=None)  # the rollout has a deadline
+    try:
+        async with http.post(root + path, json=body, headers=headers, timeout=timeout) as reply:
+            return reply.status, await reply.read()
+    except aiohttp.ServerDisconnectedError:
+        return 409, b"the rollout has ended"  # verifiers cancels its requests then
+
+
 def _failed(status: int, reply: bytes) -> ProgramResult:
     return ProgramResult(1, "", f"{status}: {reply.decode(errors='replace')}")
 
@@ -168,34 +173,35 @@ def _gate_request(call: dict[str, Any]) -> dict[str, Any]:
 
 class _Tools:
     """The tools of a rollout, with names `<server>_<tool>`. Tools of a server without a name keep
-    their names. A server is one of MCP, or `LiveTools` in this process.
+    their names. A server is one of MCP, or a `LocalServer`.
     """
 
     def __init__(self, timeout_s: float, trace: Any) -> None:
         self.schemas: list[dict[str, Any]] = []
         self._timeout_s = timeout_s
         self._trace = trace
-        # Each takes the arguments and returns the content of the result.
-        self._calls: dict[str, Callable[[dict[str, Any]], Awaitable[list[Any]]]] = {}
+        # Each takes the arguments and returns mcp's result.
+        self._calls: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {}
 
     async def connect_all(self, stack: AsyncExitStack, servers: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(CONNECT_S):
                 for server, where in servers.items():
-                    if not isinstance(where, LiveTools):
-                        await self._connect(stack, server, where)
-                        continue
-                    for name, tool in where.tools.items():
-                        call = partial(where.call, self._trace, name)
-                        self._add(server, name, tool.description, tool.parameters, call)
+                    if isinstance(where, LocalServer):
+                        tools, call = await where.list_tools(), partial(where.call, self._trace)
+                    else:
+                        client = await self._connect(stack, where)
+                        tools, call = (await client.list_tools()).tools, client.call_tool
+                    for tool in tools:
+                        self._add(server, tool, partial(call, tool.name))
         except TimeoutError as error:
             raise HarnessError(
                 f"the tool servers {list(servers)} did not answer within {CONNECT_S:g} s"
             ) from error
 
-    async def _connect(self, stack: AsyncExitStack, server: str, url: str) -> None:
+    async def _connect(self, stack: AsyncExitStack, url: str) -> Any:
         import httpx2
-        from mcp import ClientSession
+        from mcp import Client
         from mcp.client.streamable_http import streamable_http_client
 
         # As mcp makes it, but without reading the TLS certificates where none are needed, which
@@ -204,26 +210,17 @@ class _Tools:
         is_tls = url.startswith("https:")
         made = httpx2.AsyncClient(verify=is_tls, timeout=timeout, follow_redirects=True)
         http = await stack.enter_async_context(made)
-        streams = await stack.enter_async_context(streamable_http_client(url, http_client=http))
-        session = await stack.enter_async_context(ClientSession(*streams[:2]))
-        await session.initialize()
+        transport = streamable_http_client(url, http_client=http)
+        return await stack.enter_async_context(Client(transport, mode="legacy"))
 
-        async def call(name: str, arguments: dict[str, Any]) -> list[Any]:
-            return (await session.call_tool(name, arguments)).content
-
-        for tool in (await session.list_tools()).tools:
-            # This is the name in MCP. The attribute's name depends on the version of `mcp`.
-            parameters = tool.model_dump(by_alias=True)["inputSchema"]
-            self._add(server, tool.name, tool.description, parameters, partial(call, tool.name))
-
-    def _add(
-        self, server: str, tool: str, description: str | None, parameters: Any, call: Any
-    ) -> None:
-        name = f"{server}_{tool}" if server else tool
+    def _add(self, server: str, tool: Any, call: Any) -> None:
+        name = f"{server}_{tool.name}" if server else tool.name
         if name in self._calls:
             raise ValueError(f"two tools are named {name!r}")
         self._calls[name] = call
-        function = {"name": name, "description": description or "", "parameters": parameters}
+        # This is the name in MCP. The attribute's name depends on the version of `mcp`.
+        parameters = tool.model_dump(by_alias=True)["inputSchema"]
+        function = {"name": name, "description": tool.description or "", "parameters": parameters}
         self.schemas.append({"type": "function", "function": function})
 
     async def call(self, function: dict[str, Any]) -> str:
@@ -235,7 +232,7 @@ class _Tools:
             return f"error: the arguments must be a JSON object, not {arguments!r}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                content = await self._calls[name](arguments)
+                content = (await self._calls[name](arguments)).content
         except TimeoutError as error:
             raise HarnessError(
                 f"the tool {name!r} did not answer within {self._timeout_s:g} s (tool_timeout)"

@@ -37,10 +37,9 @@ from verifiers_rl.envs.base import (
     RunnerOptions,
     check_logprobs,
     how_to_install,
-    text_of,
     versions_of_tokens,
 )
-from verifiers_rl.envs.records import record_of_state
+from verifiers_rl.envs.records import record_of_state, text_of
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.inference import (
     RolloutSession,
@@ -202,7 +201,10 @@ class ClassicEnvironment:
         """
         row = {"example_id": request.index, **self._examples[request.split][request.index]}
         states: dict[int, Any] = {}  # verifiers' own, of the rollouts that have one
-        runs = [self._run(row, request, states, n) for n in range(request.num_rollouts)]
+        runs = [
+            request.play(n, partial(self._play, row, request, states, n))
+            for n in range(request.num_rollouts)
+        ]
         group = [rollout for (rollout,) in await asyncio.gather(*runs)]
         scored = [state for n, state in states.items() if group[n].error is None]
         late = f"scoring a group took longer than generation_timeout ({request.timeout_s:g} s)"
@@ -223,11 +225,6 @@ class ClassicEnvironment:
                 group[number].error = error
         return group
 
-    async def _run(self, *given: Any) -> list[Rollout]:
-        _, request, _, number = given
-        async with self._slots:
-            return await request.play(number, partial(self._play, *given))
-
     async def _play(
         self,
         row: dict[str, Any],
@@ -242,7 +239,7 @@ class ClassicEnvironment:
         start = time.monotonic()
         states.pop(number, None)  # of the time before, at a server that was lost
         try:
-            async with session.limited(request.timeout_s) as deadline:
+            async with self._slots, session.limited(request.timeout_s) as deadline:
                 # verifiers' clients pass all of extra_body on, and drop some of the others.
                 options = {"extra_body": sampling}
                 state = await self.env.rollout(row, client, request.model, options)

@@ -52,9 +52,9 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
         what: str,
     ) -> None:
         super().__init__(vf.TasksetConfig())
-        self.reward_fn = reward_fn
-        self.parameters = _parameters_from(reward_fn, rows, what)
-        self.tasks = []
+        self.reward_fn = reward_fn  # a worker that gets the taskset imports the function's script
+        parameters = _parameters_from(reward_fn, rows, what)
+        self.tasks: list[ExampleTask] = []
         for number, row in enumerate(rows):
             try:
                 data = vf.TaskData(idx=number, prompt=row["prompt"], system_prompt=system_prompt)
@@ -71,22 +71,13 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
                     f"{what}, row {number}: the prompt has a system message of its own; leave "
                     "system_prompt out"
                 )
-            needed = {name: row[name] for name in self.parameters if name in row}
-            self.tasks.append(self._task(data, needed))
-
-    def _task(self, data: vf.TaskData, row: Mapping[str, Any]) -> ExampleTask:
-        task = ExampleTask(data, self.config.task)
-        task.row, task.reward_fn, task.parameters = row, self.reward_fn, self.parameters
-        return task
+            needed = {name: row[name] for name in parameters if name in row}
+            task = ExampleTask(data, self.config.task)
+            task.row, task.reward_fn, task.parameters = needed, reward_fn, parameters
+            self.tasks.append(task)
 
     def load(self) -> Iterable[ExampleTask]:
         return self.tasks
-
-    def pack_task(self, task: ExampleTask) -> dict[str, Any]:
-        return {"data": task.data.model_dump(mode="json"), "row": task.row}
-
-    def unpack_task(self, packed: dict[str, Any]) -> ExampleTask:
-        return self._task(vf.TaskData.model_validate(packed["data"]), packed["row"])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tasks": []}  # a worker gets them one by one

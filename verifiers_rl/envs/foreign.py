@@ -12,21 +12,18 @@ The other Python needs neither this package, which comes from the trainer's, nor
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from verifiers_rl.envs.base import CLASSIC_PACKAGES, InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.workers import Worker, clean_environment
-from verifiers_rl.types import Split
+from verifiers_rl.envs.workers import clean_environment, start_process, unloadable, wait_for_end
+from verifiers_rl.types import LOAD_S, Split
 
 # What our code in a worker imports; verifiers brings all of it.
 PACKAGES = ("verifiers", "numpy", "aiohttp", "httpx", "openai", "jinja2", "transformers")
@@ -99,12 +96,7 @@ class ForeignEnvironment:
             "name": options.name,
             "table": table,
             "folders": [str(folder) for folder in folders],
-            "options": {
-                field.name: getattr(options, field.name)
-                for field in fields(options)
-                if field.name != "tokenizer"
-            },
-            "tokenizer": tokenizer,
+            "options": vars(options) | {"tokenizer": tokenizer},
         }
         facts = self._ask(python)
         self._sizes: dict[Split, list[int]] = facts["sizes"]
@@ -117,21 +109,27 @@ class ForeignEnvironment:
         Raises:
             InvalidEnvironmentError: it cannot, or not within the deadline.
         """
-
-        async def describe() -> dict[str, Any]:
-            worker = Worker([self._recipe], self.options.timeout_s, python, only_describes=True)
-            try:
-                return (await worker.load())["facts"]
-            finally:
-                await worker.close()
-
+        deadline_s = max(self.options.timeout_s, LOAD_S)
         try:
-            with ThreadPoolExecutor(1) as thread:  # this one may have an event loop
-                return thread.submit(asyncio.run, describe()).result()
+            process, connection = start_process(python, [self._recipe], only_describes=True)
         except TypeError as error:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: its table has no form in JSON: {error}"
             ) from error
+        with connection, connection.makefile("rb") as stream:
+            connection.settimeout(deadline_s)
+            try:
+                said = json.loads(stream.read()[12:])  # after the frame's two lengths
+                problem = said["problem"]
+            except TimeoutError:
+                process.kill()
+                problem = f"not loaded within {deadline_s:g} s; raise generation_timeout"
+            except ValueError:
+                problem = "the worker process has ended; see its output above"
+        wait_for_end(process)
+        if problem is not None:
+            raise unloadable(self.name, python, problem)
+        return said["facts"]
 
     def sizes(self, split: Split) -> list[int]:
         return self._sizes[split]
@@ -139,5 +137,5 @@ class ForeignEnvironment:
     def recipe(self) -> dict[str, Any]:
         return self._recipe
 
-    async def example(self, split: Split, index: int) -> None:
+    async def task(self, split: Split, index: int) -> None:
         """The workers have the examples."""

@@ -3,8 +3,8 @@
 verifiers starts a server process for each toolset of a taskset, and one in each rollout for each
 toolset of a task. It starts none for a toolset whose config has a `url`: that one is served
 already, and the harness gets the url. So the toolsets of tasks that are played in our chat get a
-`LocalUrl`, and the chat finds the tools in it. All else about tools stays verifiers' and mcp's own:
-names, schemas, validation of arguments, conversion of results, and state.
+`LocalUrl`, and the chat finds the tools in it. A toolset registers its tools at an MCP server
+without a socket, so all about tools but state stays verifiers' and mcp's own.
 
     toolset of a task      an object for each rollout: setup(), setup_task(task), calls, close
     toolset of a taskset   one object for all rollouts: setup() before the first, close at the end
@@ -19,47 +19,47 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import verifiers.v1 as vf
-from pydantic import TypeAdapter
 from verifiers.v1.errors import HarnessError, ToolsetError
 
 _calling_trace: ContextVar[Any] = ContextVar("calling_trace")  # of the rollout that calls a tool
 
 
-class LiveTools:
+class LocalServer:
     """The tools of one toolset object, ready to be called. It is made as verifiers' server process
     makes it: by its class, from its config alone.
-
-    Attributes:
-        tools: by name. A tool has `name`, `description`, `parameters` (a JSON schema) and `run`.
     """
 
     def __init__(self, given: Any) -> None:
+        from mcp.server.mcpserver import MCPServer
+
         self.toolset: Any = type(given)(given.config.model_copy(deep=True))
         # verifiers' server process gets and puts the state of a rollout over HTTP.
         self.toolset._pull_state = self._copy_state_from_trace
         self.toolset._push_state = self._copy_state_to_trace
-        templates = _tools_of(self.toolset) or {}
-        self.tools = {
-            name: templates[name].model_copy(update={"fn": function})
-            for name, function, _ in _registered(self.toolset)
-        }
+        self._mcp = MCPServer(type(given).__name__)
+        self.toolset.register(self._mcp)
+        self.list_tools = self._mcp.list_tools
 
-    async def call(self, trace: Any, name: str, arguments: dict[str, Any]) -> list[Any]:
-        """Return the content of the tool's result, or of its error; the model reads both.
+    async def call(self, trace: Any, name: str, arguments: dict[str, Any]) -> Any:
+        """Return mcp's result of the tool, or of its error; the model reads both.
 
         Args:
             trace: of the rollout, which has the state.
         """
+        from mcp.server.mcpserver.exceptions import ToolError
+        from mcp_types import CallToolResult, TextContent
+
         token = _calling_trace.set(trace)
         try:
-            return await _content_of(self.tools[name], arguments)
+            return await self._mcp.call_tool(name, arguments)
+        except ToolError as error:
+            return CallToolResult(content=[TextContent(type="text", text=str(error))])
         except SystemExit as error:  # it would end the trainer
             raise HarnessError(f"the tool {name!r} called sys.exit({error.code})") from error
         finally:
@@ -67,91 +67,17 @@ class LiveTools:
 
     async def _copy_state_from_trace(self) -> Any:
         state = _calling_trace.get().state
-        return self.toolset._state_adapter.validate_json(_adapter(state).dump_json(state))
+        return self.toolset._state_adapter.validate_json(state.model_dump_json())
 
     async def _copy_state_to_trace(self, before: bytes) -> None:
         after = self.toolset._state_adapter.dump_json(self.toolset.state)
         if after != before:
             trace = _calling_trace.get()
-            trace.state = _adapter(trace.state).validate_json(after)
-
-
-async def _content_of(tool: Any, arguments: dict[str, Any]) -> list[Any]:
-    """Call one of mcp's tools as mcp's server does. Return the content of its result, or of its
-    error.
-    """
-    from mcp.server.mcpserver import Context
-    from mcp.server.mcpserver.exceptions import ToolError
-    from mcp_types import TextContent
-
-    try:
-        result = await tool.run(arguments, convert_result=True, context=Context())
-    except ToolError as error:
-        return [TextContent(type="text", text=str(error))]
-    return list(getattr(result, "content", result))
-
-
-_adapter_of_class = functools.lru_cache(64)(TypeAdapter)
-
-
-def _adapter(state: Any) -> TypeAdapter[Any]:
-    state_class: Any = type(state)
-    return _adapter_of_class(state_class)
-
-
-class _Registry:
-    """Takes what `Toolset.register` gives to an MCP server."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, tuple[Any, str | None]] = {}
-
-    def add_tool(self, fn: Any, name: str, description: str | None) -> None:
-        self.given.setdefault(name, (fn, description))  # mcp keeps the first too
-
-
-def _registered(toolset: Any) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield name, function and description of each tool. The function wraps the toolset's method so
-    that it has the state of the calling rollout.
-    """
-    registry = _Registry()
-    toolset.register(registry)
-    for name, (function, description) in registry.given.items():
-        yield name, function, description
-
-
-_templates: WeakKeyDictionary[type, dict[str, Any] | None] = WeakKeyDictionary()
-
-
-def _tools_of(toolset: Any) -> dict[str, Any] | None:
-    """Return mcp's tools of a toolset's class by name, without their functions; None if they need
-    a server. mcp takes milliseconds to make the schema of a tool, so each class is asked once.
-    """
-    from mcp.server.mcpserver.tools import Tool
-
-    cls = type(toolset)
-    if cls not in _templates:
-        _templates[cls] = None
-        if all(_is_stock(cls, name) for name in ("register", "run", "_serve")):
-            tools = {
-                name: Tool.from_function(function, name=name, description=description)
-                for name, function, description in _registered(toolset)
-            }
-            # One may take something of the MCP request by which it is called.
-            if not any(tool.context_kwarg or tool.resolved_params for tool in tools.values()):
-                _templates[cls] = {
-                    # Without the function, which would keep the class from being collected.
-                    name: tool.model_copy(update={"fn": None})
-                    for name, tool in tools.items()
-                }
-    return _templates[cls]
-
-
-def _is_stock(cls: type, name: str) -> bool:
-    return inspect.getattr_static(cls, name) is inspect.getattr_static(vf.Toolset, name)
+            trace.state = type(trace.state).model_validate_json(after)
 
 
 @asynccontextmanager
-async def open_tools(given: Any, task_data: Any = None) -> AsyncIterator[LiveTools]:
+async def open_tools(given: Any, task_data: Any = None) -> AsyncIterator[LocalServer]:
     """Make a toolset's object and set it up.
 
     Args:
@@ -163,17 +89,17 @@ async def open_tools(given: Any, task_data: Any = None) -> AsyncIterator[LiveToo
     """
     async with AsyncExitStack() as stack:
         try:
-            live = LiveTools(given)
-            await stack.enter_async_context(live.toolset._exit_stack)
-            await live.toolset.setup()
-            if task_data is not None and not _is_stock(type(given), "setup_task"):
-                await live.toolset.setup_task(task_data.model_copy(deep=True))
+            server = LocalServer(given)
+            await stack.enter_async_context(server.toolset._exit_stack)
+            await server.toolset.setup()
+            if task_data is not None:
+                await server.toolset.setup_task(task_data.model_copy(deep=True))
         except Exception as error:  # whatever the toolset's own code raises
             name = given.server_name or type(given).__name__
             raise ToolsetError(
                 f"the tools {name!r} were not set up: {type(error).__name__}: {error}"
             ) from error
-        yield live
+        yield server
 
 
 class LocalUrl(str):
@@ -185,12 +111,27 @@ class LocalUrl(str):
     """
 
     toolset: Any
-    shared: LiveTools | None
+    shared: LocalServer | None
 
     def __new__(cls, toolset: Any) -> LocalUrl:
         url = super().__new__(cls, f"in-process:{type(toolset).__name__}")
         url.toolset, url.shared = toolset, None
         return url
+
+
+@functools.lru_cache(64)
+def _needs_server(cls: Any) -> bool:
+    """Return whether a class serves its tools by code of its own, or a tool takes something of the
+    MCP request by which it is called.
+    """
+    from mcp.server.mcpserver.tools import Tool
+
+    of = inspect.getattr_static
+    if any(of(cls, name) is not of(vf.Toolset, name) for name in ("register", "run", "_serve")):
+        return True
+    functions = (one for _, one in inspect.getmembers(cls, inspect.isfunction))
+    tools = [Tool.from_function(one) for one in functions if getattr(one, "tool", False)]
+    return any(tool.context_kwarg or tool.resolved_params for tool in tools)
 
 
 def runs_here(toolset: Any) -> bool:
@@ -201,7 +142,8 @@ def runs_here(toolset: Any) -> bool:
     if not isinstance(toolset, vf.Toolset) or config.url:
         return False
     is_local = getattr(config, "colocated", False) or config.runtime.type == "subprocess"
-    return is_local and _tools_of(toolset) is not None
+    cls: Any = type(toolset)
+    return is_local and not _needs_server(cls)
 
 
 def _with_local_url(toolset: Any) -> Any:
@@ -213,26 +155,16 @@ def _with_local_url(toolset: Any) -> Any:
     return seen
 
 
-def _toolsets_seen(task: vf.Task, config: Any) -> list[Any]:
-    return [_with_local_url(toolset) for toolset in task.toolsets(config)]
-
-
 class LocalTools:
     """Has the tools of an environment called in this process. All its agents must play in our chat
     on this machine.
 
     Args:
         env: gets a taskset whose `toolsets` returns toolsets with `LocalUrl`s.
-
-    Attributes:
-        has_any: whether there are tools that are called here.
     """
 
     def __init__(self, env: vf.Env) -> None:
         self._shared = [_with_local_url(one) for one in env.taskset.toolsets(env.taskset.config)]
-        of_tasks = type(env.taskset).task_type().toolsets(env.taskset.config.task)
-        seen = [*self._shared, *map(_with_local_url, of_tasks)]
-        self.has_any = any(isinstance(one.config.url, LocalUrl) for one in seen)
         if self._shared:
             taskset: Any = copy.copy(env.taskset)
             taskset.toolsets = lambda config: self._shared  # hides the class's
@@ -240,11 +172,9 @@ class LocalTools:
 
     def of_task(self, task: vf.Task) -> vf.Task:
         """Return the task with toolsets that have `LocalUrl`s."""
-        of_class = inspect.getattr_static(type(task), "toolsets")
-        if of_class is inspect.getattr_static(vf.Task, "toolsets"):
-            return task  # it has none
         seen: Any = copy.copy(task)
-        seen.toolsets = functools.partial(_toolsets_seen, task)  # hides the class's
+        # Hides the class's.
+        seen.toolsets = lambda config: [_with_local_url(one) for one in task.toolsets(config)]
         return seen
 
     @asynccontextmanager

@@ -194,10 +194,19 @@ def make_runner(
             one.scorer.connect(options, sampled, example)
         # Another Python has one worker at least.
         if number := count_workers(args.env_workers) or int(bool(one.python)):
-            pool = pools.setdefault(
-                one.python, WorkerPool(number, args.generation_timeout, one.python)
-            )
-            runner = _in_workers(runner, one.name, pool, args.env_workers, report)
+            if one.python not in pools:
+                pools[one.python] = WorkerPool(number, args.generation_timeout, one.python)
+            try:
+                if not hasattr(runner, "recipe"):
+                    raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
+                runner = WorkerEnvironment(runner, pools[one.python])
+            except NotPortableError as error:
+                which = "environment" if one.name == "env" else f"environment {one.name!r}"
+                if args.env_workers != "auto":
+                    raise InvalidEnvironmentError(
+                        f"{which}: env_workers={number}: {error}; or set env_workers=0"
+                    ) from error
+                report(f"{which} runs in a thread of the trainer, which makes both slower: {error}")
         if description := getattr(runner, "description", ""):
             report(description)
         sampling: dict[Split, dict[str, Any]] = {}
@@ -214,28 +223,3 @@ def make_runner(
             else "",
         )
     return Environments(parts)
-
-
-def _in_workers(
-    runner: Any, name: str, pool: WorkerPool, env_workers: int | str, report: Callable[[str], None]
-) -> Any:
-    """Return the runner of the same environment in worker processes. If that is not possible,
-    return it as it is, and report why.
-
-    Raises:
-        InvalidEnvironmentError: that is not possible, and `env_workers` is a number.
-    """
-    try:
-        if not hasattr(runner, "recipe"):
-            raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
-        return WorkerEnvironment(runner, pool)
-    except NotPortableError as error:
-        where = "" if name == "env" else f" {name!r}"
-        if env_workers != "auto":
-            raise InvalidEnvironmentError(
-                f"environment{where}: env_workers={env_workers}: {error}; or set env_workers=0"
-            ) from error
-        report(
-            f"environment{where} runs in a thread of the trainer, which makes both slower: {error}"
-        )
-        return runner

@@ -1,9 +1,7 @@
 """What the orchestrator's process and a rollout worker send each other: JSON and arrays.
 
-    frame    its length (8 bytes), the length of its JSON (4 bytes), the JSON, the arrays one after
-             the other; all numbers are little-endian
-
-Nothing is unpickled, so the same frames can come from another machine.
+frame    its length (8 bytes), the length of its JSON (4 bytes), the JSON, the arrays one after
+         the other; all numbers are little-endian
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ import numpy as np
 from verifiers_rl.data import describe_error
 from verifiers_rl.types import Rollout, columns_of, join_samples, split_samples
 
-_NOT_JSON = ("samples", "error", "record")
-_RECORDS = "records"
+_JSON = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "record")]
 
 
 class WorkerError(RuntimeError):
@@ -76,38 +73,33 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], dict[str
     because its class may be known to this process only.
     """
     samples = [sample for rollout in group for sample in rollout.samples]
-    names = [field.name for field in fields(Rollout) if field.name not in _NOT_JSON]
-    rollouts = []
-    for rollout in group:
-        packed = {name: getattr(rollout, name) for name in names}
-        packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
-        packed["record_bytes"] = len(rollout.record)
-        if rollout.error is not None:
-            packed["error"] = describe_error(rollout.error)
-            packed["traceback"] = "".join(traceback.format_exception(rollout.error))
-        rollouts.append(packed)
-    # A record is JSON already. As an array, it is not parsed before somebody reads it.
-    records = np.frombuffer(b"".join(rollout.record for rollout in group), np.uint8)
     num_tokens = sum(len(sample.token_ids) for sample in samples)
-    columns = {name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()}
-    join_samples(samples, columns)
-    return rollouts, columns | {_RECORDS: records}
+    arrays = {name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()}
+    join_samples(samples, arrays)
+    rollouts = []
+    for number, rollout in enumerate(group):
+        packed = {name: getattr(rollout, name) for name in _JSON}
+        packed["lengths"] = [len(sample.token_ids) for sample in rollout.samples]
+        if rollout.error is not None:
+            trace = "".join(traceback.format_exception(rollout.error))
+            packed["error"] = describe_error(rollout.error), trace
+        # A record is JSON already. As an array, it is not parsed before somebody reads it.
+        arrays[f"record {number}"] = np.frombuffer(rollout.record, np.uint8)
+        rollouts.append(packed)
+    return rollouts, arrays
 
 
 def unpack_group(rollouts: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Rollout]:
     """Return the rollouts that `pack_group` packed."""
+    records = [bytes(arrays.pop(f"record {number}").data) for number in range(len(rollouts))]
     lengths = [packed.pop("lengths") for packed in rollouts]
-    records = arrays.pop(_RECORDS).data
     samples = iter(split_samples(arrays, [n for own in lengths for n in own]))
     group = []
-    for packed, own in zip(rollouts, lengths, strict=True):
-        error = packed.pop("error", None)
-        note = packed.pop("traceback", "")
-        size = packed.pop("record_bytes")
-        record, records = bytes(records[:size]), records[size:]
+    for packed, own, record in zip(rollouts, lengths, records, strict=True):
+        failure = packed.pop("error", None)
         rollout = Rollout(**packed, samples=[next(samples) for _ in own], record=record)
-        if error is not None:
-            rollout.error = WorkerError(error)
-            rollout.error.add_note(note)
+        if failure is not None:
+            rollout.error = WorkerError(failure[0])
+            rollout.error.add_note(failure[1])
         group.append(rollout)
     return group

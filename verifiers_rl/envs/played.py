@@ -59,7 +59,7 @@ class PlayedEnvironment(V1Environment):
         Raises:
             Exception: whatever the environment's own code raises.
         """
-        task = await self._task(split, number)
+        task = await self.task(split, number)
         if self._local_tools is not None:
             task = self._local_tools.of_task(task)
         (slot,) = self.env.slots(task)

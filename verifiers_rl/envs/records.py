@@ -90,6 +90,18 @@ def message_of(message: Any) -> dict[str, Any]:
     return result
 
 
+def text_of(messages: Any) -> str:
+    """Return messages as text for people."""
+    if messages is None or isinstance(messages, str):
+        return messages or ""
+    lines = []
+    for message in map(message_of, messages):
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        parts = [message["content"], *(f"[{call['name']}({call['arguments']})]" for call in calls)]
+        lines.append((f"{message['role']}: " if len(messages) > 1 else "") + " ".join(parts))
+    return "\n".join(lines)
+
+
 def _call(call: Any) -> dict[str, Any]:
     function = field_of(call, "function") or call  # as OpenAI has it, or verifiers
     named = {name: str(field_of(function, name)) for name in ("name", "arguments")}

@@ -11,6 +11,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,13 +86,12 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
     Raises:
         InvalidEnvironmentError: it cannot be made here.
     """
-    tokenizer = None
-    if recipe["tokenizer"]:
+    options = RunnerOptions(**recipe["options"])
+    if options.tokenizer:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(recipe["tokenizer"])
-    options = RunnerOptions(tokenizer=tokenizer, **recipe["options"])
+        options = replace(options, tokenizer=AutoTokenizer.from_pretrained(options.tokenizer))
     table, folders = recipe["table"], [Path(folder) for folder in recipe["folders"]]
     if find_spec("verifiers.legacy") is None:
         from verifiers_rl.envs.v1 import V1Environment

@@ -17,18 +17,18 @@ import asyncio
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import verifiers.v1 as vf
 
 from verifiers_rl.data import ENDLESS, describe_sizes
 from verifiers_rl.envs import v1_changes as v1_changes
-from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, pickle_for_worker
 from verifiers_rl.envs.local_tools import LocalTools
 from verifiers_rl.envs.records import record_of_trace
 from verifiers_rl.envs.rendering import Renderer
@@ -46,11 +46,8 @@ from verifiers_rl.envs.v1_samples import rollout_of_trace
 from verifiers_rl.envs.v1_tasks import (
     MAX_OVERLONG,
     TaskStream,
-    check_portable,
     check_text_only,
     first_messages,
-    pack_task,
-    unpack_task,
     without_tasks,
 )
 from verifiers_rl.inference import RolloutSession
@@ -67,8 +64,8 @@ class EpisodeError(RuntimeError):
     """The error that verifiers recorded for a failed episode; its traceback is a note."""
 
 
-class V1ExampleRunner:
-    """The `ExampleRunner` of an environment of `verifiers.v1`.
+class V1TaskRunner:
+    """Runs groups of tasks of an environment of `verifiers.v1`.
 
     An agent in the `null` harness, or for which nobody chose a harness, gets
     `chat_harness.ChatHarness`, and the local runtime unless another is set. Other harnesses stay;
@@ -77,7 +74,6 @@ class V1ExampleRunner:
     Args:
         env: an `Env` or a `Taskset`. A taskset is played by the environment of its module, or else
             by one agent.
-        eval_taskset: the taskset of evaluations; None: they use that of `env`.
         options: `client_type` must be the default.
 
     Raises:
@@ -85,20 +81,19 @@ class V1ExampleRunner:
             key, client_type is another, or verifiers refuses the environment.
     """
 
-    def __init__(self, env: Any, eval_taskset: Any, options: RunnerOptions) -> None:
+    def __init__(self, env: Any, options: RunnerOptions) -> None:
         if options.client_type != "openai_chat_completions_token":
             raise InvalidEnvironmentError(
                 f"client_type={options.client_type!r}: environments of verifiers.v1 are run with "
                 '"openai_chat_completions_token" only; leave client_type out'
             )
-        train = env if isinstance(env, vf.Taskset) else env.taskset
-        self.tasksets = {"train": train, "eval": eval_taskset or train}
+        self.taskset = env if isinstance(env, vf.Taskset) else env.taskset
         self.options, self.name = options, options.name
-        module = sys.modules.get(type(train).__module__)
+        module = sys.modules.get(type(self.taskset).__module__)
         folder = Path(getattr(module, "__file__", None) or "").parent
         if str(folder) in sys.path and "site-packages" not in folder.parts:  # a script's
             let_tool_servers_import_from(folder)
-        self.env = with_local_chat(environment_of(env) if env is train else env)
+        self.env = with_local_chat(environment_of(env) if env is self.taskset else env)
         has_tools_here = options.tools_in_process and plays_in_our_chat_here(self.env)
         self._local_tools = LocalTools(self.env) if has_tools_here else None
         self.files_per_rollout = self._files_per_rollout()
@@ -113,15 +108,15 @@ class V1ExampleRunner:
         return isinstance(env, vf.Env | vf.Taskset)
 
     def _files_per_rollout(self) -> int:
-        """Return how many sockets and pipes a rollout holds in this process at most: one connection
-        to the server, and those of tool servers and of an agent's program. A program also has a
-        connection to the endpoint, with both ends here.
+        """Return how many sockets and pipes a rollout holds in this process at most: a connection
+        to the server, one to the endpoint, with both ends here, and those of tool servers and of an
+        agent's program.
         """
         config = self.env.config
         harnesses = config.agent_harnesses().values()
-        num_files = 1 + 4 * len(tool_servers(self.env, self._local_tools is not None))
+        num_files = 3 + 4 * len(tool_servers(self.env, self._local_tools is not None))
         if any(harness.id != IN_PROCESS for harness in harnesses):
-            num_files += 7
+            num_files += 5
         return num_files * (config.max_concurrent_agents or len(harnesses))
 
     async def open(self) -> None:
@@ -136,7 +131,10 @@ class V1ExampleRunner:
         async def serve() -> None:  # the task that opens a context must also close it
             try:
                 tools = nullcontext() if self._local_tools is None else self._local_tools.open()
-                async with tools, self.env.serving():
+                # Rollouts share their connections to the endpoint.
+                connector = aiohttp.TCPConnector(limit=0)
+                self.endpoint_http = http = aiohttp.ClientSession(connector=connector)
+                async with http, tools, self.env.serving():
                     is_up.set_result(None)
                     await self._stopping.wait()
             except Exception as error:
@@ -162,26 +160,18 @@ class V1ExampleRunner:
                 logger.warning("environment %r: not closed within %g s", self.name, EXIT_S)
                 task.cancel()
 
-    async def run_example(self, example: dict[str, Any], request: GroupRequest) -> list[Rollout]:
-        """Do as `run_task`, for a task that came from another process."""
-        task = unpack_task(self.tasksets[request.split], example["task"])
-        return await self.run_task(task, request)
-
     async def run_task(self, task: vf.Task, request: GroupRequest) -> list[Rollout]:
         """Run the episodes of one task. Each gives a rollout for each trace of a trained agent. An
         error fails only its own episode.
         """
         if self._local_tools is not None:
             task = self._local_tools.of_task(task)
-        runs = [self._run(task, request, number) for number in range(request.num_rollouts)]
+        play = partial(self._play, task, request)
+        runs = [request.play(number, play) for number in range(request.num_rollouts)]
         rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
         for rollout in rollouts:
             rollout.env, rollout.example_id = self.name, request.index
         return rollouts
-
-    async def _run(self, task: vf.Task, request: GroupRequest, number: int) -> list[Rollout]:
-        async with self._slots:
-            return await request.play(number, partial(self._play, task, request))
 
     async def _play(
         self, task: vf.Task, request: GroupRequest, session: RolloutSession
@@ -190,7 +180,7 @@ class V1ExampleRunner:
         client = TokenClientConfig.of_episode(self, request, session)
         version = request.policy_version
         try:
-            async with session.limited(request.timeout_s) as deadline:
+            async with self._slots, session.limited(request.timeout_s) as deadline:
                 context = vf.ModelContext(model=request.model, client=client)
                 traces = trained_traces(await self.env.run_slot(slot, context))
             for trace in traces:
@@ -209,29 +199,11 @@ class V1ExampleRunner:
             return [failed]
 
 
-@dataclass(frozen=True)
-class V1Recipe:
-    """The `EnvRecipe` of a `V1Environment`.
-
-    Attributes:
-        env: the class of an `Env` and its config, or a taskset without its tasks.
-        eval_taskset: the taskset of evaluations, without its tasks; None: they use that of `env`.
-        options: those of the `V1Environment`.
-    """
-
-    env: tuple[type[vf.Env], vf.EnvConfig] | vf.Taskset
-    eval_taskset: vf.Taskset | None
-    options: RunnerOptions
-
-    def make(self) -> V1ExampleRunner:
-        env: Any = self.env
-        if isinstance(env, tuple):
-            kind, config = env
-            env = kind(config)
-        return V1ExampleRunner(env, self.eval_taskset, self.options)
+def _make_again(kind: type[vf.Env], config: vf.EnvConfig, options: RunnerOptions) -> V1TaskRunner:
+    return V1TaskRunner(kind(config), options)
 
 
-class V1Environment(V1ExampleRunner):
+class V1Environment(V1TaskRunner):
     """The `EnvRunner` of an environment of `verifiers.v1`.
 
     A taskset without end is a stream: training uses its tasks in their order, each once.
@@ -239,28 +211,29 @@ class V1Environment(V1ExampleRunner):
     have a taskset of their own.
 
     Args:
-        env: see `V1ExampleRunner`. Evaluations use its attribute `eval_taskset` if it has one, else
+        env: see `V1TaskRunner`. Evaluations use its attribute `eval_taskset` if it has one, else
             its taskset.
-        options: see `V1ExampleRunner`.
+        options: see `V1TaskRunner`.
 
     Raises:
         InvalidEnvironmentError: there are no tasks, a prompt has images, or for an error of
-            `V1ExampleRunner`.
+            `V1TaskRunner`.
     """
 
     def __init__(self, env: Any, options: RunnerOptions) -> None:
-        self._given, self._given_eval = env, getattr(env, "eval_taskset", None)
-        self.weights = [1.0]
-        self.num_overlong_prompts = 0
+        self.weights, self.num_overlong_prompts = [1.0], 0
         try:
-            super().__init__(env, self._given_eval, options)
-            self._take_tasks()
+            super().__init__(env, options)
+            self._take_tasks(getattr(env, "eval_taskset", None))
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {options.name!r}: {error}") from error
         self.description = self._describe()
+        self._make: Any = partial(_make_again, type(env), getattr(env, "config", None))
+        if isinstance(env, vf.Taskset):
+            self._make = partial(V1TaskRunner, without_tasks(env))
 
-    def _take_tasks(self) -> None:
-        taskset, of_evaluation = self.tasksets["train"], self._given_eval
+    def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
+        taskset = self.taskset
         num_eval_tasks, limit = self.options.num_eval_tasks, self.options.max_prompt_len
         self._tasks: list[vf.Task] | TaskStream
         if taskset.bounded:
@@ -314,27 +287,23 @@ class V1Environment(V1ExampleRunner):
         tasks = describe_sizes(self.sizes("train"))
         tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
         which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        has_tools_here = self._local_tools is not None and self._local_tools.has_any
-        of_tools = "; its tools are called in this process" if has_tools_here else ""
-        return f"{which}: {describe(self.env)}{of_tools}; {tasks}{of_evaluation}"
+        return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
 
-    def recipe(self) -> V1Recipe:
+    def recipe(self) -> Callable[[], V1TaskRunner]:
         first = self._tasks.at(0) if isinstance(self._tasks, TaskStream) else self._tasks[0]
-        check_portable(self.tasksets["train"], first)
-        if self._eval_tasks:
-            check_portable(self.tasksets["eval"], self._eval_tasks[0])
-        env, of_evaluation = self._given, self._given_eval
-        given = without_tasks(env) if isinstance(env, vf.Taskset) else (type(env), env.config)
-        bare = of_evaluation and without_tasks(of_evaluation)
-        return V1Recipe(given, bare, self.options)
+        for task in (first, *self._eval_tasks[:1]):
+            pickle_for_worker(task)
+        return partial(self._make, self.options)
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
-        return {"task": pack_task(self.tasksets[split], await self._task(split, index))}
+        """Return the fields of an example, by their names."""
+        task = await self.task(split, index)
+        return task.data.model_dump() | dict(getattr(task, "row", {}))
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        return await self.run_task(await self._task(request.split, request.index), request)
+        return await self.run_task(await self.task(request.split, request.index), request)
 
-    async def _task(self, split: Split, index: int) -> vf.Task:
+    async def task(self, split: Split, index: int) -> vf.Task:
         if split == "eval":
             return self._eval_tasks[index]
         if not isinstance(self._tasks, TaskStream):

@@ -30,7 +30,7 @@ from verifiers_rl.inference import (
 )
 
 if TYPE_CHECKING:
-    from verifiers_rl.envs.v1 import V1ExampleRunner
+    from verifiers_rl.envs.v1 import V1TaskRunner
     from verifiers_rl.requests import GroupRequest
 
 logger = logging.getLogger(__name__)
@@ -57,19 +57,24 @@ class TokenClientConfig(vf.TrainClientConfig):
     what its tokens depend on. verifiers takes them for equal, so they share one `TokenClient`.
     """
 
-    _runner: V1ExampleRunner = PrivateAttr()
+    _runner: V1TaskRunner = PrivateAttr()
     _sampling: dict[str, Any] = PrivateAttr()  # options of the run, without extra_body
     _session: RolloutSession = PrivateAttr()
 
     @classmethod
     def of_episode(
-        cls, runner: V1ExampleRunner, request: GroupRequest, session: RolloutSession
+        cls, runner: V1TaskRunner, request: GroupRequest, session: RolloutSession
     ) -> TokenClientConfig:
         client = cls(base_url=runner.options.base_url, api_key_var="VLLM_API_KEY")
         client._runner, client._session = runner, session
         client._sampling = {**request.sampling_args}
         client._sampling |= client._sampling.pop("extra_body", {})
         return client
+
+    @property
+    def endpoint_http(self) -> Any:
+        """Connections to the interception endpoint, which all rollouts share."""
+        return self._runner.endpoint_http
 
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
         """Warn once for each agent and option by which importance ratios are off."""
@@ -203,7 +208,7 @@ def _prompt_too_long(turn: PendingTurn, reason: str) -> ProviderError:
 
 
 def _prompt_ids(
-    runner: V1ExampleRunner, messages: list[Any], turn: PendingTurn, template: dict[str, Any]
+    runner: V1TaskRunner, messages: list[Any], turn: PendingTurn, template: dict[str, Any]
 ) -> list[int]:
     """Return the tokens so far and those of new messages; render all again if that fails."""
     before = turn.previous_renderer_token_ids()

@@ -132,8 +132,8 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
     taskset, and the environment and the harness that are exported beside the taskset.
 
     Raises:
-        InvalidEnvironmentError: several environments are exported beside the taskset, the taskset
-            has no config, or the environment's config has keys without a default.
+        ValueError: the taskset has no config, several environments are exported beside it, or the
+            environment's config has keys without a default; then pass the environment itself.
     """
     cls = type(taskset)
     if not isinstance(getattr(taskset, "config", None), vf.TasksetConfig):
@@ -142,25 +142,12 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
             "vf.TasksetConfig"
         )
     others = [c for c in _exported_beside(cls) if issubclass(c, vf.Env | vf.Harness)]
-    envs = [c.__name__ for c in others if issubclass(c, vf.Env)]
-    if len(envs) > 1:
-        raise InvalidEnvironmentError(
-            f"{cls.__name__} is exported together with several environments ({', '.join(envs)}), "
-            "so pass one of them: its module exports the taskset in __all__, and "
-            f"env={envs[0]}(CONFIG(taskset={{'id': __name__}}))"
-        )
     given = type(cls.__name__, (cls,), {"__new__": lambda _, config: taskset})
     module = ModuleType(f"verifiers_rl_given_{next(_numbers)}")
     exported = {f"{number}": c for number, c in enumerate([given, *others])}
     vars(module).update(exported, __all__=list(exported))
     sys.modules[module.__name__] = module
-    try:
-        config = loaders.env_config_type(module.__name__)()
-    except ValidationError as error:
-        raise InvalidEnvironmentError(
-            f"{cls.__name__} is played in {envs[0]}, whose config has keys without a default; pass "
-            f"the environment itself: {error}"
-        ) from error
+    config = loaders.env_config_type(module.__name__)()
     own = taskset.config.model_copy(update={"id": module.__name__})
     return loaders.load_environment(config.model_copy(update={"taskset": own}))
 

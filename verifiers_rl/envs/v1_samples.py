@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from verifiers_rl.envs.base import check_logprobs, text_of, versions_of_tokens
-from verifiers_rl.envs.records import record_of_trace
+from verifiers_rl.envs.base import check_logprobs, versions_of_tokens
+from verifiers_rl.envs.records import record_of_trace, text_of
 from verifiers_rl.inference import allowed_tokens
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Rollout, Sample
 

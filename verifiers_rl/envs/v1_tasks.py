@@ -1,12 +1,9 @@
-"""The tasks of a taskset of `verifiers.v1`: by their position, also in a stream without end, and in
-a form for another process.
-"""
+"""The tasks of a taskset of `verifiers.v1`: by their position, also in a stream without end."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +12,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
-from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError
+from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.rendering import as_vllm_renders
 
 logger = logging.getLogger(__name__)
@@ -40,37 +37,6 @@ def check_text_only(task: vf.Task, prompt: list[dict[str, Any]]) -> None:
             as_vllm_renders(message)
     except ValueError as error:
         raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
-
-
-def pack_task(taskset: vf.Taskset, task: vf.Task) -> dict[str, Any]:
-    """Return a task in a form for JSON: its data. A taskset whose tasks hold more than their data
-    has methods of its own, `pack_task(task)` and `unpack_task(packed)`.
-    """
-    if hasattr(taskset, "pack_task"):
-        return taskset.pack_task(task)
-    return task.data.model_dump(mode="json")
-
-
-def unpack_task(taskset: vf.Taskset, packed: dict[str, Any]) -> vf.Task:
-    """Return the task that `pack_task` packed."""
-    if hasattr(taskset, "unpack_task"):
-        return taskset.unpack_task(packed)
-    task_type = type(taskset).task_type()
-    return task_type(task_type.data_type().model_validate(packed), taskset.config.task)
-
-
-def check_portable(taskset: vf.Taskset, task: vf.Task) -> None:
-    """Raise NotPortableError if a task does not survive `pack_task` and `unpack_task`."""
-    try:
-        again = unpack_task(taskset, json.loads(json.dumps(pack_task(taskset, task))))
-        is_same = type(again) is type(task) and bool(vars(again) == vars(task))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise NotPortableError(f"its tasks cannot be sent as JSON: {error}") from error
-    if not is_same:
-        raise NotPortableError(
-            f"a {type(task).__name__} holds more than its data and its taskset's config; give "
-            f"{type(taskset).__name__} the methods pack_task and unpack_task"
-        )
 
 
 def without_tasks(taskset: vf.Taskset) -> vf.Taskset:

@@ -39,13 +39,23 @@ def main(descriptor: int, parent: int) -> None:
     """
     parent_of_worker.is_rollout_worker = True
     parent_of_worker.die_with_parent(parent)  # works even if the environment blocks the event loop
-    _die_before_trainer()
+    # When memory runs out, Linux shall end this process, which is replaced, before the trainer.
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
-    connection = socket.socket(fileno=descriptor)
     with open(0, "rb", closefd=False) as stream:  # a file from the process that started us
         setup = json.load(stream)
-    recipes, only_describes = setup["recipes"], setup.get("only_describes", False)
+    with socket.socket(fileno=descriptor) as connection:
+        _run(connection, setup)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without what compiled modules print when they are unloaded
+
+
+def _run(connection: socket.socket, setup: dict[str, Any]) -> None:
+    recipes, only_describes = setup["recipes"], setup["only_describes"]
     runners: list[Any] = []
     said: dict[str, Any] = {"problem": None}
     where = ""
@@ -56,7 +66,8 @@ def main(descriptor: int, parent: int) -> None:
         for recipe in recipes:
             # Outside the event loop, because an environment may run its own loop to load its data.
             where = f"environment {recipe['name']!r}: " if len(recipes) > 1 else ""
-            runners.append(_make(recipe))
+            pickled = base64.b64decode(recipe.get("pickled", ""))
+            runners.append(pickle.loads(pickled)() if pickled else make_environment(recipe))
         if only_describes:
             said["facts"] = facts_of(runners[0])
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
@@ -64,29 +75,13 @@ def main(descriptor: int, parent: int) -> None:
     logging.disable(logging.NOTSET)
     if only_describes or said["problem"] is not None:
         connection.sendall(b"".join(frame(said)))
-        os._exit(0)
+        return
     # Ctrl-C may reach us too, but the trainer decides when we end. Set after the environments are
     # made, because environments set a handler of their own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # as Orchestrator.start does
     asyncio.run(_serve(connection, runners, setup))
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # without what compiled modules print when they are unloaded
-
-
-def _make(recipe: dict[str, Any]) -> Any:
-    if "pickled" in recipe:
-        return pickle.loads(base64.b64decode(recipe["pickled"])).make()
-    return make_environment(recipe)
-
-
-def _die_before_trainer() -> None:
-    """When memory runs out, let Linux end this process, which is replaced, before the trainer."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("500")
 
 
 class _Places:
@@ -98,12 +93,13 @@ class _Places:
 
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
-        self._answers: dict[int, asyncio.Future[str | None]] = {}
+        self._answers: dict[int, asyncio.Queue[str | None]] = {}
         self._sessions: dict[int, RolloutSession] = {}
 
     @asynccontextmanager
     async def take(self, request: GroupRequest, number: int) -> AsyncIterator[RolloutSession]:
         """Wait for a place of this rollout of the group, and hold it."""
+        self._answers[number] = asyncio.Queue()
         find_other = partial(self._ask, number, "server")
         url = await self._ask(number, "place")
         session = RolloutSession(request.policy_version, url, find_other, request.seed, number)
@@ -117,14 +113,13 @@ class _Places:
     async def _ask(self, number: int, needs: str, lost: str = "") -> str | None:
         """Return the rollout's server; None: the only one, or there is no other than `lost`."""
         self._send(rollout=number, needs=needs)
-        self._answers[number] = asyncio.get_running_loop().create_future()
-        return await self._answers[number]
+        return await self._answers[number].get()
 
     def take_message(self, rollout: int, server: str | None = None, is_lost: bool = False) -> None:
         """Take an answer, or that the server of a rollout is lost."""
-        if not is_lost and not self._answers[rollout].done():
-            self._answers[rollout].set_result(server)
-        elif is_lost and (session := self._sessions.get(rollout)) is not None:
+        if not is_lost:
+            self._answers[rollout].put_nowait(server)
+        elif (session := self._sessions.get(rollout)) is not None:
             session.lose(str(session.url))
 
 
@@ -142,48 +137,46 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
         await writer.drain()
         return
     send(problem=None)
-    running: dict[int, asyncio.Task[None]] = {}
-    places_of: dict[int, _Places] = {}
+    running: dict[int, tuple[asyncio.Task[None], _Places]] = {}
     is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
 
-    async def run(number: int, env: int, example: str, request: dict[str, Any]) -> None:
+    async def run(number: int, env: int, request: GroupRequest, task: bytes) -> None:
         try:
-            given = json.loads(example)
-            full = GroupRequest(**request, places=places_of[number])
-            if given is None:  # the environment has its examples here
-                group = await runners[env].run_group(full)
-            else:
-                group = await runners[env].run_example(given, full)
+            if task:
+                group = await runners[env].run_task(pickle.loads(task), request)
+            else:  # the environment has its examples here
+                group = await runners[env].run_group(request)
             rollouts, arrays = pack_group(group)
             answer = frame({"group": number, "rollouts": rollouts}, arrays)
         except Exception as error:  # sent, so that the trainer does not wait forever
             answer = frame({"group": number, "problem": describe_error(error)})
         finally:
-            del running[number], places_of[number]
+            del running[number]
         writer.writelines(answer)
         await writer.drain()
 
     try:
         while True:
-            message, _ = await receive(reader)
+            message, arrays = await receive(reader)
             number = message.pop("group")
             if "request" in message:
-                places_of[number] = _Places(partial(send, group=number))
-                running[number] = asyncio.create_task(run(number, **message))
+                places = _Places(partial(send, group=number))
+                request = GroupRequest(**message["request"], places=places)
+                work = run(number, message["env"], request, arrays["task"].tobytes())
+                running[number] = asyncio.create_task(work), places
             elif number not in running:
                 pass  # the group has ended
             elif "cancel" in message:
-                running[number].cancel()
+                running[number][0].cancel()
             else:
-                places_of[number].take_message(**message)
+                running[number][1].take_message(**message)
                 await asyncio.sleep(0)  # the rollout takes its answer before the next message
     except (EOFError, OSError):
         pass  # the trainer has closed its end, or is gone
-    is_alive.cancel()
-    tasks = list(running.values())
+    tasks = [is_alive, *(task for task, _ in running.values())]
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, is_alive, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.gather(*(runner.close() for runner in runners))
 
 

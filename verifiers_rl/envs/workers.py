@@ -10,9 +10,10 @@ from the trainer.
 
 So places, servers and what is done of a batch are counted in the trainer's process alone. A worker
 makes each environment again from its recipe. If parts of it are defined in the script that runs,
-the worker imports the script, as multiprocessing's "spawn" does. Recipes go through a file without
-a name, which no other process can reach; all other messages are JSON and arrays (messages.py).
-Workers may run in another Python than the trainer's, see foreign.py.
+the worker imports the script, as multiprocessing's "spawn" does. Messages are JSON and arrays
+(messages.py), on a pair of sockets that no other process can reach; recipes and tasks in them are
+pickles. Workers may run in another Python than the trainer's, see foreign.py: then nothing is
+pickled.
 
 We do not use the environment server of `verifiers`: a worker of it that dies is not started again,
 and its messages have no place for policy versions.
@@ -27,8 +28,6 @@ import json
 import logging
 import multiprocessing.spawn
 import os
-import pickle
-import re
 import signal
 import socket
 import subprocess
@@ -36,13 +35,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import numpy as np
 
 import verifiers_rl
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import InvalidEnvironmentError, NotPortableError, PortableEnvironment
+from verifiers_rl.envs.base import InvalidEnvironmentError, PortableEnvironment, pickle_for_worker
 from verifiers_rl.envs.messages import WorkerError, frame, receive, unpack_group
 from verifiers_rl.inference import ServerLostError, SessionLostError
 from verifiers_rl.requests import GroupRequest
@@ -56,17 +56,8 @@ BLOCKED_S = 30.0  # a worker that has said nothing for so long is reported
 MAX_ATTEMPTS = 3  # of a group whose worker dies
 MAX_DEATHS = 5  # of a worker that has returned no group in between
 MAX_AUTO_WORKERS = 8
-# Fields of a request; its places and its progress stay here.
-SENT = [
-    "split",
-    "index",
-    "num_rollouts",
-    "model",
-    "policy_version",
-    "sampling_args",
-    "timeout_s",
-    "seed",
-]
+# Fields of a request that are sent; its places and its progress stay here.
+SENT = [f.name for f in fields(GroupRequest) if f.name not in ("places", "progress")]
 # The worker's Python may have packages of its own, and this one not. So it gets the folder of this
 # package alone, not the folder in which the package lies, where all others are.
 MAIN = """
@@ -107,34 +98,23 @@ class WorkerEnvironment:
         self.env, self.pool = env, pool
         self.weights, self.sizes = env.weights, env.sizes
         self.description = env.description.replace("in this process", "in rollout workers")
+        self.open, self.close = pool.open, pool.close
         self._number = pool.add(env)
-
-    async def open(self) -> None:
-        await self.pool.open()
-
-    async def close(self) -> None:
-        await self.pool.close()
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Do as `EnvRunner.run_group`, in a worker. If the worker dies, the group begins again.
 
         Raises:
-            InvalidEnvironmentError: the example cannot be sent.
+            NotPortableError: the example cannot be sent.
         """
         index, num_restarts = request.index, 0
-        example = await self.env.example(request.split, index)
-        given = {name: getattr(request, name) for name in (*SENT, "seed")}
-        try:
-            message = {"env": self._number, "example": json.dumps(example), "request": given}
-        except (TypeError, ValueError) as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.env.name!r}: example {index} cannot be sent to a worker as "
-                f"JSON: {error}; set env_workers=0"
-            ) from error
+        task = await self.env.task(request.split, index)
+        pickled = b"" if task is None else pickle_for_worker(task)
+        given = {name: getattr(request, name) for name in SENT}
+        parts = {"env": self._number, "request": given}, {"task": np.frombuffer(pickled, np.uint8)}
         while True:
             try:
-                group = await self.pool.best_worker().run_group(message, request)
-                break
+                group = await self.pool.best_worker().run_group(request, *parts)
             except WorkerError as error:
                 if error.is_lost and num_restarts + 1 < MAX_ATTEMPTS:
                     num_restarts += 1
@@ -143,7 +123,7 @@ class WorkerEnvironment:
                     Rollout(index, f"example {index}", env=self.env.name, error=error)
                     for _ in range(request.num_rollouts)
                 ]
-                break
+            break
         for rollout in group:
             rollout.example_id, rollout.num_restarts = index, num_restarts
         return group
@@ -160,10 +140,8 @@ class WorkerPool:
     """
 
     def __init__(self, num_workers: int, timeout_s: float, python: str = "") -> None:
-        self.workers: list[Worker] = []
-        self._num_workers, self._timeout_s, self._python = num_workers, timeout_s, python
+        self.workers = [Worker(timeout_s, python) for _ in range(num_workers)]
         self._recipes: list[dict[str, Any]] = []
-        self._names = ["sys_path", "sys_argv", "orig_dir", "dir"]  # what "spawn" prepares
         self._opening: asyncio.Task[None] | None = None
 
     def add(self, env: PortableEnvironment) -> int:
@@ -174,16 +152,11 @@ class WorkerPool:
         """
         recipe = env.recipe()
         if not isinstance(recipe, dict):
-            try:
-                data = pickle.dumps(recipe)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise NotPortableError(
-                    f"its parts cannot be sent to another process: {error}"
-                ) from error
-            if b"__main__" in data:
-                check_importable(sys.modules["__main__"])
-                self._names += ["init_main_from_path", "init_main_from_name"]
-            recipe = {"pickled": base64.b64encode(data).decode()}
+            pickled = pickle_for_worker(recipe)
+            recipe = {
+                "pickled": base64.b64encode(pickled).decode(),
+                "script": b"__main__" in pickled,
+            }
         self._recipes.append({"name": env.name, **recipe})
         return len(self._recipes) - 1
 
@@ -199,24 +172,16 @@ class WorkerPool:
         await asyncio.shield(self._opening)
 
     async def _open(self) -> None:
-        process = {}
-        if not self._python:
-            given = multiprocessing.spawn.get_preparation_data("rollout worker")
-            process = {name: given[name] for name in self._names if name in given}
-        self.workers = [
-            Worker(self._recipes, self._timeout_s, self._python, process=process)
-            for _ in range(self._num_workers)
-        ]
         try:
-            await asyncio.gather(*(worker.open() for worker in self.workers))
+            await asyncio.gather(*(worker.open(self._recipes) for worker in self.workers))
         except Exception:
             await self.close()
             raise
 
     async def close(self) -> None:
         """End the workers. Each environment closes the pool; the first one ends it."""
-        workers, self.workers, self._opening = self.workers, [], None
-        await asyncio.gather(*(worker.close() for worker in workers))
+        self._opening = None
+        await asyncio.gather(*(worker.close() for worker in self.workers))
 
     def best_worker(self) -> Worker:
         """Return the worker with the least to do."""
@@ -244,35 +209,21 @@ class Worker:
     """A worker process, and this side of its connection. A process that ends is started again.
 
     Args:
-        recipes: of its environments.
         timeout_s, python: see `WorkerPool`.
-        setup: what else the process reads first.
 
     Attributes:
         groups: those that it was given and has not returned, by their number.
     """
 
-    def __init__(
-        self, recipes: Sequence[dict[str, Any]], timeout_s: float, python: str = "", **setup: Any
-    ) -> None:
+    def __init__(self, timeout_s: float, python: str) -> None:
         self.groups: dict[int, _Group] = {}
-        self._names = ", ".join(recipe["name"] for recipe in recipes)
         self._python = python
-        self._setup = {
-            "recipes": recipes,
-            "process": {},
-            "alive_s": ALIVE_S,
-            "blocked_s": BLOCKED_S,
-            **setup,
-        }
         self._load_s, self._silent_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
         self._process: subprocess.Popen[bytes] | None = None
-        self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []  # one reads, one watches
+        self._tasks: list[asyncio.Task[None]] = []  # one starts it, one reads, one watches
         self._numbers = itertools.count()
 
     @property
@@ -282,35 +233,21 @@ class Worker:
         """
         return self._num_silent * ALIVE_S >= BLOCKED_S
 
-    async def open(self) -> None:
-        """Start the process, and wait until it has opened the environments.
+    async def open(self, recipes: Sequence[dict[str, Any]]) -> None:
+        """Start the process, and wait until it has opened these environments.
 
         Raises:
             InvalidEnvironmentError: it could not make one, or not within the deadline.
         """
+        self._recipes, self._names = recipes, ", ".join(recipe["name"] for recipe in recipes)
         self._starting = asyncio.create_task(self._start())
         await self._starting
 
     async def _start(self) -> None:
-        await self.load()
-        self._num_silent = 0
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-
-    async def load(self) -> dict[str, Any]:
-        """Start the process, and return what it says when the environments are ready.
-
-        Raises:
-            InvalidEnvironmentError: it could not make one, or not within the deadline.
-        """
-        ours, theirs = socket.socketpair()
+        process, ours = start_process(self._python, self._recipes)
+        self._process, self._num_silent = process, 0
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
-            with theirs:
-                self._process = process = start_process(self._python, theirs.fileno(), self._setup)
-        except BaseException:
-            ours.close()
-            raise
-        try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
             said, _ = await asyncio.wait_for(receive(self._reader), self._load_s)
             problem = said["problem"]
         except TimeoutError:
@@ -318,33 +255,30 @@ class Worker:
             problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
         except (EOFError, OSError):
             problem = f"{await self._how_it_ended()}; see its output above"
-        except BaseException:
-            await self._end()
-            raise
         if problem is not None:
             await self._end()
-            where = f"python={self._python!r}" if self._python else "a worker"
-            raise InvalidEnvironmentError(f"environment {self._names!r}, in {where}: {problem}")
-        return said
+            raise unloadable(self._names, self._python, problem)
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
-    async def run_group(self, message: dict[str, Any], request: GroupRequest) -> list[Rollout]:
+    async def run_group(
+        self, request: GroupRequest, message: dict[str, Any], arrays: dict[str, np.ndarray]
+    ) -> list[Rollout]:
         """Run one group.
 
         Args:
-            message: the environment's number, the example, and the request's fields.
+            message, arrays: the environment's number, the request's fields, the pickled task.
 
         Raises:
             WorkerError: the worker has ended, or could not run the group.
             ServerLostError: no server is there for one of its rollouts.
             InvalidEnvironmentError: a new process could not make the environments.
         """
-        assert self._starting is not None, "the pool is not open"
         number = next(self._numbers)
         group = _Group(request, asyncio.get_running_loop().create_future())
         self.groups[number] = group
         try:
             await asyncio.shield(self._starting)
-            self._send({"group": number, **message})
+            self._send({"group": number, **message}, arrays)
             rollouts = await group.result
             self._num_deaths = 0
             return rollouts
@@ -359,7 +293,6 @@ class Worker:
     async def _hold_place(self, number: int, rollout: int) -> None:
         """Hold the place of a rollout that runs in the worker, until it has ended."""
         group = self.groups[number]
-        said = group.said[rollout]
 
         def tell(**what: Any) -> None:
             self._send({"group": number, "rollout": rollout, **what})
@@ -368,7 +301,7 @@ class Worker:
             async with group.request.begin(rollout) as session:
                 session.on_lost = lambda: tell(is_lost=True)
                 tell(server=session.url)
-                while await said.get() == "server":  # it needs another one
+                while await group.said[rollout].get() == "server":  # it needs another one
                     session.fail()
                     try:
                         await session.move()
@@ -379,9 +312,9 @@ class Worker:
             if not group.result.done():
                 group.result.set_exception(error)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, *parts: Any) -> None:
         if self._writer is not None:
-            self._writer.writelines(frame(message))
+            self._writer.writelines(frame(*parts))
 
     async def _read(self) -> None:
         """Receive what the worker says. When it has ended, start it again."""
@@ -407,21 +340,19 @@ class Worker:
                 group.result.set_exception(WorkerError(problem, is_lost=True))
 
     def _take_message(self, message: dict[str, Any], arrays: dict[str, Any]) -> None:
-        number = message.get("group")
-        group = self.groups.get(number) if number is not None else None
-        if number is None or group is None or group.result.done():
+        group = self.groups.get(message.get("group", -1))
+        if group is None or group.result.done():
             return  # it says that it is alive, or its group was cancelled
-        if "rollout" in message:
-            rollout, needs = message["rollout"], message["needs"]
-            if needs == "place":
-                group.said[rollout] = asyncio.Queue()
-                group.tasks.append(asyncio.create_task(self._hold_place(number, rollout)))
-            else:
-                group.said[rollout].put_nowait(needs)
+        if "rollouts" in message:
+            group.result.set_result(unpack_group(message["rollouts"], arrays))
         elif "problem" in message:
             group.result.set_exception(WorkerError(message["problem"]))
+        elif message["needs"] == "place":
+            group.said[message["rollout"]] = asyncio.Queue()
+            holding = self._hold_place(message["group"], message["rollout"])
+            group.tasks.append(asyncio.create_task(holding))
         else:
-            group.result.set_result(unpack_group(message["rollouts"], arrays))
+            group.said[message["rollout"]].put_nowait(message["needs"])
 
     async def _start_again(self, problem: str) -> None:
         await self._end()
@@ -455,12 +386,11 @@ class Worker:
 
     async def _how_it_ended(self) -> str:
         assert self._process is not None
-        status = await asyncio.to_thread(_wait_for_end, self._process)
+        status = await asyncio.to_thread(wait_for_end, self._process)
         return f"the worker process {self._process.pid} ended with status {status}"
 
     async def close(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
+        self._starting.cancel()
         await self._end()
 
     async def _end(self) -> None:
@@ -475,28 +405,50 @@ class Worker:
         if process is not None:
             if self.is_blocked:
                 process.kill()  # it would not notice that the connection is closed
-            await asyncio.to_thread(_wait_for_end, process)
+            await asyncio.to_thread(wait_for_end, process)
 
 
-def start_process(python: str, descriptor: int, setup: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a worker process.
+def unloadable(names: str, python: str, problem: str) -> InvalidEnvironmentError:
+    """Return the error of a worker that could not make its environments."""
+    where = f"python={python!r}" if python else "a worker"
+    return InvalidEnvironmentError(f"environment {names!r}, in {where}: {problem}")
+
+
+def start_process(
+    python: str, recipes: Sequence[dict[str, Any]], only_describes: bool = False
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a worker process. Return it with our end of its connection.
 
     Args:
         python: see `WorkerPool`.
-        descriptor: of its end of the connection to the trainer.
-        setup: what it reads first. This has pickles, so it does not come over the connection.
+        recipes: of its environments.
+        only_describes: it says what it knows of its environment, and ends.
     """
-    with tempfile.TemporaryFile() as file:
-        file.write(json.dumps(setup).encode())
+    names = ["sys_path", "sys_argv", "orig_dir", "dir"]  # what "spawn" prepares
+    if any(recipe.get("script") for recipe in recipes):
+        names += ["init_main_from_path", "init_main_from_name"]
+    ours = {} if python else multiprocessing.spawn.get_preparation_data("rollout worker")
+    setup = {
+        "recipes": recipes,
+        "process": {name: ours[name] for name in names if name in ours},
+        "alive_s": ALIVE_S,
+        "blocked_s": BLOCKED_S,
+        "only_describes": only_describes,
+    }
+    text = json.dumps(setup).encode()
+    connection, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as file:
+        file.write(text)
         file.seek(0)
-        words = [str(descriptor), str(os.getpid()), str(verifiers_rl.__file__)]
-        return subprocess.Popen(
+        words = [str(theirs.fileno()), str(os.getpid()), str(verifiers_rl.__file__)]
+        process = subprocess.Popen(
             [python or sys.executable, "-c", MAIN, *words],
-            pass_fds=[descriptor],
+            pass_fds=[theirs.fileno()],
             stdin=file,
             env=clean_environment() if python else None,
             process_group=0,  # so that processes that it leaves behind can be ended
         )
+    return process, connection
 
 
 def clean_environment() -> dict[str, str]:
@@ -505,7 +457,7 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
-def _wait_for_end(process: subprocess.Popen[bytes]) -> int:
+def wait_for_end(process: subprocess.Popen[bytes]) -> int:
     """Wait for its end, and kill it if it does not end by itself; also end what it has left behind.
     Return its exit status.
     """
@@ -517,21 +469,3 @@ def _wait_for_end(process: subprocess.Popen[bytes]) -> int:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def check_importable(script: Any) -> None:
-    """Raise NotPortableError if the module of the script that runs cannot be imported in another
-    process.
-    """
-    if getattr(script, "__spec__", None) is not None:
-        return  # python -m package.module
-    path = Path(getattr(script, "__file__", None) or "")
-    if not path.is_file():
-        raise NotPortableError(
-            "parts of it are defined in an interactive session, which a worker cannot import"
-        )
-    if not re.search(r"^if __name__ == ['\"]__main__['\"]:", path.read_text(), re.MULTILINE):
-        raise NotPortableError(
-            f"parts of it are defined in {path.name}, which a worker would import, and which "
-            'lacks `if __name__ == "__main__":` around what starts the training'
-        )
