@@ -37,7 +37,7 @@ def runner_of(env, tmp_path, tokenizer=None, **options):
 
 def prompts(runner, positions, split="train"):
     async def ask():
-        return [(await runner._task(split, at)).data.prompt for at in positions]
+        return [(await runner.task(split, at)).data.prompt for at in positions]
 
     return asyncio.run(ask())
 
@@ -80,7 +80,7 @@ ENVIRONMENT
 def show(env):
     args = RLConfig(output_dir="OUT", use_cpu=True, env_workers=0)
     runner = make_runner(env, "http://unused", None, args).parts["train"][0].runner
-    task = asyncio.run(runner._task("train", 0))
+    task = asyncio.run(runner.task("train", 0))
     return [task.data.prompt, type(runner.env).__name__, runner.sizes("train"),
             [harness.id for harness in runner.env.config.agent_harnesses().values()]]
 
