@@ -391,7 +391,7 @@ def test_streams_and_lists_mix_by_weight(tmp_path):
     asked = []
 
     async def note(self, request):
-        asked.append((await self._task(request.split, request.index)).data.prompt)
+        asked.append((await self.task(request.split, request.index)).data.prompt)
         return []
 
     for part in runner.parts["train"]:
