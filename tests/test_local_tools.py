@@ -171,5 +171,8 @@ def test_tools_may_be_defined_in_the_script_that_runs(tokenizer, tmp_path, monke
     say = calls(("own_count", {}))
     (rollout,), _ = play(load("many_tools"), tokenizer, tmp_path, say, **ROOM)
     assert rollout.error is None and tool_results(rollout) == ["1"]
-    with pytest.raises(InvalidEnvironmentError, match=r"Own are defined in the script .*_process"):
+    with pytest.raises(
+        InvalidEnvironmentError,
+        match=r"Own are defined in the script .*_process.*move Own into a file beside the script",
+    ):
         play(load("many_tools"), tokenizer, tmp_path, say, tools_in_process=False, **ROOM)

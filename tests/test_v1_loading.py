@@ -142,25 +142,6 @@ def test_an_environment_in_the_script_plays_its_tasksets(run_script):
     ] * 5
 
 
-def test_tools_in_the_script_that_runs_are_called_in_this_process_or_refused(run_script):
-    tools = """
-class Doubling(vf.Toolset[vf.SharedToolsetConfig]):
-    @vf.tool
-    async def double(self, x: int) -> str:
-        return str(2 * x)
-
-Plain.toolsets = classmethod(lambda cls, config: [Doubling(vf.SharedToolsetConfig())])
-"""
-    assert run_script(tools)
-    in_processes = (
-        "import functools\nRLConfig = functools.partial(RLConfig, tools_in_process=False)"
-    )
-    with pytest.raises(InvalidEnvironmentError) as caught:
-        run_script(tools + in_processes)
-    assert "the tools Doubling are defined in the script that runs" in str(caught.value)
-    assert "move Doubling into a file beside the script" in str(caught.value)
-
-
 # --- One meaning of an id -------------------------------------------------------------------------
 
 

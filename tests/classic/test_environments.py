@@ -35,25 +35,14 @@ def turn(prompt, completion, logprobs=None):
     }
 
 
-def test_a_single_turn_becomes_one_sample():
-    (sample,) = samples_from_trajectory([turn([1, 2], [3, 4])], policy_version=5)
-    assert sample.token_ids.tolist() == [1, 2, 3, 4]
-    assert sample.loss_mask.tolist() == [False, False, True, True]
-    assert sample.inference_logprobs.tolist() == [0.0, 0.0, -3.0, -4.0]
-    assert sample.policy_versions.tolist() == [-1, -1, 5, 5]
-
-
-def test_tokens_on_both_sides_of_a_weight_update_carry_their_versions():
+def test_turns_that_extend_the_tokens_merge_and_tokens_carry_the_version_that_sampled_them():
     response = SimpleNamespace(policy_versions=[(0, 3), (2, 4)])
-    steps = [{**turn([1], [2, 3, 4]), "response": response}, turn([1, 2, 3, 4, 9], [5])]
+    steps = [{**turn([1], [2, 3, 4]), "response": response}, turn([1, 2, 3, 4, 9, 9], [5])]
     (sample,) = samples_from_trajectory(steps, policy_version=7)
-    assert sample.policy_versions.tolist() == [-1, 3, 3, 4, -1, 7]
-
-
-def test_turns_that_extend_the_tokens_exactly_merge():
-    (sample,) = samples_from_trajectory([turn([1], [2, 3]), turn([1, 2, 3, 9, 9], [4])], 0)
-    assert sample.token_ids.tolist() == [1, 2, 3, 9, 9, 4]
-    assert sample.loss_mask.tolist() == [False, True, True, False, False, True]
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]
+    assert sample.loss_mask.tolist() == [False, True, True, True, False, False, True]
+    assert sample.inference_logprobs.tolist() == [0.0, -2.0, -3.0, -4.0, 0.0, 0.0, -5.0]
+    assert sample.policy_versions.tolist() == [-1, 3, 3, 4, -1, -1, 7]
 
 
 def test_a_turn_that_rewrites_the_past_starts_a_new_sample():

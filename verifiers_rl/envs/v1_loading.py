@@ -13,7 +13,7 @@ import itertools
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -141,7 +141,7 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
             f"{cls.__name__} has no config; call super().__init__(config) in its __init__, with a "
             "vf.TasksetConfig"
         )
-    others = [c for c in _exported_beside(cls) if issubclass(c, vf.Env | vf.Harness)]
+    others = _exported_beside(cls)
     given = type(cls.__name__, (cls,), {"__new__": lambda _, config: taskset})
     module = ModuleType(f"verifiers_rl_given_{next(_numbers)}")
     exported = {f"{number}": c for number, c in enumerate([given, *others])}
@@ -153,23 +153,21 @@ def environment_of(taskset: vf.Taskset) -> vf.Env:
 
 
 def _exported_beside(cls: type) -> list[type]:
-    """Return the classes that are exported with this one, by its module or by a package around
-    that. A script exports nothing, so every class that it defines counts.
+    """Return the environments and harnesses that are exported with a taskset's class, by its module
+    or by the package around that. A script exports nothing, so all that it defines count.
     """
-    parts = cls.__module__.split(".")
-    for end in range(len(parts), 0, -1):
-        module = sys.modules.get(".".join(parts[:end]))
-        exported = _classes(module, getattr(module, "__all__", ()))
+    own = sys.modules.get(cls.__module__)
+    for module in (own, sys.modules.get(cls.__module__.partition(".")[0])):
+        exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
         if cls in exported:
-            return exported
-    module = sys.modules.get(cls.__module__)
-    own = _classes(module, [] if module is None else list(vars(module)))
-    return [c for c in own if c.__module__ == cls.__module__]
-
-
-def _classes(module: Any, names: Iterable[str]) -> list[type]:
-    found = (getattr(module, name, None) for name in names if not name.startswith("_"))
-    return [c for c in found if isinstance(c, type)]
+            break
+    else:
+        exported = [
+            c
+            for name, c in (vars(own) if own else {}).items()
+            if not name.startswith("_") and getattr(c, "__module__", "") == cls.__module__
+        ]
+    return [c for c in exported if isinstance(c, type) and issubclass(c, vf.Env | vf.Harness)]
 
 
 # --- Who plays, and where -------------------------------------------------------------------------
