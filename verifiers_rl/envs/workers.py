@@ -223,7 +223,8 @@ class Worker:
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._tasks: list[asyncio.Task[None]] = []  # one starts it, one reads, one watches
+        self._starting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # one reads, one watches
         self._numbers = itertools.count()
 
     @property
@@ -277,6 +278,7 @@ class Worker:
         group = _Group(request, asyncio.get_running_loop().create_future())
         self.groups[number] = group
         try:
+            assert self._starting is not None, "the pool is not open"
             await asyncio.shield(self._starting)
             self._send({"group": number, **message}, arrays)
             rollouts = await group.result
@@ -390,7 +392,8 @@ class Worker:
         return f"the worker process {self._process.pid} ended with status {status}"
 
     async def close(self) -> None:
-        self._starting.cancel()
+        if self._starting is not None:
+            self._starting.cancel()
         await self._end()
 
     async def _end(self) -> None:
