@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import json
 import math
 import threading
 import time
@@ -14,7 +15,7 @@ from verifiers_rl.advantages import ADVANTAGES, of_rewards, scale_by_group_mean
 from verifiers_rl.data import GroupFilter, example_index, order_examples
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import RolloutError
-from verifiers_rl.report.means import evaluation_metrics
+from verifiers_rl.report.means import batch_metrics, evaluation_metrics
 from verifiers_rl.types import Batch, Rollout
 
 IN_TURN = partial(order_examples, shuffle=False)
@@ -641,3 +642,9 @@ def test_k_of_pass_at_k_counts_failed_rollouts_and_an_agent_once():
     assert evaluation_metrics([group(None, 0.0, 1.0), group(0.0, 0.0, 0.0)])["pass@3"] == 0.5
     both = [*group(1.0, 0.0, role="writer"), *group(1.0, 0.0, role="critic")]
     assert evaluation_metrics([both])["pass@2"] == 1.0
+
+
+def test_rewards_of_numpy_become_numbers_that_json_has():
+    rollouts = [Rollout(0, "", reward=np.float32(0.5), metrics={"exact": np.float32(1.0)})]
+    assert json.loads(json.dumps(evaluation_metrics([rollouts])))["reward"] == 0.5
+    assert json.loads(json.dumps(batch_metrics([rollouts])))["reward"] == 0.5

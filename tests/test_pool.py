@@ -34,6 +34,7 @@ from verifiers_rl.sync import weight_sync
 from verifiers_rl.sync.pool import Replica, ServerPool
 from verifiers_rl.sync.sources import Source, what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
+from verifiers_rl.types import Rollout
 
 # --- Pushes ---------------------------------------------------------------------------------------
 
@@ -288,6 +289,16 @@ def test_a_signal_ends_the_wait_for_servers_that_are_all_lost(make_pool):
         pool.wait_for_server()
 
 
+def test_a_server_whose_push_has_broken_is_lost_and_not_taken_by_another(make_pool):
+    pool, _ = make_pool(1)
+    pool.wait_until_ready()
+    push(pool, 0)
+    sync = pool.replicas[0].sync
+    sync.close()  # as a push that breaks does, before the pool has heard of it
+    with pytest.raises(ServerLostError):
+        sync.check_server()
+
+
 def test_a_server_that_another_trainer_took_is_no_reason_to_wait(make_pool):
     pool, servers = make_pool(1)
     pool.wait_until_ready()
@@ -408,6 +419,31 @@ def test_a_server_that_a_rollout_could_not_reach_gets_none_until_it_answers(make
     pool.report_lost(servers[0].base_url)
     assert {pool.take(0) for _ in range(4)} == {servers[1].base_url}
     soon(lambda: states(pool) == ["serving"] * 2)
+
+
+def test_a_request_that_every_server_fails_costs_its_own_rollout_only(make_pool):
+    pool, _ = make_pool(2)
+    for replica in pool.replicas:
+        replica.policy_version = 3
+    tried = []
+
+    async def fail_everywhere(session):
+        tried.append(session.url)
+        session.fail()
+        return [Rollout(0, "", error=ConnectionError("500"))]
+
+    async def main():
+        places = Places(8, pool)
+        request = make_request(0, 1, places=places, policy_version=3)
+        (poisoned,) = await request.play(0, fail_everywhere)
+        async with places.take(request, 1) as session:
+            return poisoned, session.url
+
+    poisoned, url = asyncio.run(main())
+    urls = [replica.url for replica in pool.replicas]
+    assert poisoned.error is not None and {*tried} == {*urls} and len(tried) <= 4
+    assert url in urls  # both answer, and the next rollout is played
+    assert [replica.num_running for replica in pool.replicas] == [0, 0]
 
 
 # --- Rollouts -------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class Places:
         except ServerLostError:
             return None
         self._router.release(url)
-        return other
+        return other if other != url else None
 
     def lose(self, url: str) -> None:
         """End the requests that wait for this server, which is lost."""

@@ -82,7 +82,7 @@ def _of_evaluation(groups: Groups) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group]
     survivors = _survivors(groups)
     metrics = {
-        "reward": sum(rollout.reward for rollout in survivors) / len(rollouts),
+        "reward": float(sum(rollout.reward for rollout in survivors) / len(rollouts)),
         "error_share": 1 - len(survivors) / len(rollouts),
         "truncated_share": sum(rollout.is_truncated for rollout in survivors) / len(rollouts),
         "num_rollouts": float(len(rollouts)),
@@ -111,4 +111,4 @@ def _mean_scores(survivors: Sequence[Rollout], num_rollouts: int) -> dict[str, f
     survive, and those that lack one, count as 0.
     """
     names = sorted({name for rollout in survivors for name in rollout.metrics})
-    return {n: sum(r.metrics.get(n, 0.0) for r in survivors) / num_rollouts for n in names}
+    return {n: float(sum(r.metrics.get(n, 0.0) for r in survivors) / num_rollouts) for n in names}

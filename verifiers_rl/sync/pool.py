@@ -65,6 +65,20 @@ class Replica:
         return self.policy_version is not None and not self.is_in_doubt
 
 
+def choose(replicas: Sequence[Replica], policy_version: int) -> Replica | None:
+    """Return the server for a new rollout, of this policy version or a later one: one with the
+    fewest running rollouts; one in doubt where all are, because a request that every server answers
+    with an error has that effect. None if no server has the version.
+    """
+    able = [
+        one
+        for one in replicas
+        if one.policy_version is not None and one.policy_version >= policy_version
+    ]
+    random.shuffle(able)  # of equals, any one
+    return min(able, key=lambda one: (one.is_in_doubt, one.num_running), default=None)
+
+
 class ServerPool:
     """The `WeightSink` of a trainer. With several servers, rollouts ask it which one they use.
     All methods except `push` and `wait_for_server` may be called from any thread.
@@ -241,25 +255,18 @@ class ServerPool:
     # --- For rollouts -----------------------------------------------------------------------------
 
     def take(self, policy_version: int) -> str:
-        """Return the URL of the server for a new rollout, and count the rollout there.
-
-        It is a server of this policy version or a later one, with the fewest running rollouts.
+        """Return the URL of the server that `choose` has chosen for a new rollout, and count the
+        rollout there.
 
         Raises:
-            ServerLostError: no replica serves this version.
+            ServerLostError: no replica has this version.
         """
         with self._lock:
-            able = [
-                one
-                for one in self.replicas
-                if one.is_serving and (one.policy_version or 0) >= policy_version
-            ]
-            if not able:
+            replica = choose(self.replicas, policy_version)
+            if replica is None:
                 raise ServerLostError(
                     f"no server has version {policy_version} of the policy: {self._error_of_all()}"
                 )
-            random.shuffle(able)  # of equals, any one
-            replica = min(able, key=lambda one: one.num_running)
             replica.num_running += 1
             return replica.url
 

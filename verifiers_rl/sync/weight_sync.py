@@ -267,7 +267,7 @@ class WeightSync:
             InferenceServerError: another trainer has taken over the server.
         """
         status = self.client.status()
-        if status["connection"] is None:
+        if status["connection"] is None or self._connection is None:  # or a push has broken
             raise ServerLostError(f"the inference server at {self.client.base_url} started anew")
         if status["connection"] != self._connection:
             raise InferenceServerError(
