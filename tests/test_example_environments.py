@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from importlib import import_module
 
 import pytest
 from aiohttp import web
@@ -102,7 +103,7 @@ def play(tokenizer, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_game_answers_each_guess_and_rewards_few_of_them(play):
-    module = load_example("number_guess")
+    module = import_module("number_guess")
     first = next(iter(module.GuessTaskset(module.GuessConfig(id="number_guess"))))
 
     def search(prompt):
@@ -128,7 +129,7 @@ def test_the_game_answers_each_guess_and_rewards_few_of_them(play):
 
 @pytest.mark.slow
 def test_the_tool_tells_prices_and_the_sum_is_rewarded(play):
-    prices = load_example("price_lookup").PRICES
+    prices = import_module("price_lookup").PRICES
 
     def shop(prompt):
         things = [thing for thing in prices if f"one {thing}" in prompt]
@@ -161,7 +162,7 @@ def test_the_judges_verdict_is_the_reward_and_no_verdict_is_an_error(play):
 
 @pytest.mark.slow
 def test_both_agents_are_trained_and_share_one_reward(play):
-    animals = load_example("code_words").ANIMALS
+    animals = import_module("code_words").ANIMALS
 
     def say(prompt):
         if "Describe this animal" in prompt:
