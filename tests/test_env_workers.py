@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.troubled_env import QUESTIONS, TroubledEnv
 from verifiers_rl import RLConfig, env_from
 from verifiers_rl.config import ConfigError
 from verifiers_rl.envs import workers
-from verifiers_rl.envs.base import InvalidEnvironmentError
+from verifiers_rl.envs.base import InvalidEnvironmentError, needs_script, pickle_for_worker
 from verifiers_rl.envs.make import make_runner
 from verifiers_rl.envs.messages import WorkerError, frame, pack_group, receive, unpack_group
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
@@ -438,3 +439,15 @@ def test_stopping_the_orchestrator_ends_its_workers(tmp_path):
     orchestrator.submit(0, "m", 0)
     orchestrator.stop()
     assert not any(map(is_running, running))
+
+
+def test_only_what_the_script_defines_needs_the_script(monkeypatch):
+    class Thing:
+        pass
+
+    Thing.__module__, Thing.__qualname__ = "__main__", "Thing"
+    monkeypatch.setattr(sys.modules["__main__"], "Thing", Thing, raising=False)
+    assert needs_script(pickle.dumps(Thing())) and needs_script(pickle.dumps([Thing]))
+    code = 'if __name__ == "__main__":\n    main()'  # a task of a dataset of programs
+    assert not needs_script(pickle.dumps({"prompt": code}))
+    assert pickle.loads(pickle_for_worker({"prompt": code})) == {"prompt": code}

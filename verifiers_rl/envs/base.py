@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import pickletools
 import re
 import sys
 from collections.abc import Sequence
@@ -49,9 +50,18 @@ def pickle_for_worker(thing: Any) -> bytes:
         data = pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise NotPortableError(f"its parts cannot be sent to another process: {error}") from error
-    if b"__main__" in data:
+    if needs_script(data):
         check_importable(sys.modules["__main__"])
     return data
+
+
+def needs_script(pickled: bytes) -> bool:
+    """Return whether a pickle has a class or a function of the script that runs; a text that has
+    `__main__` in it is none.
+    """
+    if b"__main__" not in pickled:
+        return False
+    return any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled))
 
 
 def check_importable(script: Any) -> None:

@@ -42,7 +42,12 @@ import numpy as np
 
 import verifiers_rl
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.base import InvalidEnvironmentError, PortableEnvironment, pickle_for_worker
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    PortableEnvironment,
+    needs_script,
+    pickle_for_worker,
+)
 from verifiers_rl.envs.messages import WorkerError, frame, receive, unpack_group
 from verifiers_rl.inference import ServerLostError, SessionLostError
 from verifiers_rl.requests import GroupRequest
@@ -155,7 +160,7 @@ class WorkerPool:
             pickled = pickle_for_worker(recipe)
             recipe = {
                 "pickled": base64.b64encode(pickled).decode(),
-                "script": b"__main__" in pickled,
+                "script": needs_script(pickled),
             }
         self._recipes.append({"name": env.name, **recipe})
         return len(self._recipes) - 1
