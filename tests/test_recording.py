@@ -218,6 +218,10 @@ def test_rollouts_that_cannot_be_written_fail_the_run(
     class NoRoom(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
+                deadline = time.monotonic() + 60  # for the thread that writes the first step
+                while not [*tmp_path.glob("run/rollouts/step-000001.parquet")]:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
                 monkeypatch.setattr("pyarrow.parquet.write_table", full)
 
     monkeypatch.setattr("verifiers_rl.report.rollouts.FILE_S", file_s)

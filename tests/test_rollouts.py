@@ -188,3 +188,10 @@ def test_an_invented_run_has_rollouts_of_all_kinds(tmp_path):
     said = [m["content"] for m in first["messages"] if m["role"] == "assistant"]
     assert said[0].split()[-1] in "".join(first["token_texts"])
     assert len({len(first[field.name]) for field in rollouts.TOKENS}) == 1
+
+
+def test_half_a_surrogate_pair_of_a_model_is_a_question_mark(tmp_path):
+    messages = [{"role": "assistant", "content": "a\ud800b"}]
+    write_rows(tmp_path, make_row(messages=messages), make_row(error="\udfff"))
+    first, second = read(tmp_path)
+    assert (first["messages"][0]["content"], second["error"]) == ("a?b", "?")
