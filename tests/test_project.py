@@ -194,11 +194,11 @@ def test_a_worker_of_vllm_loads_only_what_receives_weights():
 
 # Each number may only be lowered. Who needs a larger one finds something to take away first.
 LARGEST = {
-    "library without view, code tokens": 138_377,
-    "reached from trainer.py, code tokens": 76_525,
-    "modules reached from trainer.py": 71,
-    "options of RLConfig itself": 72,
-    "places that change a library from inside": 4,
+    "library without view, code tokens": 128_600,
+    "reached from trainer.py, code tokens": 71_887,
+    "modules reached from trainer.py": 69,
+    "options of RLConfig itself": 71,
+    "places that change a library from inside": 3,
 }
 FREE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -279,8 +279,8 @@ def test_it_grows_no_larger():
     view = [module for module in known if "view" in module.split(".")]
     sizes = {module: code_tokens(path) for module, path in known.items()}
     measured = {
-        "library without view, code tokens": sum(sizes.values()) - sum(map(sizes.get, view)),
-        "reached from trainer.py, code tokens": sum(sizes[module] for module in reach),
+        "library without view, code tokens": 128_600sum(sizes.values()) - sum(map(sizes.get, view)),
+        "reached from trainer.py, code tokens": 71_887sum(sizes[module] for module in reach),
         "modules reached from trainer.py": len(reach),
         # Also those of transformers that it gives another default.
         "options of RLConfig itself": len(RLConfig.__annotations__),
