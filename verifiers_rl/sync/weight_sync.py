@@ -263,16 +263,19 @@ class WeightSync:
         """Return the status of the server if it still has the weights of the last push.
 
         Raises:
-            ServerLostError: the server is gone, or has restarted and lost the weights.
+            ServerLostError: the server is gone, has restarted and lost the weights, or our
+                connection was given up.
             InferenceServerError: another trainer has taken over the server.
         """
-        status = self.client.status()
-        if status["connection"] is None or self._connection is None:  # or a push has broken
-            raise ServerLostError(f"the inference server at {self.client.base_url} started anew")
+        status, url = self.client.status(), self.client.base_url
+        if self._connection is None:  # a push has broken; a new connection shows who has the server
+            raise ServerLostError(f"the connection to the inference server at {url} was given up")
+        if status["connection"] is None:
+            raise ServerLostError(f"the inference server at {url} started anew")
         if status["connection"] != self._connection:
             raise InferenceServerError(
-                f"another trainer has connected to the server at {self.client.base_url}; "
-                "give each run a server of its own (vllm_server_port)"
+                f"another trainer has connected to the server at {url}; give each run a server of "
+                "its own (vllm_server_port)"
             )
         return status
 
