@@ -19,12 +19,23 @@ from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import HarnessSession
 
+from verifiers_rl.envs.endpoint import Post, post_in_memory
 from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, open_tools
 
-# Takes a path and the JSON body of a request; returns the reply's status and body.
-Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
+
+
+def interception_of(client: Any, secret: str) -> Any:
+    """Return the `aiohttp.web.AppRunner` of the interception server at which a rollout with this
+    secret is registered; None if that is not one of our environment's.
+    """
+    runner = getattr(client, "_runner", None)  # of a `v1_client.TokenClientConfig`
+    serving = getattr(runner and runner.env, "_interception", None)
+    for server in getattr(serving, "servers", [serving]):
+        if secret in getattr(server, "sessions", ()):
+            return server.runner
+    return None
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -69,12 +80,14 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
+        runner = interception_of(ctx.client, secret)
         try:
             async with AsyncExitStack() as stack:
-                http: Any = getattr(ctx.client, "endpoint_http", None)  # of a `TokenClientConfig`
-                if http is None:
+                if runner is not None:
+                    post = post_in_memory(runner, secret)
+                else:
                     http = await stack.enter_async_context(aiohttp.ClientSession())
-                post = partial(_post, http, endpoint.removesuffix("/v1"), secret)
+                    post = partial(_post, http, endpoint.removesuffix("/v1"), secret)
                 tools = _Tools(self.config.tool_timeout, trace)
                 await tools.connect_all(stack, mcp_urls)
                 is_gated = tool_interception_url is not None

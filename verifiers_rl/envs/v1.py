@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import verifiers.v1 as vf
 
 from verifiers_rl.data import ENDLESS, describe_sizes
@@ -131,10 +130,7 @@ class V1TaskRunner:
         async def serve() -> None:  # the task that opens a context must also close it
             try:
                 tools = nullcontext() if self._local_tools is None else self._local_tools.open()
-                # Rollouts share their connections to the endpoint.
-                connector = aiohttp.TCPConnector(limit=0)
-                self.endpoint_http = http = aiohttp.ClientSession(connector=connector)
-                async with http, tools, self.env.serving():
+                async with tools, self.env.serving():
                     is_up.set_result(None)
                     await self._stopping.wait()
             except Exception as error:

@@ -71,11 +71,6 @@ class TokenClientConfig(vf.TrainClientConfig):
         client._sampling |= client._sampling.pop("extra_body", {})
         return client
 
-    @property
-    def endpoint_http(self) -> Any:
-        """Connections to the interception endpoint, which all rollouts share."""
-        return self._runner.endpoint_http
-
     def warn_of_bias(self, agent: str, request: Mapping[str, Any]) -> None:
         """Warn once for each agent and option by which importance ratios are off."""
         for name in biased_options(request, self._sampling):

@@ -1,0 +1,99 @@
+"""verifiers' interception endpoint in memory: as over HTTP, but without a socket."""
+
+import asyncio
+from functools import partial
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests import test_environments_v1 as v1
+from tests.test_environments_v1 import check_tokens, load, play
+from verifiers_rl.envs import chat_harness
+from verifiers_rl.envs.chat_harness import CHAT
+from verifiers_rl.envs.endpoint import post_in_memory
+
+tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
+
+
+async def started(handler):
+    """The runner of an application that answers model calls with the handler."""
+    app = web.Application(client_max_size=2**30)
+    app.router.add_post(CHAT, handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    return runner
+
+
+def test_replies_are_those_of_the_socket():
+    async def answer(request):
+        if request.headers["Authorization"] != "Bearer secret":
+            return web.json_response({"error": "unauthorized"}, status=401)
+        body = await request.json()
+        return web.json_response({"n": len(body["text"]), "type": request.content_type})
+
+    async def ask():
+        runner = await started(answer)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            for secret in ("secret", "wrong"):
+                here, there = (
+                    post_in_memory(runner, secret),
+                    partial(chat_harness._post, session, url, secret),
+                )
+                for path, size in ((CHAT, 3), (CHAT, 150_000), ("/nowhere", 3)):
+                    body = {"text": "ä" * size}
+                    try:
+                        found = await here(path, body)
+                    except web.HTTPNotFound:
+                        found = (404, b"404: Not Found")
+                    assert found == await there(path, body)
+        await runner.cleanup()
+
+    asyncio.run(ask())
+
+
+def test_a_request_runs_in_a_task_of_its_own_and_ends_with_its_caller():
+    tasks = []
+
+    async def answer(request):
+        tasks.append(asyncio.current_task())
+        await asyncio.sleep(10)
+
+    async def ask():
+        runner = await started(answer)
+        post = post_in_memory(runner, "secret")
+        caller = asyncio.create_task(post(CHAT, {}))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert tasks[0] is not caller and tasks[0].cancelled()
+        # verifiers cancels the handler if the rollout ends; the caller goes on.
+        caller = asyncio.create_task(post(CHAT, {}))
+        await asyncio.sleep(0.01)
+        tasks[1].cancel()
+        assert await caller == (409, b"the rollout has ended")
+        await runner.cleanup()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_model_calls_of_the_chat_need_no_socket(tokenizer, tmp_path, monkeypatch, is_local):
+    """The address is for rollouts whose interception server is not the environment's."""
+    used = []
+    for way in (chat_harness.post_in_memory, chat_harness._post):
+
+        def spy(*arguments, way=way):
+            used.append(way.__name__)
+            return way(*arguments)
+
+        monkeypatch.setattr(chat_harness, way.__name__, spy)
+    if not is_local:
+        monkeypatch.setattr(chat_harness, "interception_of", lambda *arguments: None)
+    rollouts, requests = play(load(), tokenizer, tmp_path, lambda _: "yes", num_rollouts=3)
+    assert [rollout.error for rollout in rollouts] == [None] * 3
+    assert set(used) == {"post_in_memory" if is_local else "_post"} and len(used) == 3
+    check_tokens(rollouts, requests)
