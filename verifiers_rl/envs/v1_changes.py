@@ -6,17 +6,19 @@ import inspect
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from verifiers.v1 import MessageNode
+from verifiers.v1 import MessageNode, runtimes
 
 from verifiers_rl.process.secret_names import is_secret
 
-# verifiers 0.4.1 moves the runtime of this machine.
-_MODULE = "verifiers.v1.runtimes.subprocess"
+# verifiers 0.4.1 moves the runtime of this machine and names its class anew.
+_MODULE, _CLASS = "verifiers.v1.runtimes.subprocess", "SubprocessRuntime"
 if find_spec(_MODULE) is None:
-    _MODULE = "verifiers.v1.runtimes.backends.subprocess"
+    _MODULE, _CLASS = "verifiers.v1.runtimes.backends.subprocess", "SubprocessBackend"
 local_runtime: Any = import_module(_MODULE)
+_Runtime: Any = getattr(local_runtime, _CLASS)
 
 
 # --- Nodes of a trace -----------------------------------------------------------------------------
@@ -59,3 +61,39 @@ class _OsWithoutSecrets:
 # variables that are named like an API key. They still get what verifiers passes on explicitly:
 # `runtime_env()` of a task, `env` and `forward_env` of a harness.
 local_runtime.os = _OsWithoutSecrets()
+
+
+class _LazyRuntime(_Runtime):
+    """verifiers' runtime on this machine, which makes its folder when something first uses it. A
+    rollout in our chat uses it only if its task does. To make and to remove a folder, which happens
+    on another thread, takes a tenth of the time of a short rollout.
+    """
+
+    _folder: Path | None = None
+    _is_made = False
+
+    @property
+    def workdir(self) -> Path | None:
+        if self._folder is not None and not self._is_made:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._is_made = True
+        return self._folder
+
+    @workdir.setter
+    def workdir(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    async def start(self) -> None:
+        self._folder = local_runtime.CACHE_DIR / "runtimes" / "subprocess" / self.name
+        self.info.id = str(self._folder)
+
+    async def teardown(self) -> None:
+        if self._is_made:
+            await super().teardown()
+
+    def cleanup(self) -> None:
+        if self._is_made:
+            super().cleanup()
+
+
+setattr(runtimes, _CLASS, _LazyRuntime)  # where verifiers looks the class up
