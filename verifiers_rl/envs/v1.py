@@ -107,15 +107,15 @@ class V1TaskRunner:
         return isinstance(env, vf.Env | vf.Taskset)
 
     def _files_per_rollout(self) -> int:
-        """Return how many sockets and pipes a rollout holds in this process at most: a connection
-        to the server, one to the endpoint, with both ends here, and those of tool servers and of an
-        agent's program.
+        """Return how many sockets and pipes a rollout holds in this process at most: one connection
+        to the server, and those of tool servers and of an agent's program. A program also has a
+        connection to the endpoint, with both ends here.
         """
         config = self.env.config
         harnesses = config.agent_harnesses().values()
-        num_files = 3 + 4 * len(tool_servers(self.env, self._local_tools is not None))
+        num_files = 1 + 4 * len(tool_servers(self.env, self._local_tools is not None))
         if any(harness.id != IN_PROCESS for harness in harnesses):
-            num_files += 5
+            num_files += 7
         return num_files * (config.max_concurrent_agents or len(harnesses))
 
     async def open(self) -> None:
@@ -162,12 +162,15 @@ class V1TaskRunner:
         """
         if self._local_tools is not None:
             task = self._local_tools.of_task(task)
-        play = partial(self._play, task, request)
-        runs = [request.play(number, play) for number in range(request.num_rollouts)]
+        runs = [self._run(task, request, number) for number in range(request.num_rollouts)]
         rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
         for rollout in rollouts:
             rollout.env, rollout.example_id = self.name, request.index
         return rollouts
+
+    async def _run(self, task: vf.Task, request: GroupRequest, number: int) -> list[Rollout]:
+        async with self._slots:  # who waits here holds no place of another environment
+            return await request.play(number, partial(self._play, task, request))
 
     async def _play(
         self, task: vf.Task, request: GroupRequest, session: RolloutSession
@@ -176,7 +179,7 @@ class V1TaskRunner:
         client = TokenClientConfig.of_episode(self, request, session)
         version = request.policy_version
         try:
-            async with self._slots, session.limited(request.timeout_s) as deadline:
+            async with session.limited(request.timeout_s) as deadline:
                 context = vf.ModelContext(model=request.model, client=client)
                 traces = trained_traces(await self.env.run_slot(slot, context))
             for trace in traces:

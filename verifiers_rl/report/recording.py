@@ -183,7 +183,21 @@ class RolloutFiles(TrainerCallback):
         """Let the thread write these rollouts. Wait until it has written those before."""
 
         async def write() -> None:
-            self._write(split, step, groups, batch, values)
+            kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else ()
+            number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
+            rows = []
+            for number, group in enumerate(groups):
+                for rollout in group:
+                    row = row_of(rollout, step, split, number, id(rollout) in kept)
+                    samples = [
+                        (number_of.get(id(sample), -1), sample) for sample in rollout.samples
+                    ]
+                    if values is not None and any(n in values.of_samples for n, _ in samples):
+                        assert self._texts is not None
+                        row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
+                    rows.append(row)
+            if self._writer is not None:
+                self._writer.append(rows, step if split == "train" else None)
 
         self._wait()
         if self._thread is not None:
@@ -199,34 +213,13 @@ class RolloutFiles(TrainerCallback):
         try:
             if job is not None:
                 job.result(WRITE_S)
-        except TimeoutError as error:
+        except (TimeoutError, ValueError, TypeError) as error:  # the last two are pyarrow's
             self._writer = self._thread = None  # it may hang for good
+            why = f"({error})" if str(error) else f"within {WRITE_S:g} s"
             raise WritingError(
-                f"the rollouts of a step were not written to {self._folder} within {WRITE_S:g} s; "
-                "is its disk well? Or set log_rollouts=0"
+                f"the rollouts of a step were not written to {self._folder} {why}; look at its "
+                "disk, or set log_rollouts=0"
             ) from error
-
-    def _write(
-        self,
-        split: Split,
-        step: int,
-        groups: Sequence[Sequence[Rollout]],
-        batch: Batch | None,
-        values: TokenValues | None,
-    ) -> None:
-        kept = {id(rollout) for rollout in batch.rollouts} if batch is not None else ()
-        number_of = {id(s): i for i, s in enumerate(batch.samples)} if batch is not None else {}
-        rows = []
-        for number, group in enumerate(groups):
-            for rollout in group:
-                row = row_of(rollout, step, split, number, id(rollout) in kept)
-                samples = [(number_of.get(id(sample), -1), sample) for sample in rollout.samples]
-                if values is not None and any(n in values.of_samples for n, _ in samples):
-                    assert self._texts is not None
-                    row |= {"has_tokens": True, **token_columns(samples, values, self._texts)}
-                rows.append(row)
-        if self._writer is not None:
-            self._writer.append(rows, step if split == "train" else None)
 
 
 def row_of(rollout: Rollout, step: int, split: Split, group: int, is_kept: bool) -> dict[str, Any]:
