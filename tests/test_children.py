@@ -33,7 +33,9 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ray_environment.items():
             patch.setenv(name, value)
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80_000_000)
+        ray.init(
+            address="local", num_cpus=4, include_dashboard=False, object_store_memory=80_000_000
+        )
         try:
             yield ray
         finally:

@@ -153,7 +153,7 @@ def test_tools_in_process_decides_whether_there_is_a_process(tokenizer, tmp_path
             )
         )
         assert len(tool_servers(runner.env, tools_in_process)) == (not tools_in_process)
-        assert runner.files_per_rollout == (3 if tools_in_process else 7)
+        assert runner.files_per_rollout == (1 if tools_in_process else 5)
         say = calls(("double", {"x": 4}))
         (rollout,), requests = play(env, tokenizer, tmp_path, say, **options)
         assert rollout.error is None and tool_results(rollout) == ["8"], rollout.error

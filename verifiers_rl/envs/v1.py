@@ -131,7 +131,8 @@ class V1TaskRunner:
             try:
                 tools = nullcontext() if self._local_tools is None else self._local_tools.open()
                 async with tools, self.env.serving():
-                    is_up.set_result(None)
+                    if not is_up.done():  # nobody waits for it any more
+                        is_up.set_result(None)
                     await self._stopping.wait()
             except Exception as error:
                 if is_up.done():
