@@ -32,6 +32,7 @@ from tests.helpers import (
     StubSource,
     make_tiny_model,
     make_tiny_moe,
+    push_to,
     stub_servers,
     write_tiny_qwen3_5,
 )
@@ -274,14 +275,14 @@ def test_weights_travel_in_bodies_of_several_buckets(sync_with, kind):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
-        metrics = sync.push(model, version)
+        push_to(sync, model, version)
         assert len(server.plan.buckets) > 2
         sources, _ = what_to_send(model, lora_sync)
         wanted = {name: source.make() for name, source in sources.items()}
         assert server.policy_version == version
         assert server.weights.keys() == wanted.keys()
         assert all(torch.equal(server.weights[name], wanted[name]) for name in wanted)
-        assert metrics["sync_bytes"] == sum(tensor.nbytes for tensor in wanted.values())
+        assert sync.plan.num_bytes == sum(tensor.nbytes for tensor in wanted.values())
 
 
 class StubNccl:
@@ -332,14 +333,14 @@ def test_what_fails_on_our_side_is_told_as_it_is_and_ends_the_request(
     sources = {name: Source((1,), torch.float32, out_of_memory) for name in full_sources(model)}
     monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
     with pytest.raises(RuntimeError, match="while merging"):
-        sync.push(model, 0)
-    assert not sync.is_connected and (transport is None or transport.is_abandoned)
+        push_to(sync, model, 0)
+    assert sync.connection is None and (transport is None or transport.is_abandoned)
     monkeypatch.undo()
     if has_nccl:  # connects again, though its last request was given up
         monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
         monkeypatch.setattr(weight_sync, "choose_backend", lambda *_: "nccl")
         sync.connect(model, *what_to_send(model, "merged"))
-        assert sync.is_connected
+        assert sync.connection is not None
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -356,7 +357,7 @@ def test_over_nccl_the_servers_error_says_why_and_ends_our_part(monkeypatch, ove
     transport.error = nccl.NcclError("NCCL failed: a worker left") if fails else None
     transport.waits_for_reply = not fails
     with pytest.raises(InferenceServerError, match="500: RuntimeError: out of memory"):
-        sync.push(model, 0)
+        push_to(sync, model, 0)
     assert transport.is_abandoned
 
 
@@ -373,12 +374,12 @@ def test_over_nccl_a_server_that_does_not_say_why_our_part_has_failed_is_lost(
     sync._nccl.error = nccl.NcclError("NCCL failed: a worker left")
     monkeypatch.setattr(StubRequest, "answer", answer)
     with pytest.raises(ServerLostError, match=r"over NCCL .* NCCL failed: a worker left"):
-        sync.push(model, 0)
+        push_to(sync, model, 0)
 
 
 def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took(sync_with):
     sync = sync_with()
-    sync.push(make_tiny_model(), 0)
+    push_to(sync, make_tiny_model(), 0)
     sync.check_server()
     sync.client.connection = None
     with pytest.raises(ServerLostError, match="started anew"):

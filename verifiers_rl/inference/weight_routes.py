@@ -42,7 +42,6 @@ from verifiers_rl.sync.nccl import ID_BYTES
 from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
 
-ROUTING_SCHEDULER = "verifiers_rl.inference.routed_experts.RoutingScheduler"
 CALL_DEADLINE_S = 60.0
 # How long a new trainer waits for the previous one to leave. When a process dies, its connection
 # ends at once, but this server may hear of the new trainer first.
@@ -136,7 +135,7 @@ class WeightRoutes:
         if engine.errored:
             raise HTTPException(503, "vLLM's engine is dead; see the server's log")
         config, model = engine.vllm_config, engine.vllm_config.model_config
-        lora = config.lora_config
+        lora, device = config.lora_config, config.device_config.device_type
         if self._gpus is None:
             self._gpus = await call_workers(engine, CALL_DEADLINE_S, "weight_sync_gpu")
         text = model.hf_config.get_text_config()
@@ -144,7 +143,7 @@ class WeightRoutes:
             "policy_version": self.policy_version,
             "connection": self.hold.connection if self.hold is not None else None,
             "world_size": config.parallel_config.world_size_across_dp,
-            "device": config.device_config.device_type,
+            "device": device,
             "gpus": self._gpus,
             "dtype": str(model.dtype).removeprefix("torch."),
             "lora_dtype": str(lora.lora_dtype).removeprefix("torch.") if lora else None,
@@ -154,9 +153,11 @@ class WeightRoutes:
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
             "joined": list(self._joined),
-            "returns_experts": returns_experts(config),
+            "returns_experts": self.vllm.args.returns_experts,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
-            "takes_seeds": takes_seeds(config),
+            # On a CPU, vLLM's engine dies when it sets back the generator of a request whose prompt
+            # is prefilled in parts.
+            "takes_seeds": device != "cpu" or not config.scheduler_config.enable_chunked_prefill,
         }
 
     async def join(self, server: Address) -> None:
@@ -329,17 +330,3 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
         raise HTTPException(
             400, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
         ) from error
-
-
-def takes_seeds(config: Any) -> bool:
-    """Return whether requests may have seeds. On a CPU, vLLM's engine dies when it sets back the
-    generator of a request whose prompt is prefilled in parts.
-    """
-    is_cpu = config.device_config.device_type == "cpu"
-    return not (is_cpu and config.scheduler_config.enable_chunked_prefill)
-
-
-def returns_experts(config: Any) -> bool:
-    """Return whether replies have the experts of their tokens."""
-    is_native = config.aux_output_config.enable_return_routed_experts
-    return is_native or config.scheduler_config.scheduler_cls == ROUTING_SCHEDULER
