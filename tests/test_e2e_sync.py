@@ -43,8 +43,6 @@ from verifiers_rl.inference.client import (
 from verifiers_rl.inference.packed_tokens import unpack_experts, unpack_sampled
 from verifiers_rl.models import load_policy
 from verifiers_rl.router_replay import replay_experts, routers_of
-from verifiers_rl.sync import weight_sync
-from verifiers_rl.sync.sources import what_to_send
 from verifiers_rl.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.e2e
@@ -839,28 +837,8 @@ def test_a_running_trainer_keeps_its_server(full_server, connect):
     push_to(first, model, 2)
     first.close()
     push_to(second, model, 3)
-    with pytest.raises(InferenceServerError, match="another trainer has connected"):
+    with pytest.raises(ServerLostError):
         first.check_server()
-
-
-def refused_within_seconds(sync, model, message):
-    start = time.monotonic()
-    with pytest.raises(InferenceServerError, match=message):
-        push_to(sync, model, 0)
-    assert time.monotonic() - start < 10  # not at the deadline of the connection, 60 s
-
-
-def test_a_server_for_full_weights_refuses_an_adapter(full_server, connect):
-    folder, server = full_server
-    adapter = get_peft_model(load(folder), LoraConfig(r=8, target_modules=["q_proj"]))
-    refused_within_seconds(connect(server), adapter, "--enable-lora --max-lora-rank 8")
-
-
-def test_a_server_for_adapters_refuses_full_weights_and_larger_ranks(lora_server, connect):
-    folder, server = lora_server
-    refused_within_seconds(connect(server), load(folder), "without --enable-lora")
-    large = get_peft_model(load(folder), LoraConfig(r=32, target_modules=["q_proj"]))
-    refused_within_seconds(connect(server), large, "--max-lora-rank 32")
 
 
 def test_another_model_is_refused_with_both_sizes(full_server, connect):
@@ -887,23 +865,3 @@ def test_control_routes_need_the_token(full_server, connect, monkeypatch):
         assert reply.status_code == 404 and "vf-vllm does not serve" in reply.json()["error"]
     for route in ("v1/models", "health", "version", "metrics", "metrics/"):
         assert httpx.get(f"{server.url}/{route}", follow_redirects=True).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda s: s._replace(shape=(10**6, 10**6)), r"has shape \[1000000, 1000000\]"),
-        (None, "has no tensor 'model.embed_tokens.wait'"),
-    ],
-)
-def test_oversized_and_misnamed_tensors_are_refused(
-    full_server, connect, monkeypatch, edit, message
-):
-    folder, server = full_server
-    sync = connect(server)
-    sources, _ = what_to_send(load(folder), "adapter")
-    name = "model.embed_tokens.weight"
-    source = sources.pop(name)
-    sources = {name: edit(source)} | sources if edit else {name[:-6] + "wait": source} | sources
-    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
-    refused_within_seconds(sync, load(folder), message)

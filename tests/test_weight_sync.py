@@ -720,6 +720,22 @@ def test_an_unknown_architecture_is_named():
         expected_shapes(config, "full")
 
 
+@pytest.mark.parametrize(
+    ("rank", "served_rank", "message"),
+    [
+        (8, None, "--enable-lora --max-lora-rank 8"),
+        (32, 16, "--max-lora-rank 32"),
+        (None, 16, "start vf-vllm without --enable-lora"),
+    ],
+)
+def test_a_server_names_the_flags_that_a_plan_needs(rank, served_rank, message):
+    lora = served_rank and SimpleNamespace(max_lora_rank=served_rank)
+    model = SimpleNamespace(hf_config=make_tiny_model().config)
+    plan = plan_with({"a": (1,)}, adapter=rank and ADAPTER | {"r": rank})
+    with pytest.raises(ValueError, match=message):
+        fit_to_server(plan, SimpleNamespace(lora_config=lora, model_config=model))
+
+
 def test_a_server_of_a_quantised_checkpoint_says_what_to_do_about_full_weights():
     config = make_tiny_model().config
     config.quantization_config = {"quant_method": "mxfp4"}

@@ -126,7 +126,7 @@ class InferenceClient:
 
     def join(self, host: str, port: int) -> None:
         """POST /weight_sync/join: tell this server's trainer of another server."""
-        ControlRequest(self, "/weight_sync/join", {"host": host, "port": port}).begin().answer()
+        ControlRequest(self, f"/weight_sync/join?host={host}&port={port}").begin().answer()
 
     def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> ControlRequest:
         """POST /weight_sync/connect: what will come. NCCL connects meanwhile.

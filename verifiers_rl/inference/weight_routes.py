@@ -81,11 +81,6 @@ class Push(BaseModel):
     timeout_s: PositiveFloat
 
 
-class Address(BaseModel):
-    host: str
-    port: int
-
-
 class WeightRoutes:
     """The trainer's connection with this server, and the routes that change it.
 
@@ -160,17 +155,16 @@ class WeightRoutes:
             "takes_seeds": device != "cpu" or not config.scheduler_config.enable_chunked_prefill,
         }
 
-    async def join(self, server: Address) -> None:
+    async def join(self, host: str, port: int) -> None:
         """Remember another server. The trainer of this one finds it in the status."""
-        self._joined[server.host, server.port] = None
+        self._joined[host, port] = None
 
     async def connect(self, new: Connection, request: Request) -> Hold:
         """Give the server to this trainer, unless another one has it. Let the workers know what
         each push will carry, and connect over NCCL.
         """
-        await self._refuse_if_held(new.trainer)
         async with self._lock:
-            await self._refuse_if_held(new.trainer)  # perhaps by another one that waited too
+            await self._refuse_if_held(new.trainer)
             return await self._connect(new, request)
 
     async def _refuse_if_held(self, trainer: str) -> None:
