@@ -15,7 +15,7 @@ import os
 import reprlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -31,8 +31,6 @@ from verifiers_rl.inference.engine_calls import (
     call_engines,
     call_workers,
     is_dying,
-    paused,
-    steps_together,
     tell_workers,
     updating,
 )
@@ -198,7 +196,7 @@ class WeightRoutes:
         hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
         with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
             shared, address = found
-            async with paused(engine, new.timeout_s) if steps_together(engine) else nullcontext():
+            async with updating(engine, new.timeout_s):  # some engines step together
                 await self._let_work(
                     *(left(request), shared, new.timeout_s, "weight_sync_connect"),
                     *(plan.model_dump_json(), address, new.nccl_id, new.timeout_s),

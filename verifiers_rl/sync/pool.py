@@ -295,13 +295,12 @@ class ServerPool:
             self._watching.append(thread)
 
     def _look_at(self, replica: Replica) -> None:
-        with self._lock:
-            sync, has_weights = replica.sync, replica.policy_version is not None
+        sync = replica.sync
         try:
-            if sync is not None and has_weights:
-                self._take_in(sync.check_server().get("joined", []))
-            else:
+            if sync is None or replica.policy_version is None:
                 self._find(replica)
+            else:
+                self._take_in(sync.check_server()["joined"])
         except InferenceServerError as error:
             is_news = str(error) != str(replica.error)
             if sync is None and is_news and not isinstance(error, ServerLostError):
