@@ -134,23 +134,6 @@ def test_a_signal_ends_a_push_to_servers_that_hang(syncs_to):
     assert len(told) == 2 and all(given_up.is_set() for given_up in told)
 
 
-def test_an_error_of_the_trainer_itself_is_raised_and_leaves_no_server_half_full(
-    syncs_to, monkeypatch
-):
-    model, servers = make_tiny_model(), [StubServer(n) for n in range(2)]
-    syncs = syncs_to(*servers)
-
-    def out_of_memory():
-        raise MemoryError("out of memory while merging")
-
-    names = [name for name, _ in model.named_parameters()]
-    sources = {name: Source((1,), torch.float32, out_of_memory) for name in names}
-    monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
-    with pytest.raises(MemoryError, match="while merging"):
-        push_to_all(syncs, model, 7, "recompute")
-    assert all(sync.connection is None for sync in syncs)
-
-
 def test_a_push_keeps_two_buckets_in_memory_however_slow_a_server_is(syncs_to, monkeypatch):
     made, slow = [], threading.Semaphore(0)
 
