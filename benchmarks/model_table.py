@@ -174,6 +174,7 @@ def try_family(name: str, path: Path, folder: Path, with_servers: bool) -> None:
 def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) -> None:
     from tests.conftest import running_server
     from tests.family_steps import load
+    from tests.helpers import push_to
     from tests.test_e2e_sync import largest_difference, perturb
     from verifiers_rl.inference.client import InferenceClient
     from verifiers_rl.sync.weight_sync import WeightSync
@@ -187,7 +188,7 @@ def try_server(family: Any, checkpoint: Path, folder: Path, results: Results) ->
         client = InferenceClient("127.0.0.1", server.port, timeout_s=60)
         sync = WeightSync(client, lora_sync=lora_sync, timeout_s=60)
         try:
-            sync.push(model, 0)
+            push_to(sync, model, 0)
             new = largest_difference(model.eval(), server, sync.model_name)
             stale = largest_difference(old, server, sync.model_name)
         finally:

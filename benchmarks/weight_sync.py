@@ -5,7 +5,7 @@
 
 The model has Qwen3-0.6B's shape and random weights: float32 here (with threads on half of the
 cores, as `RLTrainer` sets it), bfloat16 in a real `vf-vllm`. Each mode's figure is the median of
-`--repeats` pushes by `WeightSync`, after one that warms up. Each round measures all modes of one
+`--repeats` pushes by `push_to_all`, after one that warms up. Each round measures all modes of one
 server in turn:
 
 - full, merged: all weights, or all weights with a rank-16 adapter added. The server has no LoRA.
@@ -228,22 +228,27 @@ def main() -> None:
         measure(Path(name), raw, rows, options)
 
 
+def push(syncs: list[WeightSync], model: nn.Module) -> None:
+    errors = push_to_all(syncs, model, 0, "recompute")
+    if any(errors):
+        raise RuntimeError(errors)
+
+
 def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namespace) -> None:
     model, adapted = make_models(folder / "model", options)
     plans, differences = {}, {}
 
     def sizes(sync: WeightSync) -> list[int]:
-        assert sync.plan is not None
         return [bucket.num_bytes for bucket in sync.plan.buckets]
 
     with running_server(folder / "model", folder / "full.log", options) as client:
         sync = WeightSync(client, lora_sync="merged", timeout_s=TIMEOUT_S)
-        sync.push(model, 0)
+        push([sync], model)
         plans["full"] = plans["merged"] = sync.plan
         all_sizes = sizes(sync)
         modes: dict[str, Callable[[], None]] = {
-            "full": lambda: sync.push(model, 0) and None,
-            "merged": lambda: sync.push(adapted, 0) and None,
+            "full": lambda: push([sync], model),
+            "merged": lambda: push([sync], adapted),
             "full (a)": lambda: raw.push(all_sizes),
         }
         # The time of a push means nothing unless its weights arrive. The server has loaded the
@@ -265,12 +270,12 @@ def measure(folder: Path, raw: RawReceiver, rows: Rows, options: argparse.Namesp
     flags = ("--enable-lora", "--max-lora-rank", "16")
     with running_server(folder / "model", folder / "lora.log", options, *flags) as client:
         sync = WeightSync(client, timeout_s=TIMEOUT_S)
-        sync.push(adapted, 0)
+        push([sync], adapted)
         plans["adapter"] = sync.plan
         adapter_sizes = sizes(sync)
         differences["adapter"] = error_of(served_reply(client, sync.model_name), adapted)
         modes = {
-            "adapter": lambda: sync.push(adapted, 0) and None,
+            "adapter": lambda: push([sync], adapted),
             "adapter (a)": lambda: raw.push(adapter_sizes),
         }
         measure_rounds(modes, options.repeats, rows)
@@ -326,18 +331,11 @@ def measure_replicas(numbers: list[int], options: argparse.Namespace) -> None:
         model, _ = make_models(Path(folder) / "model", options)
     servers = [StandIn() for _ in range(max(numbers))]
     syncs = [WeightSync(server, timeout_s=TIMEOUT_S) for server in servers]
-
-    def push(number: int) -> None:
-        errors = push_to_all(syncs[:number], model, 0, "recompute")
-        if any(errors):
-            raise RuntimeError(errors)
-
     rows: Rows = defaultdict(list)
-    modes = {str(number): lambda number=number: push(number) for number in numbers}
+    modes = {str(number): lambda number=number: push(syncs[:number], model) for number in numbers}
     for mode in modes.values():
         mode()
     measure_rounds(modes, options.repeats, rows)
-    assert syncs[0].plan is not None
     print(f"{syncs[0].plan.num_bytes / 1e6:.0f} MB to each server")
     print("| servers | s (min-max) | over the first row |")
     print("| --- | --- | --- |")

@@ -1,7 +1,7 @@
 """Reinforcement learning of a language model in one file, to be read from top to bottom.
 
     for each step:
-        send the weights to the server            weight_sync.push
+        send the weights to the server            pool.push
         roll out: the server answers prompts      sample_group, in threads
         rewards to advantages                     center_on_group_mean
         loss of every sampled token, backward     cispo
@@ -36,7 +36,7 @@ from verifiers_rl.advantages import center_on_group_mean
 from verifiers_rl.inference import InferenceClient, generation_key
 from verifiers_rl.logprobs import token_logprobs_and_entropy
 from verifiers_rl.losses import LossInputs, cispo
-from verifiers_rl.sync import WeightSync
+from verifiers_rl.sync import ServerPool
 from verifiers_rl.types import Rollout, Sample
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -171,17 +171,17 @@ def main() -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, weight_decay=0.0)
     server = InferenceClient("127.0.0.1", options.port)
-    server.wait_until_ready()
+    pool = ServerPool([server])  # of one server
+    pool.wait_until_ready()
     server.check_model(model.config)
-    weight_sync = WeightSync(server)
     direct = httpx.Client(trust_env=False, timeout=600)  # no proxy: the server is beside us
     url, key = f"{server.base_url}/v1", generation_key(server.base_url)
     client = openai.OpenAI(base_url=url, api_key=key, http_client=direct)
     rng = random.Random(0)
     with ThreadPoolExecutor(NUM_GROUPS) as threads:
         for step in range(options.steps):
-            weight_sync.push(model, policy_version=step)
-            roll_out = partial(sample_group, client, weight_sync.model_name, step)
+            pool.push(model, policy_version=step)
+            roll_out = partial(sample_group, client, pool.model_name, step)
             groups = list(threads.map(roll_out, [make_prompt(rng) for _ in range(NUM_GROUPS)]))
             for group in groups:
                 set_advantages(group)
@@ -190,7 +190,7 @@ def main() -> None:
             loss = train_on(model, optimizer, samples)
             reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)
             print(f"step {step}  reward {reward:.3f}  loss {loss:+.4f}", flush=True)
-    weight_sync.close()
+    pool.close()
     if options.output:
         model.save_pretrained(options.output)
         AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)

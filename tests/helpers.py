@@ -39,6 +39,7 @@ from verifiers_rl.requests import GroupRequest, Places
 from verifiers_rl.sync.nccl import ID_BYTES, ID_KEY
 from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.sources import Source, buckets_of
+from verifiers_rl.sync.weight_sync import WeightSync, push_to_all
 from verifiers_rl.types import (
     Batch,
     Rollout,
@@ -276,6 +277,15 @@ def packed_weights(
     for bucket, buffer in itertools.islice(made, num_tensors):
         found |= {name: view.clone() for name, view in bucket.views(buffer)}
     return found
+
+
+def push_to(
+    sync: WeightSync, model: Any, policy_version: int, in_flight: Any = "recompute"
+) -> None:
+    """Push these weights to one server; raise its error."""
+    (error,) = push_to_all([sync], model, policy_version, in_flight)
+    if error is not None:
+        raise error
 
 
 def at_bucket(sync: Any, number: int, act: Callable[[], Any]) -> None:

@@ -32,6 +32,7 @@ from tests.helpers import (
     StubSource,
     make_tiny_model,
     make_tiny_moe,
+    push_to,
     stub_servers,
     write_tiny_qwen3_5,
 )
@@ -274,14 +275,14 @@ def test_weights_travel_in_bodies_of_several_buckets(sync_with, kind):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
-        metrics = sync.push(model, version)
+        push_to(sync, model, version)
         assert len(server.plan.buckets) > 2
         sources, _ = what_to_send(model, lora_sync)
         wanted = {name: source.make() for name, source in sources.items()}
         assert server.policy_version == version
         assert server.weights.keys() == wanted.keys()
         assert all(torch.equal(server.weights[name], wanted[name]) for name in wanted)
-        assert metrics["sync_bytes"] == sum(tensor.nbytes for tensor in wanted.values())
+        assert sync.plan.num_bytes == sum(tensor.nbytes for tensor in wanted.values())
 
 
 class StubNccl:
@@ -332,14 +333,14 @@ def test_what_fails_on_our_side_is_told_as_it_is_and_ends_the_request(
     sources = {name: Source((1,), torch.float32, out_of_memory) for name in full_sources(model)}
     monkeypatch.setattr(weight_sync, "what_to_send", lambda *_: (sources, None))
     with pytest.raises(RuntimeError, match="while merging"):
-        sync.push(model, 0)
-    assert not sync.is_connected and (transport is None or transport.is_abandoned)
+        push_to(sync, model, 0)
+    assert sync.connection is None and (transport is None or transport.is_abandoned)
     monkeypatch.undo()
     if has_nccl:  # connects again, though its last request was given up
         monkeypatch.setattr(weight_sync, "NcclTransport", StubNccl)
         monkeypatch.setattr(weight_sync, "choose_backend", lambda *_: "nccl")
         sync.connect(model, *what_to_send(model, "merged"))
-        assert sync.is_connected
+        assert sync.connection is not None
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -356,7 +357,7 @@ def test_over_nccl_the_servers_error_says_why_and_ends_our_part(monkeypatch, ove
     transport.error = nccl.NcclError("NCCL failed: a worker left") if fails else None
     transport.waits_for_reply = not fails
     with pytest.raises(InferenceServerError, match="500: RuntimeError: out of memory"):
-        sync.push(model, 0)
+        push_to(sync, model, 0)
     assert transport.is_abandoned
 
 
@@ -373,20 +374,7 @@ def test_over_nccl_a_server_that_does_not_say_why_our_part_has_failed_is_lost(
     sync._nccl.error = nccl.NcclError("NCCL failed: a worker left")
     monkeypatch.setattr(StubRequest, "answer", answer)
     with pytest.raises(ServerLostError, match=r"over NCCL .* NCCL failed: a worker left"):
-        sync.push(model, 0)
-
-
-def test_a_server_that_started_anew_is_told_from_one_that_another_trainer_took(sync_with):
-    sync = sync_with()
-    sync.push(make_tiny_model(), 0)
-    sync.check_server()
-    sync.client.connection = None
-    with pytest.raises(ServerLostError, match="started anew"):
-        sync.check_server()
-    sync.client.connection = "2"
-    with pytest.raises(InferenceServerError, match=r"another trainer.*vllm_server_port") as caught:
-        sync.check_server()
-    assert not isinstance(caught.value, ServerLostError)
+        push_to(sync, model, 0)
 
 
 @pytest.mark.parametrize("kind", ["pissa", "olora", "orthogonal", "gaussian", False])
@@ -717,6 +705,22 @@ def test_an_unknown_architecture_is_named():
     config.architectures = ["NoSuchModel"]
     with pytest.raises(ValueError, match="no architecture 'NoSuchModel'"):
         expected_shapes(config, "full")
+
+
+@pytest.mark.parametrize(
+    ("rank", "served_rank", "message"),
+    [
+        (8, None, "--enable-lora --max-lora-rank 8"),
+        (32, 16, "--max-lora-rank 32"),
+        (None, 16, "start vf-vllm without --enable-lora"),
+    ],
+)
+def test_a_server_names_the_flags_that_a_plan_needs(rank, served_rank, message):
+    lora = served_rank and SimpleNamespace(max_lora_rank=served_rank)
+    model = SimpleNamespace(hf_config=make_tiny_model().config)
+    plan = plan_with({"a": (1,)}, adapter=rank and ADAPTER | {"r": rank})
+    with pytest.raises(ValueError, match=message):
+        fit_to_server(plan, SimpleNamespace(lora_config=lora, model_config=model))
 
 
 def test_a_server_of_a_quantised_checkpoint_says_what_to_do_about_full_weights():

@@ -136,16 +136,14 @@ def expert_load(model: Any, samples: Sequence[Sample]) -> dict[str, float]:
     if not known:
         return {}
     num_tokens = sum(len(experts) for experts in known)
-    counted = known[:: -(-num_tokens // MAX_COUNTED)]
-    largest, spread = [], []
+    counted = np.concatenate(known[:: -(-num_tokens // MAX_COUNTED)])  # (tokens, layers, top_k)
+    loads = []
     for layer, router in routers_of(model):
-        chosen = np.concatenate([experts[:, layer].ravel() for experts in counted])
+        chosen = counted[:, layer]
         counts = np.bincount(chosen[chosen >= 0], minlength=router.num_experts)
-        load = counts / max(counts.mean(), 1e-9)  # (experts,), 1 where it is even
-        largest.append(load.max())
-        spread.append(load.std())
+        loads.append(counts / max(counts.mean(), 1e-9))  # (experts,), 1 where it is even
     return {
-        "expert_load_max": float(np.mean(largest)),
-        "expert_load_cv": float(np.mean(spread)),
+        "expert_load_max": float(np.mean([load.max() for load in loads])),
+        "expert_load_cv": float(np.mean([load.std() for load in loads])),
         "expert_bytes": sum(experts.nbytes for experts in known) / num_tokens,
     }

@@ -51,7 +51,8 @@ def make_source_and_sink(
         return replaced.orchestrator, replaced.weight_sync
     pool = make_pool(policy, tokenizer, args)
     weight_sync: Any = pool if replaced.weight_sync is None else replaced.weight_sync
-    adapter = policy.peft_config["default"] if hasattr(policy, "peft_config") else None
+    sends_adapter = weight_sync is pool and hasattr(policy, "peft_config")
+    adapter = policy.peft_config["default"] if sends_adapter else None
     runner = None
     # What can be wrong without a server comes before the wait for it.
     if replaced.orchestrator is None:
@@ -61,11 +62,11 @@ def make_source_and_sink(
                 f"example_order decides which environment comes next, so weights {runner.weights} "
                 "of the environments have no effect; leave them out"
             )
-    if weight_sync is pool and adapter is not None:
+    if adapter is not None:
         # What "auto" will be is not known yet; less can be sent as an adapter than merged.
         check_adapter(adapter, args.lora_sync if args.lora_sync != "auto" else "merged")
     status = pool.wait_until_ready()
-    if weight_sync is pool and adapter is not None:
+    if adapter is not None:
         check_adapter(adapter, pool.lora_sync)
     if args.use_cpu and status["device"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The server on this machine has pinned its threads to the first half of the cores.
@@ -91,8 +92,7 @@ def make_source_and_sink(
         advantage_fn=replaced.advantage_fn or args.make_advantage(),
         mask_truncated_completions=args.mask_truncated_completions,
         zero_truncated_completions=args.zero_truncated_completions,
-        # A server of the list may be lost, or move to another address.
-        router=pool if weight_sync is pool and args.vllm_servers else None,
+        router=pool if weight_sync is pool else None,
         seed=args.seed if args.deterministic else None,
     )
     return orchestrator, weight_sync

@@ -129,7 +129,7 @@ def policy_flags(config: RunConfig) -> dict[str, Any]:
     if option("router_replay"):
         args.setdefault("enable_return_routed_experts", True)
     if option("deterministic") and not config.inference_gpus:
-        args.setdefault("enable_chunked_prefill", False)  # see server.takes_seeds
+        args.setdefault("enable_chunked_prefill", False)  # see `WeightRoutes.status`
     return args
 
 

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +101,7 @@ class InferenceClient:
 
     def wait_until_ready(self) -> dict[str, Any]:
         """Wait until the server answers; return its status. Raises as `wait_for_servers` does."""
-        return wait_for_servers([self], InferenceClient.status, 1, self.timeout_s)[self]
+        return wait_for_servers({self: self.status}, 1, self.timeout_s)[0]
 
     def status(self) -> dict[str, Any]:
         """GET /weight_sync/status: see `weight_routes.WeightRoutes.status`."""
@@ -126,7 +126,7 @@ class InferenceClient:
 
     def join(self, host: str, port: int) -> None:
         """POST /weight_sync/join: tell this server's trainer of another server."""
-        ControlRequest(self, "/weight_sync/join", {"host": host, "port": port}).begin().answer()
+        ControlRequest(self, f"/weight_sync/join?host={host}&port={port}").begin().answer()
 
     def connect_weight_sync(self, fields: dict[str, Any], timeout_s: float) -> ControlRequest:
         """POST /weight_sync/connect: what will come. NCCL connects meanwhile.
@@ -158,45 +158,41 @@ class InferenceClient:
 
 
 def wait_for_servers(
-    clients: Sequence[InferenceClient],
-    ask: Callable[[InferenceClient], dict[str, Any]],
-    number: int,
-    timeout_s: float,
-) -> dict[InferenceClient, dict[str, Any]]:
+    asks: Mapping[InferenceClient, Callable[[], dict[str, Any]]], number: int, timeout_s: float
+) -> list[dict[str, Any]]:
     """Ask servers until `number` of them have answered, or `timeout_s` has passed and one has.
 
     Args:
-        ask: raises ServerLostError if a server does not answer yet.
+        asks: asks a server; raises ServerLostError if it does not answer yet.
 
     Returns:
-        The answers.
+        The answers, in the order in which they came.
 
     Raises:
         InferenceServerError: none has answered within `timeout_s` seconds, or one is not
             `vf-vllm`, or the token is wrong.
         Interrupted: a signal asks the run to end.
     """
-    answers: dict[InferenceClient, dict[str, Any]] = {}
-    deadline = time.monotonic() + timeout_s
+    answers: list[dict[str, Any]] = []
+    missing, deadline = {**asks}, time.monotonic() + timeout_s
 
-    def missing() -> str:
-        return ", ".join(client.base_url for client in clients if client not in answers)
+    def where() -> str:
+        return ", ".join(client.base_url for client in missing)
 
-    with WaitingLine(lambda: f"the server at {missing()}, {timeout_s:g} s at most,") as line:
+    with WaitingLine(lambda: f"the server at {where()}, {timeout_s:g} s at most,") as line:
         while True:
-            for client in clients:
-                if client not in answers:
-                    with suppress(ServerLostError):
-                        answers[client] = ask(client)
-            if len(answers) >= number:
+            for client in [*missing]:
+                with suppress(ServerLostError):
+                    answers.append(asks[client]())
+                    del missing[client]
+            is_late = time.monotonic() >= deadline
+            if len(answers) >= number or (answers and is_late):
                 return answers
             line.show()
-            if time.monotonic() >= deadline:
-                if answers:
-                    return answers
+            if is_late:
                 raise InferenceServerError(
-                    f"no server at {missing()} after {timeout_s:g} s (vllm_server_timeout). "
-                    f"Start one with `vf-vllm --model ... --port {clients[0].port}`, or set "
+                    f"no server at {where()} after {timeout_s:g} s (vllm_server_timeout). "
+                    f"Start one with `vf-vllm --model ... --port {next(iter(asks)).port}`, or set "
                     "vllm_server_host and vllm_server_port, or vllm_servers for several"
                 )
             # Nothing to await: the servers are other processes that may not exist yet.

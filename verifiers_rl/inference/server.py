@@ -257,6 +257,7 @@ def main() -> None:
             f"need the run's token ({TOKEN_VARIABLE}) or an --api-key",
             file=sys.stderr,
         )
+    args.returns_experts = args.enable_return_routed_experts  # on a CPU in a way of our own
     if problem := fit_to_checkpoint(args, sys.argv):
         parser.error(problem)
     if not torch.cuda.is_available() and (problem := fit_to_cpu(args)):

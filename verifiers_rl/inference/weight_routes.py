@@ -15,7 +15,7 @@ import os
 import reprlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -31,8 +31,6 @@ from verifiers_rl.inference.engine_calls import (
     call_engines,
     call_workers,
     is_dying,
-    paused,
-    steps_together,
     tell_workers,
     updating,
 )
@@ -42,7 +40,6 @@ from verifiers_rl.sync.nccl import ID_BYTES
 from verifiers_rl.sync.plan import ADAPTER_NAME, TransferPlan
 from verifiers_rl.sync.shared_buffers import SharedBuffers, shared_with_workers
 
-ROUTING_SCHEDULER = "verifiers_rl.inference.routed_experts.RoutingScheduler"
 CALL_DEADLINE_S = 60.0
 # How long a new trainer waits for the previous one to leave. When a process dies, its connection
 # ends at once, but this server may hear of the new trainer first.
@@ -80,11 +77,6 @@ class Push(BaseModel):
     policy_version: int
     in_flight: Literal["recompute", "keep"]
     timeout_s: PositiveFloat
-
-
-class Address(BaseModel):
-    host: str
-    port: int
 
 
 class WeightRoutes:
@@ -136,7 +128,7 @@ class WeightRoutes:
         if engine.errored:
             raise HTTPException(503, "vLLM's engine is dead; see the server's log")
         config, model = engine.vllm_config, engine.vllm_config.model_config
-        lora = config.lora_config
+        lora, device = config.lora_config, config.device_config.device_type
         if self._gpus is None:
             self._gpus = await call_workers(engine, CALL_DEADLINE_S, "weight_sync_gpu")
         text = model.hf_config.get_text_config()
@@ -144,7 +136,7 @@ class WeightRoutes:
             "policy_version": self.policy_version,
             "connection": self.hold.connection if self.hold is not None else None,
             "world_size": config.parallel_config.world_size_across_dp,
-            "device": config.device_config.device_type,
+            "device": device,
             "gpus": self._gpus,
             "dtype": str(model.dtype).removeprefix("torch."),
             "lora_dtype": str(lora.lora_dtype).removeprefix("torch.") if lora else None,
@@ -154,22 +146,23 @@ class WeightRoutes:
             "hidden_size": text.hidden_size,
             "num_hidden_layers": text.num_hidden_layers,
             "joined": list(self._joined),
-            "returns_experts": returns_experts(config),
+            "returns_experts": self.vllm.args.returns_experts,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
-            "takes_seeds": takes_seeds(config),
+            # On a CPU, vLLM's engine dies when it sets back the generator of a request whose prompt
+            # is prefilled in parts.
+            "takes_seeds": device != "cpu" or not config.scheduler_config.enable_chunked_prefill,
         }
 
-    async def join(self, server: Address) -> None:
+    async def join(self, host: str, port: int) -> None:
         """Remember another server. The trainer of this one finds it in the status."""
-        self._joined[server.host, server.port] = None
+        self._joined[host, port] = None
 
     async def connect(self, new: Connection, request: Request) -> Hold:
         """Give the server to this trainer, unless another one has it. Let the workers know what
         each push will carry, and connect over NCCL.
         """
-        await self._refuse_if_held(new.trainer)
         async with self._lock:
-            await self._refuse_if_held(new.trainer)  # perhaps by another one that waited too
+            await self._refuse_if_held(new.trainer)
             return await self._connect(new, request)
 
     async def _refuse_if_held(self, trainer: str) -> None:
@@ -203,7 +196,7 @@ class WeightRoutes:
         hold = Hold(new.trainer, new.name, sizes, lambda: self.vllm.server.should_exit)
         with shared_with_workers(num_workers, num_buffers, max(sizes, default=0)) as found:
             shared, address = found
-            async with paused(engine, new.timeout_s) if steps_together(engine) else nullcontext():
+            async with updating(engine, new.timeout_s):  # some engines step together
                 await self._let_work(
                     *(left(request), shared, new.timeout_s, "weight_sync_connect"),
                     *(plan.model_dump_json(), address, new.nccl_id, new.timeout_s),
@@ -329,17 +322,3 @@ async def all_before(coming: Awaitable[None], deadline: float, timeout_s: float)
         raise HTTPException(
             400, f"a push of weights took longer than {timeout_s:g} s (vllm_server_timeout)"
         ) from error
-
-
-def takes_seeds(config: Any) -> bool:
-    """Return whether requests may have seeds. On a CPU, vLLM's engine dies when it sets back the
-    generator of a request whose prompt is prefilled in parts.
-    """
-    is_cpu = config.device_config.device_type == "cpu"
-    return not (is_cpu and config.scheduler_config.enable_chunked_prefill)
-
-
-def returns_experts(config: Any) -> bool:
-    """Return whether replies have the experts of their tokens."""
-    is_native = config.aux_output_config.enable_return_routed_experts
-    return is_native or config.scheduler_config.scheduler_cls == ROUTING_SCHEDULER

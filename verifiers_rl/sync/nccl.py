@@ -140,8 +140,6 @@ class NcclTransport:
         self._wait_until(
             lambda: self._store.check([ID_KEY]) or not self._thread.is_alive(), "NCCL's unique id"
         )
-        if self._error is not None:
-            raise self._closed_with(self._error)
         return self._store.get(ID_KEY)
 
     def wait_until_connected(self) -> None:
@@ -152,8 +150,6 @@ class NcclTransport:
             NcclError: they did not come in time, or NCCL failed.
         """
         self._wait_until(lambda: not self._thread.is_alive(), "connecting over NCCL")
-        if self._error is not None:
-            raise self._closed_with(self._error)
         self._finish(self._first, "connecting over NCCL")
 
     def send(self, buffer: Tensor) -> None:
@@ -192,7 +188,7 @@ class NcclTransport:
             raise self._closed_with(error) from error
 
     def _wait_until(self, is_over: Callable[[], bool], what: str) -> None:
-        """Wait; close and raise if it takes too long, or the push was given up."""
+        """Wait; close and raise if it takes too long, or the push was given up or failed."""
         start = time.monotonic()
         pause_s = 20e-6  # a message of 16 MiB takes a millisecond or less
         while not is_over():
@@ -208,6 +204,8 @@ class NcclTransport:
                 )
             time.sleep(pause_s)  # CUDA has no event that can be awaited up to a deadline
             pause_s = min(1.5 * pause_s, 5e-3)
+        if self._error is not None:
+            raise self._closed_with(self._error)
 
     def _closed_with(self, error: Exception) -> RuntimeError:
         """Close, and return what to raise: if another rank left, NCCL's error only follows."""

@@ -3,15 +3,15 @@
     lost       it does not answer, or does not have the weights any more
     found      it answers, and gets the weights with the next push
     serving    it has the weights, its logprobs were compared with the trainer's, it gets rollouts
-    in doubt   a rollout could not reach it: it gets no new rollouts until it has answered again
 
-           answers           push, compared            a rollout lost it
-    lost ──────────► found ─────────────────► serving ◄──────────────────► in doubt
-     ▲                 │ no answer               │ no answer                  │ no answer
-     └─────────────────┴─────────────────────────┴────────────────────────────┘
+           answers           push, compared
+    lost ──────────► found ─────────────────► serving
+     ▲                 │ no answer               │ no answer
+     └─────────────────┴─────────────────────────┘
 
-With several, a new rollout goes to the serving replica with the fewest running rollouts, and stays
-there. If a replica is lost, its rollouts begin again at others. If all are lost, the trainer waits.
+A new rollout goes to the serving replica with the fewest running rollouts, and stays there. One
+that a rollout could not reach is in doubt, and comes last until it has answered again. If a replica
+is lost, its rollouts begin again at others. If all are lost, the trainer waits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -60,27 +61,9 @@ class Replica:
         self.num_running = 0
         self.error: InferenceServerError | None = None
 
-    @property
-    def is_serving(self) -> bool:
-        return self.policy_version is not None and not self.is_in_doubt
-
-
-def choose(replicas: Sequence[Replica], policy_version: int) -> Replica | None:
-    """Return the server for a new rollout, of this policy version or a later one: one with the
-    fewest running rollouts; one in doubt where all are, because a request that every server answers
-    with an error has that effect. None if no server has the version.
-    """
-    able = [
-        one
-        for one in replicas
-        if one.policy_version is not None and one.policy_version >= policy_version
-    ]
-    random.shuffle(able)  # of equals, any one
-    return min(able, key=lambda one: (one.is_in_doubt, one.num_running), default=None)
-
 
 class ServerPool:
-    """The `WeightSink` of a trainer. With several servers, rollouts ask it which one they use.
+    """The `WeightSink` of a trainer. Rollouts ask it which server they use.
     All methods except `push` and `wait_for_server` may be called from any thread.
 
     Args:
@@ -103,11 +86,11 @@ class ServerPool:
     def __init__(
         self,
         clients: Sequence[InferenceClient],
-        make_sync: Callable[..., WeightSync],
-        check_server: Callable[[InferenceClient], None],
-        check_agreement: Callable[[nn.Module, InferenceClient, str], None],
-        lora_sync: Literal["auto", "adapter", "merged"],
-        timeout_s: float,
+        make_sync: Callable[..., WeightSync] = WeightSync,
+        check_server: Callable[[InferenceClient], None] = lambda _: None,
+        check_agreement: Callable[[nn.Module, InferenceClient, str], None] = lambda *_: None,
+        lora_sync: Literal["auto", "adapter", "merged"] = "auto",
+        timeout_s: float = 300.0,
     ) -> None:
         self.replicas = [Replica(client) for client in clients]
         self.lora_sync = lora_sync
@@ -141,7 +124,7 @@ class ServerPool:
                 self.timeout_s,
                 len(answers),
             )
-        return next(iter(answers.values()))
+        return answers[0]
 
     def wait_for_server(self) -> None:
         """Wait until a server answers. The next push connects again.
@@ -150,20 +133,23 @@ class ServerPool:
             InferenceServerError: see `wait_until_ready`.
             Interrupted: a signal asks the run to end.
         """
-        for replica in self.replicas:
-            if replica.policy_version is not None:
-                self._lose(replica, replica.sync, ServerLostError("all servers connect again"))
+        for replica in self._serving():
+            self._lose(replica, replica.sync, ServerLostError("all servers connect again"))
         self.policy_version = None  # so that the trainer pushes again
         self._wait_for(1)
 
-    def _wait_for(self, number: int) -> dict[InferenceClient, dict[str, Any]]:
-        replicas = {one.client: one for one in self.replicas}
-        find = lambda client: self._find(replicas[client])  # noqa: E731
-        return wait_for_servers([*replicas], find, number, self.timeout_s)
+    def _wait_for(self, number: int) -> list[dict[str, Any]]:
+        finds = {one.client: partial(self._find, one) for one in self.replicas}
+        return wait_for_servers(finds, number, self.timeout_s)
 
-    def push(self, model: nn.Module, policy_version: int, in_flight: InFlight) -> dict[str, float]:
+    def push(
+        self, model: nn.Module, policy_version: int, in_flight: InFlight = "recompute"
+    ) -> dict[str, float]:
         """Replace the policy of all replicas that answer; return once they have the weights. One
         that fails is left out, and the others go on.
+
+        Args:
+            in_flight: see `push_to_all`.
 
         Returns:
             `sync_s` seconds, `sync_bytes` bytes sent to all replicas together, and `num_servers`
@@ -192,16 +178,16 @@ class ServerPool:
                     raise  # at the start, what is wrong with a server is the user's to mend
                 self._lose(replica, sync, error)
             else:
-                num_bytes += sync.plan.num_bytes if sync.plan is not None else 0
-        num_serving = self._num_serving()
-        if not num_serving:
+                num_bytes += sync.plan.num_bytes
+        serving = self._serving()
+        if not serving:
             raise self._error_of_all()
         self.policy_version = policy_version
         self._watch()
         return {
             "sync_s": time.monotonic() - start,
             "sync_bytes": float(num_bytes),
-            "num_servers": float(num_serving),
+            "num_servers": float(len(serving)),
         }
 
     def _serve(
@@ -224,10 +210,9 @@ class ServerPool:
             ServerLostError: none has.
             InferenceServerError: none has, and waiting would not help.
         """
-        serving = [one for one in self.replicas if one.policy_version is not None]
         with ThreadPoolExecutor(len(self.replicas)) as threads:
-            list(threads.map(self._look_at, serving))
-        if not self._num_serving():
+            list(threads.map(self._look_at, self._serving()))
+        if not self._serving():
             raise self._error_of_all()
 
     def close(self) -> None:
@@ -242,8 +227,8 @@ class ServerPool:
             if sync is not None:
                 sync.close()
 
-    def _num_serving(self) -> int:
-        return sum(one.is_serving for one in self.replicas)
+    def _serving(self) -> list[Replica]:
+        return [one for one in self.replicas if one.policy_version is not None]
 
     def _error_of_all(self) -> InferenceServerError:
         """Return why no server serves. If one may come back, it is a ServerLostError."""
@@ -255,18 +240,22 @@ class ServerPool:
     # --- For rollouts -----------------------------------------------------------------------------
 
     def take(self, policy_version: int) -> str:
-        """Return the URL of the server that `choose` has chosen for a new rollout, and count the
-        rollout there.
+        """Return the URL of the server for a new rollout, and count the rollout there.
+
+        It is a server of this policy version or a later one, with the fewest running rollouts; one
+        in doubt where all are: a request that every server answers with an error has that effect.
 
         Raises:
             ServerLostError: no replica has this version.
         """
         with self._lock:
-            replica = choose(self.replicas, policy_version)
-            if replica is None:
+            able = [one for one in self._serving() if (one.policy_version or 0) >= policy_version]
+            if not able:
                 raise ServerLostError(
                     f"no server has version {policy_version} of the policy: {self._error_of_all()}"
                 )
+            random.shuffle(able)  # of equals, any one
+            replica = min(able, key=lambda one: (one.is_in_doubt, one.num_running))
             replica.num_running += 1
             return replica.url
 
@@ -277,8 +266,8 @@ class ServerPool:
                 replica.num_running -= replica.url == url
 
     def report_lost(self, url: str) -> None:
-        """A rollout could not reach this server. No new rollout goes there until it has answered
-        the pool.
+        """A rollout could not reach this server. Until it has answered the pool, new rollouts go
+        to others.
         """
         with self._lock:
             for replica in self.replicas:
@@ -306,13 +295,12 @@ class ServerPool:
             self._watching.append(thread)
 
     def _look_at(self, replica: Replica) -> None:
-        with self._lock:
-            sync, has_weights = replica.sync, replica.policy_version is not None
+        sync = replica.sync
         try:
-            if sync is not None and has_weights:
-                self._take_in(sync.check_server().get("joined", []))
-            else:
+            if sync is None or replica.policy_version is None:
                 self._find(replica)
+            else:
+                self._take_in(sync.check_server()["joined"])
         except InferenceServerError as error:
             is_news = str(error) != str(replica.error)
             if sync is None and is_news and not isinstance(error, ServerLostError):
@@ -361,9 +349,7 @@ class ServerPool:
             replica.sync = self._make_sync(replica.client, lora_sync=self.lora_sync)
         if self.policy_version is not None:
             logger.warning(
-                "the server at %s answers%s; it gets the weights with the next push",
-                replica.url,
-                " again" if replica.error is not None else "",
+                "the server at %s answers; it gets the weights with the next push", replica.url
             )
         return status
 
@@ -374,7 +360,7 @@ class ServerPool:
                 return
             replica.sync, replica.policy_version, replica.error = None, None, error
             replica.is_in_doubt = False
-        if self._num_serving():
+        if self._serving():
             logger.warning(
                 "%s; its %d rollouts begin again at the other servers", error, replica.num_running
             )

@@ -111,6 +111,7 @@ class WeightSync:
 
     Attributes:
         plan: what each push carries, from `connect` on.
+        connection: the server's name for what `connect` has made; None before, and after `close`.
     """
 
     def __init__(
@@ -127,48 +128,17 @@ class WeightSync:
         self.lora_sync = lora_sync
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
-        self.plan: TransferPlan | None = None
+        self.plan: TransferPlan
         self._trainer = trainer or secrets.token_hex(8)
         self._hold: ControlRequest | None = None  # is open while the server is this trainer's
-        self._connection: str | None = None  # the server's name for this trainer's last connect()
+        self.connection: str | None = None
         self._nccl: NcclTransport | None = None
         self._request: ControlRequest | None = None  # the last one
 
     @property
     def model_name(self) -> str:
-        """What rollout requests put into `model=` to reach the synced policy."""
-        if self.plan is not None and self.plan.adapter is not None:
-            return ADAPTER_NAME
-        return self.client.served_model_name
-
-    @property
-    def is_connected(self) -> bool:
-        return self._connection is not None
-
-    def push(
-        self, model: nn.Module, policy_version: int, in_flight: InFlight = "recompute"
-    ) -> dict[str, float]:
-        """Replace the server's policy by this model's weights; return once the server has them.
-        Connects first if that is necessary.
-
-        Args:
-            in_flight: requests that are being answered are frozen during the swap and continue
-                under the new weights. Their keys and values so far are computed again
-                ("recompute"), or kept as they are ("keep").
-
-        Returns:
-            `sync_s` seconds and `sync_bytes` bytes of tensors sent.
-
-        Raises:
-            ServerLostError: the server did not answer.
-            InferenceServerError: the server refused the weights or could not load them.
-        """
-        start = time.monotonic()
-        (error,) = push_to_all([self], model, policy_version, in_flight)
-        if error is not None:
-            raise error
-        assert self.plan is not None
-        return {"sync_s": time.monotonic() - start, "sync_bytes": float(self.plan.num_bytes)}
+        """What rollout requests put into `model=` to reach the synced policy; from `connect` on."""
+        return ADAPTER_NAME if self.plan.adapter else self.client.served_model_name
 
     def connect(
         self, model: nn.Module, sources: dict[str, Source], adapter: AdapterConfig | None
@@ -182,7 +152,7 @@ class WeightSync:
             InferenceServerError: another trainer has the server, or it cannot take these weights.
                 The message says why and what to change.
         """
-        if self.is_connected:
+        if self.connection is not None:
             return
         status = self.client.status()
         self.plan = make_plan(sources, adapter, status, self.bucket_bytes)
@@ -205,7 +175,7 @@ class WeightSync:
         self._hold.begin()
         if self._nccl is not None:
             self._by_nccl(self._nccl.wait_until_connected)
-        self._connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
+        self.connection = self._hold.answer(self._answer_s, stays_open=True)["connection"]
         logger.info(
             "weight sync: %s of %d tensors, %.1f MB a push, over %s to %d worker(s)",
             self.plan.kind,
@@ -216,11 +186,11 @@ class WeightSync:
         )
 
     def begin_push(self, policy_version: int, in_flight: InFlight) -> None:
-        """Let the connected server take one push. See `push`."""
-        if self._connection is None or self.plan is None:
+        """Let the connected server take one push. See `push_to_all`."""
+        if self.connection is None:
             raise ServerLostError(f"the connection to {self.client.base_url} was given up")
         fields = {
-            "connection": self._connection,
+            "connection": self.connection,
             "policy_version": policy_version,
             "in_flight": in_flight,
             "timeout_s": self.timeout_s,
@@ -268,11 +238,11 @@ class WeightSync:
             InferenceServerError: another trainer has taken over the server.
         """
         status, url = self.client.status(), self.client.base_url
-        if self._connection is None:  # a push has broken; a new connection shows who has the server
+        if self.connection is None:  # a push has broken; a new connection shows who has the server
             raise ServerLostError(f"the connection to the inference server at {url} was given up")
         if status["connection"] is None:
             raise ServerLostError(f"the inference server at {url} started anew")
-        if status["connection"] != self._connection:
+        if status["connection"] != self.connection:
             raise InferenceServerError(
                 f"another trainer has connected to the server at {url}; give each run a server of "
                 "its own (vllm_server_port)"
@@ -283,7 +253,7 @@ class WeightSync:
         """Give up the connection and release the server, without waiting for a push that may be
         unfinished: the server hears of it. The next push connects again.
         """
-        nccl, self._nccl, self._connection = self._nccl, None, None
+        nccl, self._nccl, self.connection = self._nccl, None, None
         if self._request is not None:
             self._request.give_up()
         if self._hold is not None:
@@ -298,7 +268,7 @@ def push_to_all(
     policy_version: int,
     in_flight: InFlight,
     stall_s: float = STALL_S,
-) -> list[Exception | None]:
+) -> list[BaseException | None]:
     """Replace the policy of these servers by this model's weights.
 
     Each server has a deadline of its own. One that fails, or that makes no progress for `stall_s`
@@ -307,7 +277,9 @@ def push_to_all(
     Args:
         syncs: one for each server, all of one dtype; those that are not connected are connected
             first.
-        policy_version, in_flight: see `WeightSync.push`.
+        in_flight: requests that are being answered are frozen during the swap and continue under
+            the new weights. Their keys and values so far are computed again ("recompute"), or kept
+            as they are ("keep").
 
     Returns:
         For each server, the error by which it has failed, or None.
@@ -322,13 +294,12 @@ def push_to_all(
         together.begin(lambda sync: sync.connect(model, sources, adapter))
         together.begin(lambda sync: sync.begin_push(policy_version, in_flight))
         together.wait()
-        plan = next((sync.plan for sync in together.living), None)
-        if plan is not None:
-            for bucket in buckets_of(plan, sources, model):
+        for sync in together.living[:1]:  # all have the same plan
+            for bucket in buckets_of(sync.plan, sources, model):
                 together.begin(methodcaller("send", bucket))
                 if not together.living:
                     break
-        together.begin(lambda sync: sync.finish_push())
+        together.begin(methodcaller("finish_push"))
         together.wait()
     except BaseException:
         for sync in together.living:
@@ -343,18 +314,16 @@ class Together:
     """Work with several servers at once, each on a thread of its own.
 
     Attributes:
-        errors: of the servers that have failed.
+        living: those that have not failed.
+        errors: of the others.
     """
 
     def __init__(self, syncs: Sequence[WeightSync], stall_s: float) -> None:
-        self.errors: dict[WeightSync, Exception] = {}
+        self.living = [*syncs]
+        self.errors: dict[WeightSync, BaseException] = {}
         self.threads = ThreadPoolExecutor(len(syncs), "weight-sync")
-        self._syncs, self._stall_s = syncs, stall_s
+        self._stall_s = stall_s
         self._running: dict[Future[Any], WeightSync] = {}
-
-    @property
-    def living(self) -> list[WeightSync]:
-        return [sync for sync in self._syncs if sync not in self.errors]
 
     def begin(self, work: Callable[[WeightSync], Any]) -> None:
         """Begin work with each living server, once the work before has ended."""
@@ -378,15 +347,16 @@ class Together:
                     else:
                         deadline = min(deadline, now + (now - start) + self._stall_s)
                 if now > deadline:
-                    for future in todo:
-                        self._lose(self._running[future], None)
                     break
                 line.show()
+        for future in todo:
+            late = "did not end in time, or made no progress while the others did"
+            sync = self._running[future]
+            where = f"the weight sync with {sync.client.base_url}"
+            self._lose(sync, ServerLostError(f"{where} {late} (vllm_server_timeout)"))
         self._running = {}
 
-    def _lose(self, sync: WeightSync, error: Any) -> None:
-        self.errors[sync] = error or ServerLostError(
-            f"the weight sync with {sync.client.base_url} did not end in time, or made no "
-            "progress while the others did (vllm_server_timeout)"
-        )
+    def _lose(self, sync: WeightSync, error: BaseException) -> None:
+        self.living.remove(sync)
+        self.errors[sync] = error
         sync.close()  # a thread that hangs ends by this
