@@ -37,19 +37,12 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     """
     import tomli_w
 
-    data = {**copy.deepcopy(config.tree), **config.resolved_tables(), "model": config.model}
-    if config.env_files:
-        data["env_file"] = list(map(str, config.env_files))
+    data = copy.deepcopy(config.tree)
     data["import_from"] = list(map(str, config.folders))
     args = {**config.trainer_args, "output_dir": str(Path(output_dir).absolute())}
     args.pop("overwrite_output_dir", None)  # is about one start
     data["trainer"] = {**data.get("trainer", {}), "args": args}
-    envs, teachers = data.get("env", []), data.get("teacher", [])
-    for table, env in zip(envs if isinstance(envs, list) else [envs], config.envs, strict=False):
-        table |= {"python": env.python} if env.python else {}
-    for table, teacher in zip(teachers, config.teachers, strict=True):
-        table["model"] = teacher.model
-    for table in (data["trainer"], data.get("inference", {}), *teachers):
+    for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
         _make_absolute(table.get("args", {}))
     secrets: list[str] = []
     told = _without_secrets(data, "", secrets)

@@ -23,7 +23,7 @@ gpus = 1                         # 0: CPU; above 1 one process for each
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,20 +58,11 @@ class SFTRunConfig(RunConfig):
 
     PROGRAM = "vf-sft"
     MODULE = "verifiers_rl.sft.main"
+    TRAINER, CONFIG = "verifiers_rl.sft:SFTTrainer", "verifiers_rl.sft.config:SFTConfig"
     TABLES = ("model", "import_from", "data", "trainer")
     NEEDS_ENV = False
 
     data: DataTable = field(default_factory=DataTable)
-
-    def default_trainer_class(self) -> Any:
-        from verifiers_rl.sft import SFTTrainer
-
-        return SFTTrainer
-
-    def default_config_class(self) -> Any:
-        from verifiers_rl.sft.config import SFTConfig
-
-        return SFTConfig
 
     def check_own(self) -> None:
         """Fill in `data`.
@@ -99,12 +90,7 @@ class SFTRunConfig(RunConfig):
                 f"{self.source('data')}: [data] has held-out rows, and there are no evaluations: "
                 'set eval_strategy = "steps" and eval_steps in [trainer.args]'
             )
-
-    def resolved_tables(self) -> dict[str, Any]:
-        table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}
-        if not self.data.eval:
-            table = {k: v for k, v in table.items() if not k.startswith("eval")}
-        return {"data": table}
+        self.tree["data"] = vars(data)
 
     def prepare(self) -> None:
         """Show this process its GPUs, before torch sees them.
