@@ -21,28 +21,29 @@ from verifiers_rl.inference.port import (
     reserve_port,
 )
 
+LOGS = "logs"  # in the run's folder
+
 
 class ThisMachine:
     """See `supervise.Launcher`. When it is made, it assigns GPUs and reserves ports, until `close`.
 
     Args:
         plans: of all servers.
-        log: a file for the output of the policy's server; those of the others are beside it. None:
-            all output comes here.
-        options: of the command line, for the trainer.
+        logs: a folder, in which NAME.log gets the output of the server of this name.
+        options: of the command line, for the trainer. Its output is ours.
 
     Raises:
-        TomlError: a port is taken, a log cannot be written, or see `assign_gpus`.
+        TomlError: a port is taken, or see `assign_gpus`.
     """
 
     def __init__(
         self,
         config: RunConfig,
         plans: Sequence[ServerPlan],
-        log: Path | None = None,
+        logs: Path,
         options: argparse.Namespace | None = None,
     ) -> None:
-        self._config, self._log, self._options = config, log, options
+        self._config, self._logs, self._options = config, logs, options
         self.gpus = assign_gpus(config, plans)
         self._ports: dict[str, int] = {}
         with ExitStack() as reserved:
@@ -58,22 +59,37 @@ class ThisMachine:
                     raise TomlError(str(error).replace("--port", option)) from error
                 self._ports[plan.name] = port
                 reserved.enter_context(reservation)
-                if log is not None:
-                    _begin_log(plan.log(log))
             self._reserved = reserved.pop_all()
 
     def open(self) -> None:
-        """Draw the token of the run, which all children inherit."""
-        if self._ports:
-            os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        """Draw the token of the run, which all children inherit. Begin empty logs.
+
+        Raises:
+            TomlError: a log cannot be written.
+        """
+        if not self._ports:
+            return
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for name in self._ports:
+                self._log(name).write_bytes(b"")
+        except OSError as error:
+            raise TomlError(
+                f"{self._logs}, for the servers' output: {error.strerror}; choose another "
+                "output_dir"
+            ) from error
+        print(f"vf-rl: the servers' output is in {self._logs}", flush=True)
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
 
     def start_server(self, plan: ServerPlan) -> Child:
         port = self._ports[plan.name]
         env = {**plan.env, "CUDA_VISIBLE_DEVICES": self.gpus[plan.name]}
         env[RESERVED_VARIABLE] = str(port)
-        log = plan.log(self._log) if self._log is not None else None
-        words = plan.command(plan.host, port)
-        return LocalChild(plan.name, words, env, log, address=(plan.host, port))
+        words, address = plan.command(plan.host, port), (plan.host, port)
+        return LocalChild(plan.name, words, env, self._log(plan.name), address=address)
 
     def supervise(self, plan: ServerPlan) -> Supervised:
         """Start one server alone."""
@@ -83,20 +99,7 @@ class ThisMachine:
         assert self._options is not None
         words = trainer_command(self._config, self._options)
         env = {**env, "CUDA_VISIBLE_DEVICES": self.gpus["trainer"]}
-        yield LocalChild("trainer", words, env, inherit=self._log is not None)
+        yield LocalChild("trainer", words, env)
 
     def close(self) -> None:
         self._reserved.close()
-
-
-def _begin_log(path: Path) -> None:
-    """Create an empty log file, whatever an earlier run left there.
-
-    Raises:
-        TomlError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
-    except OSError as error:
-        raise TomlError(f"--server-log {path}: {error.strerror}; choose another") from error

@@ -43,7 +43,7 @@ class ServerPlan:
     """A `vf-vllm` that the run starts: a server of the policy, or of a teacher.
 
     Attributes:
-        name: in front of its output.
+        name: of its process, and of its log.
         what: what messages call it.
         at: its table in the TOML.
         model: that it serves.
@@ -69,12 +69,6 @@ class ServerPlan:
         """Return what follows `python`."""
         flags = server_flags({**self.args, "host": host, "port": port})
         return ["-m", "verifiers_rl.inference.server", "--model", self.model, *flags]
-
-    def log(self, first: Path) -> Path:
-        """Return the file for its output: `first` of the only server of the policy, or one beside
-        it with its own name.
-        """
-        return first if self.name == "inference" else first.with_name(f"{self.name}.log")
 
 
 def plan_servers(config: RunConfig) -> list[ServerPlan]:

@@ -82,8 +82,10 @@ class ProcessActor:
         for name, addresses in psutil.net_if_addrs().items():
             if host in [one.address for one in addresses]:
                 env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", name), **env}
+        # The file of our own output, which Ray brings to the supervisor.
+        log = Path("/proc/self/fd/1").resolve()
         # It knows nothing of Ray, whose variables have the cluster's token.
-        self._child = child = LocalChild("", words, env, drop="RAY_")
+        self._child = child = LocalChild(self._name, words, env, log, drop="RAY_")
         while not child.wait(60.0):
             pass
         return child.poll() or 0, child.last_lines()

@@ -111,8 +111,6 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal may send several
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end_at_once)
-        for child in others:
-            child.mute()  # its last output is of no interest; a log file still gets it
         for group, patience_s in ((trainers, grace_s), (others, STOP_GRACE_S)):
             for child in group:
                 child.terminate()

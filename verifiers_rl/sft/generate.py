@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from verifiers_rl.cli.children import Child, ChildError
 from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
 from verifiers_rl.cli.errors import fail, folder_error
-from verifiers_rl.cli.local import ThisMachine
+from verifiers_rl.cli.local import LOGS, ThisMachine
 from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
@@ -101,7 +101,6 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--base-url", help="of an endpoint that runs already, with /v1")
     parser.add_argument("--served-model", help="the model's name there")
     parser.add_argument("--api-key-var", help="variable with the key of --base-url; default: none")
-    parser.add_argument("--server-log", type=Path, help="the server's output goes to this file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
     parser.set_defaults(overwrite=False)
     try:
@@ -180,7 +179,7 @@ def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iter
         return
     make_one_server(config)
     plans = plan_servers(config)
-    with closing(ThisMachine(config, plans, options.server_log)) as here:
+    with closing(ThisMachine(config, plans, options.output.absolute().parent / LOGS)) as here:
         here.open()
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end it
         server = here.supervise(plans[0])
@@ -189,7 +188,6 @@ def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iter
             endpoint = _answering(host, port, args.vllm_server_timeout)
             yield endpoint._replace(server=server.child)
         finally:
-            server.child.mute()
             server.child.stop()
 
 
