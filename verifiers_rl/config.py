@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import json
 import math
 import os
+from collections.abc import Container
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -60,7 +60,6 @@ _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", *_CUTS, *_PENALTIES),
     *("stop", "include_stop_str_in_output", "chat_template_kwargs"),
 )
-_T = TypeVar("_T")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -258,24 +257,6 @@ def unknown_option_hint(name: str, config_class: Any = None) -> str:
     return did_you_mean(name, [f.name for f in fields(kind)], others)
 
 
-def refuse_unknown_options(cls: type[_T]) -> type[_T]:
-    """Give the class an `__init__` that says what to set instead of an unknown option. That of
-    dataclass raises a bare TypeError.
-    """
-    init = cast(Any, cls).__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        known = {f.name for f in fields(self)}
-        if unknown := [name for name in options if name not in known]:
-            hints = [f"{name}: {unknown_option_hint(name, type(self))}" for name in unknown]
-            raise ConfigError("; ".join(hints))
-        init(self, *args, **options)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
-
-
 def default_options(config: Any) -> dict[str, Any]:
     """Return the default of each field of a config's class."""
     return {
@@ -284,7 +265,6 @@ def default_options(config: Any) -> dict[str, Any]:
     }
 
 
-@refuse_unknown_options
 @dataclass
 class RLConfig(TrainingArguments):
     """Options of `RLTrainer`: its own, and those of `transformers.TrainingArguments`, some with
@@ -299,6 +279,14 @@ class RLConfig(TrainingArguments):
     TRAINER, METHOD = "RLTrainer", "reinforcement learning"
     BEST = "reward"  # the default of metric_for_best_model
     UNUSED, INHERITED_RULES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Say what to set instead of an unknown option. dataclass would raise a bare TypeError."""
+        known = [f.name for f in fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            hints = [f"{name}: {unknown_option_hint(name, cls)}" for name in unknown]
+            raise ConfigError("; ".join(hints))
+        return super().__new__(cls)
 
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", bool)] = _option(
@@ -689,8 +677,7 @@ class RLConfig(TrainingArguments):
         )
         if self.loss in LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
-        known = {name: options for name, options in self.masks().items() if name in MASKS}
-        self._make_masks(known)
+        self.make_masks(MASKS)
         self._check_together()
 
     def _checked(self, name: str, value: Any, where: str = "") -> Any:
@@ -809,17 +796,21 @@ class RLConfig(TrainingArguments):
             return dict(DEFAULT_MASKS.get(self.loss, {}))
         return cast(dict[str, dict[str, Any]], self.gradient_masks)
 
-    def make_masks(self) -> dict[str, MaskFn]:
+    def make_masks(self, of: Container[str] | None = None) -> dict[str, MaskFn]:
         """Return the functions of `masks()`, by name.
+
+        Args:
+            of: only those with one of these names.
 
         Raises:
             ConfigError: a mask cannot be loaded, or does not take its arguments.
         """
-        return self._make_masks(self.masks())
-
-    def _make_masks(self, masks: dict[str, Any]) -> dict[str, MaskFn]:
-        of = "gradient_masks"
-        return {name: self._load(MASKS, name, of, of, options) for name, options in masks.items()}
+        field = "gradient_masks"
+        return {
+            name: self._load(MASKS, name, field, field, options)
+            for name, options in self.masks().items()
+            if of is None or name in of
+        }
 
     def complete_loss(self, loss_fn: LossFn | None) -> LossFn:
         """Return a loss under its masks, plus the terms of `kl_beta` and `entropy_beta`, to which
@@ -849,8 +840,6 @@ class RLConfig(TrainingArguments):
         try:
             function = known.get(name) or load_user_code(name, field)
             return bind_options(function, f"{of}={name!r}", options)
-        except UserCodeError as error:
-            raise ConfigError(str(error)) from error
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -915,11 +904,15 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: an option is out of range, or cannot differ between environments.
         """
-        copied, options = copy.copy(self), dict(options)
-        self._check_sampling("sampling", options)
-        for name, value in options.items():
-            setattr(copied, name, value)
+        self._check_sampling("sampling", options := dict(options))
+        copied = self._changed(options)
         copied._check_together()
+        return copied
+
+    def _changed(self, options: dict[str, Any]) -> RLConfig:
+        """Return a copy with these options, unchecked."""
+        copied = copy.copy(self)
+        vars(copied).update(options)
         return copied
 
     def sampling_args(self) -> dict[str, Any]:
@@ -954,11 +947,9 @@ class RLConfig(TrainingArguments):
 
     def eval_sampling_args(self) -> dict[str, Any]:
         """Do as `sampling_args`, for evaluations."""
-        copied = copy.copy(self)
-        for name, value in cast(dict[str, Any], self.eval_sampling).items():
-            setattr(copied, name, value)
-        copied.sampling_mask = copied.router_replay = False  # nothing is trained on an evaluation
-        return copied.sampling_args()
+        of_training = {"sampling_mask": False, "router_replay": False}  # nothing is trained on it
+        options = cast(dict[str, Any], self.eval_sampling)
+        return self._changed({**options, **of_training}).sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:
         """Return the options that make the server sample from another distribution than the

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from verifiers_rl.cli.config import RunConfig, load_run_config, overrides_of
 from verifiers_rl.cli.local import LOGS
-from verifiers_rl.cli.plan import check_folder, check_trainer_options
-from verifiers_rl.report.trackers import tracker_error
+from verifiers_rl.cli.plan import check_run
 
 NUM_GROUPS = 2  # in a step
 NUM_STEPS = 2  # the second is sampled from weights that the first has pushed
@@ -36,10 +35,7 @@ def check(
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_trainer_options(config)
-    check_folder(args, options.resume)
-    if problem := tracker_error(args.report_to):
-        raise config.of_option(problem)
+    args = check_run(config, options.resume)
     target = Path(args.output_dir).absolute()
     beside = next(path for path in target.parents if path.exists())
     # Where the run's own folder will be, because there is room for a model.

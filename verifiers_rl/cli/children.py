@@ -161,12 +161,14 @@ class Supervised:
         is_given_up: it has died too often.
     """
 
-    def __init__(self, plan: ServerPlan, start: Callable[[], Child], config: RunConfig) -> None:
+    def __init__(
+        self, plan: ServerPlan, start: Callable[[ServerPlan], Child], config: RunConfig
+    ) -> None:
         self.plan, self._start, self._config = plan, start, config
         self.is_given_up = self.was_ready = False
         self._num_deaths = 0
         self._start_at: float | None = None
-        self.child = start()
+        self.child = start(plan)
 
     def poll(self) -> None:
         """Start it again some time after its death.
@@ -179,7 +181,7 @@ class Supervised:
             return
         if self._start_at is not None:
             if time.monotonic() >= self._start_at:
-                self._start_at, self.child = None, self._start()
+                self._start_at, self.child = None, self._start(self.plan)
             return
         if self.child.poll() is None:
             if (self._num_deaths or not self.was_ready) and answers(self.child.address):

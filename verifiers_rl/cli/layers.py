@@ -210,7 +210,8 @@ def _put(tree: Data, setting: Setting) -> None:
         at: Any = part
         if isinstance(here, list):
             if not (part.isdigit() and int(part) < len(here)):
-                name, shown = key[depth - 1], ".".join([*key[:depth], "0", *key[depth:][-1:]])
+                name = key[depth - 1]
+                shown = ".".join([*key[:depth], "0", *key[depth + part.isdigit() :]])
                 raise TomlError(
                     f"{COMMAND_LINE}: {'.'.join(key)}: there are {len(here)} [[{name}]]; give the "
                     f"number of one, from 0 to {len(here) - 1}, such as --{shown}"

@@ -7,10 +7,9 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
-from verifiers_rl.cli.children import Child, LocalChild, Supervised
+from verifiers_rl.cli.children import Child, LocalChild
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.plan import ServerPlan, assign_gpus, trainer_command
 from verifiers_rl.inference.client import TOKEN_VARIABLE
@@ -90,10 +89,6 @@ class ThisMachine:
         env[RESERVED_VARIABLE] = str(port)
         words, address = plan.command(plan.host, port), (plan.host, port)
         return LocalChild(plan.name, words, env, self._log(plan.name), address=address)
-
-    def supervise(self, plan: ServerPlan) -> Supervised:
-        """Start one server alone."""
-        return Supervised(plan, partial(self.start_server, plan), self._config)
 
     def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
         assert self._options is not None

@@ -21,13 +21,12 @@ from verifiers_rl.cli.config import RunConfig, TomlError, add_run_options, parse
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.local import LOGS, ThisMachine
-from verifiers_rl.cli.plan import check_folder, check_trainer_options, plan_servers, split_gpus
+from verifiers_rl.cli.plan import check_run, plan_servers, split_gpus
 from verifiers_rl.cli.resolved import dry_run, hand_over
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.supervise import supervise
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.report.run_folder import RunFolderError
-from verifiers_rl.report.trackers import tracker_error
 
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux]\n"
@@ -122,11 +121,8 @@ def run_here(config: RunConfig, options: argparse.Namespace) -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_trainer_options(config)
+    args = check_run(config, options.resume)
     split_gpus(config)
-    check_folder(args, options.resume)
-    if problem := tracker_error(args.report_to):
-        raise config.of_option(problem)
     plans = plan_servers(config)
     folder = Path(args.output_dir).absolute()
     here = ThisMachine(config, plans, folder / LOGS, options)

@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 
 from verifiers_rl.cli.config import (
     RunConfig,
@@ -56,9 +57,14 @@ def is_first_rank() -> bool:
 
 
 def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
-    from verifiers_rl.cli.plan import launcher_env, options_of_servers, trainer_command
+    from verifiers_rl.cli.plan import (
+        check_folder,
+        launcher_env,
+        options_of_servers,
+        trainer_command,
+    )
     from verifiers_rl.cli.resolved import dry_run, write_resolved
-    from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
+    from verifiers_rl.report.run_folder import RunFolderError
 
     parser = argparse.ArgumentParser(
         prog=name, usage=f"{name} {USAGE}", description=ABOUT, allow_abbrev=False
@@ -91,12 +97,7 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
-            prepare_run_folder(
-                str(args.output_dir),
-                resume=options.resume or args.resume_from_checkpoint,
-                overwrite=args.overwrite_output_dir,
-                max_steps=args.max_steps,
-            )
+            check_folder(args, options.resume)
             write_resolved(config, args.output_dir)
         trainer = config.make_trainer(args)
         interrupt_by_signals()  # verifiers' environments put handlers of their own
@@ -106,18 +107,14 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     except (
         InvalidEnvironmentError,
         InferenceServerError,
+        RolloutError,
         RunFolderError,
         TomlError,
     ) as error:
+        if isinstance(error, RolloutError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         if trainer is not None:
             print(file=sys.stderr)  # a progress bar may be in the middle of a line
-        fail(error, name)
-    except RolloutError as error:
-        import traceback
-
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(file=sys.stderr)
         fail(error, name)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
-from verifiers_rl.config import ConfigError, RLConfig, _option, refuse_unknown_options
+from verifiers_rl.config import ConfigError, RLConfig, _option
 from verifiers_rl.losses import LossFn, cross_entropy
 from verifiers_rl.option_rules import (
     NotNegativeNumber,
@@ -44,7 +44,6 @@ _are_roles = must(
 _is_loss = must("be 'loss', of the held-out rows", lambda name: name in ("loss", "eval_loss"))
 
 
-@refuse_unknown_options
 @dataclass
 class SFTConfig(RLConfig):
     """Options of `SFTTrainer`.

@@ -22,7 +22,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verifiers_rl.cli.children import Child, ChildError
+from verifiers_rl.cli.children import Child, ChildError, Supervised
 from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
 from verifiers_rl.cli.errors import fail, folder_error
 from verifiers_rl.cli.local import LOGS, ThisMachine
@@ -182,7 +182,7 @@ def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iter
     with closing(ThisMachine(config, plans, options.output.absolute().parent / LOGS)) as here:
         here.open()
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end it
-        server = here.supervise(plans[0])
+        server = Supervised(plans[0], here.start_server, config)
         try:
             server.wait_until_ready(args.vllm_server_timeout)
             endpoint = _answering(host, port, args.vllm_server_timeout)
