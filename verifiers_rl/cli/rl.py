@@ -35,14 +35,14 @@ USAGE = (
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
     "       vf-rl generate @ config.toml -n 4 --min-reward 1.0 -o data.jsonl\n"
-    "       vf-rl view RUN... | vf-rl report RUN... -o page.html\n"
+    "       vf-rl view RUN... [-o page.html]\n"
     "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
 
 
 def main() -> None:
-    if sys.argv[1:2] in (["view"], ["report"]):
-        sys.exit(look_at_runs(sys.argv[1:]))
+    if sys.argv[1:2] == ["view"]:
+        sys.exit(look_at_runs(sys.argv[2:]))
     if sys.argv[1:2] == ["generate"]:
         from verifiers_rl.sft.generate import generate
 
