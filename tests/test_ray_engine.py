@@ -117,7 +117,7 @@ def machines_of(tmp_path, monkeypatch):
     def machines_of(text, num_machines=1, teachers=()):
         config = load_run_config(read_toml(tmp_path, text))
         config.teachers = list(teachers)
-        options = SimpleNamespace(resume=None, overwrite=False)
+        options = SimpleNamespace(resume=False, overwrite=False)
         plans = ray_engine.plan_for_ray(config)
         found = ray_engine.RayMachines(ray, config, plans, options, num_machines)
         return found, plans, groups

@@ -52,7 +52,7 @@ def check(
         }
         words = [f"--trainer.args.{name}={value}" for name, value in small.items()]
         words = [*config.words[2 * len(config.files) :], *words]
-        own = argparse.Namespace(resume=None, overwrite=False, no_tmux=True)
+        own = argparse.Namespace(resume=False, overwrite=False, no_tmux=True)
         status = run(load_run_config(config.files, overrides_of(words), checks_model=False), own)
         problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
         if problem:

@@ -694,6 +694,8 @@ def server_flags(args: dict[str, Any]) -> list[str]:
 
 # --- The command line -----------------------------------------------------------------------------
 
+PARSER: dict[str, Any] = {"allow_abbrev": False, "prefix_chars": "-@"}  # how parsers are made
+
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run`, and what to do with a run that the output_dir holds already."""
@@ -703,13 +705,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="only print the resolved configuration, and write it into the run's folder",
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--resume",
-        nargs="?",
-        const=True,
-        metavar="CHECKPOINT",
-        help="go on from this checkpoint, by default the newest",
-    )
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     group.add_argument(
         "--overwrite", action="store_true", help="replace the run that the output_dir holds"
     )
@@ -717,11 +713,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def folder_words(options: argparse.Namespace) -> list[str]:
     """The options about the output_dir as words of a command."""
-    if options.overwrite:
-        return ["--overwrite"]
-    if options.resume is None:
-        return []
-    return ["--resume"] if options.resume is True else ["--resume", str(options.resume)]
+    return ["--overwrite"] * options.overwrite + ["--resume"] * options.resume
 
 
 def parse_command_line(
@@ -733,32 +725,25 @@ def parse_command_line(
     """Return the program's own options, and the configuration of the files and the other keys.
 
     Args:
-        parser: of the program's own options; made with `allow_abbrev=False`.
+        parser: of the program's own options; made with `PARSER`.
         kind: class of the configuration.
 
     Raises:
         TomlError: there is no `@ FILE`, or see `load_run_config`.
     """
-    if {"-h", "--help"} & {*argv}:
-        parser.parse_args(["--help"])
-    own = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", parser.format_help()))
-    words: dict[str, list[str]] = {"@": [], "own": [], "toml": []}
-    group = "toml"
+    parser.add_argument(
+        "@", dest="files", action="append", type=Path, metavar="FILE", help="a TOML; the last wins"
+    )
+    # @FILE is @ FILE.
+    words: list[str] = []
     for word in argv:
-        if word.startswith("@"):
-            group, word = "@", word[1:]
-        elif re.match(r"--?[A-Za-z]", word):
-            group = "own" if word.partition("=")[0] in own else "toml"
-        if word or group != "@":
-            words[group].append(word)
-            group = "toml" if group == "@" else group  # one file after each
-    if group == "@" or not words["@"]:
+        words += ["@", word[1:]] if word.startswith("@") and word[1:] else [word]
+    options, rest = parser.parse_known_args(words)
+    if not options.files:
         raise TomlError("no configuration: give one as `@ config.toml`")
-    options, stray = parser.parse_known_args(words["own"])
-    if getattr(options, "dry_run", False):
-        checks_model = False
-    overrides = overrides_of([*stray, *words["toml"]])
-    config = load_run_config(list(map(Path, words["@"])), overrides, checks_model, own, kind)
+    own = re.findall(r"(?<!\S)--[a-z][\w-]*", parser.format_help())
+    checks_model = checks_model and not getattr(options, "dry_run", False)
+    config = load_run_config(options.files, overrides_of(rest), checks_model, own, kind)
     if options.overwrite:
         config.trainer_args["overwrite_output_dir"] = True
     return options, config

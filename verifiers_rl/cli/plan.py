@@ -239,7 +239,7 @@ def check_trainer_options(config: RunConfig) -> Any:
     return config.make_args(use_cpu=True, bf16=False)
 
 
-def check_run(config: RunConfig, resume: bool | str | None) -> Any:
+def check_run(config: RunConfig, resume: bool) -> Any:
     """Return what `check_trainer_options` does, for a run that begins on this machine.
 
     Raises:
@@ -252,7 +252,7 @@ def check_run(config: RunConfig, resume: bool | str | None) -> Any:
     return args
 
 
-def check_folder(args: Any, resume: bool | str | None) -> None:
+def check_folder(args: Any, resume: bool) -> None:
     """Raise RunFolderError if the run cannot begin in its output_dir, or cannot write there."""
     prepare_run_folder(
         args.output_dir,

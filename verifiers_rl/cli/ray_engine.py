@@ -325,8 +325,6 @@ def run_on_ray(
             "meaning where Ray chooses the machines; remove it"
         )
     args = check_trainer_options(config)
-    if isinstance(options.resume, str):  # other machines have other working directories
-        options.resume = os.path.abspath(options.resume)
     sent = copy.copy(config)
     sent.words = ["@", "config.toml"]
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:

@@ -100,7 +100,7 @@ def write_resolved(config: RunConfig, output_dir: str) -> Path:
     return target
 
 
-def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
+def dry_run(config: RunConfig, resume: bool = False) -> int:
     """Print the resolved configuration, and write it into the run's folder, unless that holds a
     run already. Its values are checked as far as nothing has to be started or loaded for that.
     Returns the exit status.

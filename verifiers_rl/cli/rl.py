@@ -17,7 +17,13 @@ import signal
 import sys
 from pathlib import Path
 
-from verifiers_rl.cli.config import RunConfig, TomlError, add_run_options, parse_command_line
+from verifiers_rl.cli.config import (
+    PARSER,
+    RunConfig,
+    TomlError,
+    add_run_options,
+    parse_command_line,
+)
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.local import LOGS, ThisMachine
@@ -30,7 +36,7 @@ from verifiers_rl.report.run_folder import RunFolderError
 
 USAGE = (
     "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux]\n"
-    "                         [--resume [CHECKPOINT] | --overwrite]\n"
+    "                         [--resume | --overwrite]\n"
     "       vf-rl --check @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
@@ -64,9 +70,7 @@ def run() -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    parser = argparse.ArgumentParser(
-        prog="vf-rl", usage=USAGE, description=__doc__, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
         "--no-tmux", action="store_true", help="child processes, even in a terminal"

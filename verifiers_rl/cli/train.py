@@ -12,6 +12,7 @@ import sys
 import traceback
 
 from verifiers_rl.cli.config import (
+    PARSER,
     RunConfig,
     TomlError,
     add_run_options,
@@ -23,9 +24,7 @@ from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signa
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.process.interrupts import Interrupted
 
-USAGE = (
-    "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]"
-)
+USAGE = "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume | --overwrite]"
 ABOUT = "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 
 
@@ -66,9 +65,8 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     from verifiers_rl.cli.resolved import dry_run, write_resolved
     from verifiers_rl.report.run_folder import RunFolderError
 
-    parser = argparse.ArgumentParser(
-        prog=name, usage=f"{name} {USAGE}", description=ABOUT, allow_abbrev=False
-    )
+    usage = f"{name} {USAGE}"
+    parser = argparse.ArgumentParser(prog=name, usage=usage, description=ABOUT, **PARSER)
     add_run_options(parser)
     try:
         options, config = parse_command_line(parser, sys.argv[1:], kind=kind)

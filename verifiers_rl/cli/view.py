@@ -1,5 +1,5 @@
-"""`vf-rl view RUN...`: a page about runs, on this machine. With `-o page.html`: the same page as one
-file, with a sample of the rollouts.
+"""`vf-rl view RUN...`: a page about runs, on this machine. With `-o page.html`: the same page as
+one file, with a sample of the rollouts.
 """
 
 from __future__ import annotations

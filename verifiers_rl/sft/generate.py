@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifiers_rl.cli.children import Child, ChildError, Supervised
-from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
+from verifiers_rl.cli.config import (
+    PARSER,
+    RunConfig,
+    TomlError,
+    make_importable,
+    parse_command_line,
+)
 from verifiers_rl.cli.errors import fail, folder_error
 from verifiers_rl.cli.local import LOGS, ThisMachine
 from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus
@@ -90,7 +96,7 @@ def generate(argv: list[str]) -> int:
     from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
     parser = argparse.ArgumentParser(
-        prog="vf-rl generate", usage=USAGE, description=__doc__, allow_abbrev=False
+        prog="vf-rl generate", usage=USAGE, description=__doc__, **PARSER
     )
     parser.add_argument("-n", "--rollouts", type=int, default=1, help="of each example")
     parser.add_argument(
