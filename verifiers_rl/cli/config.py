@@ -71,7 +71,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -273,6 +273,10 @@ class RunConfig:
         source = Path(self.source(*key))
         return source.parent if source in self.files else Path.cwd()
 
+    def beside(self, name: str, *key: str) -> Path:
+        """Return the absolute path that the value of a key names."""
+        return Path(os.path.normpath(self.folder_of(*key) / Path(name).expanduser()))
+
     def place(self, *key: str) -> str:
         """Where the value of a key is from, for an error about it: the source and the table."""
         return place_of(self.source(*key), self._origin(key).written)
@@ -352,7 +356,7 @@ class RunConfig:
                 name, checker = checks[key]
                 others[name] = self.read((*at, key), checker)
             elif key not in elsewhere:
-                hint = nearest_hint(key, {*checks, *elsewhere}, advice)
+                hint = nearest_hint(key, [*checks, *elsewhere], advice)
                 raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
         return kind(**others)
 
@@ -388,8 +392,7 @@ class RunConfig:
         names = self.read((key,), TypeAdapter(_Text | list[_Text]))
         paths = []
         for name in [names] if isinstance(names, str) else names:
-            path = Path(os.path.normpath(self.folder_of(key) / Path(name).expanduser()))
-            if not exists(path):
+            if not exists(path := self.beside(name, key)):
                 raise self.error(
                     (key,),
                     f"there is no {kind} {path}; correct the path, which is relative to what "
@@ -468,8 +471,7 @@ class RunConfig:
 
     def option(self, name: str) -> Any:
         """The value of this option in [trainer.args], or the default of its field."""
-        defaults = {f.name: f.default for f in fields(self.config_class())}
-        return self.trainer_args.get(name, defaults[name])
+        return self.trainer_args.get(name, getattr(self.config_class(), name))
 
     def load_envs(self, with_teachers: bool = True) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
@@ -644,9 +646,8 @@ def _read_env(config: RunConfig, at: Key) -> EnvTable:
     if not env.id:
         raise TomlError(f"{config.place(*at, 'id')}: id is missing; set it to a string")
     if os.sep in env.python:  # else it is looked for as a shell does
-        folder = config.folder_of(*at, "python")
         # Not resolved: an interpreter knows its packages by the link that it is started by.
-        given["python"] = env.python = os.path.normpath(folder / Path(env.python).expanduser())
+        given["python"] = env.python = str(config.beside(env.python, *at, "python"))
     return env
 
 

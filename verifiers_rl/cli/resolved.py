@@ -6,7 +6,6 @@ import copy
 import os
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,19 @@ PATHS = (
     *("chat_template", "tokenizer", "hf_config_path", "generation_config"),
 )
 MAX_CODE_MB = 100  # of the folders that travel to the machines
-LEFT_OUT = "# Left out, because its name or its form is that of a secret: "
+LEFT_OUT = "Left out, because its name or its form is that of a secret: "
 _LEFT_BEHIND = shutil.ignore_patterns(
     *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log", "*.env"),
 )
 
 
-def resolved_text(config: RunConfig, output_dir: str) -> str:
-    """Return the TOML of this configuration, without secrets.
+def resolved(config: RunConfig, output_dir: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the data of this configuration's TOML, and the keys of secrets, which it lacks.
 
     Args:
         output_dir: folder of the run.
     """
-    import tomli_w
-
     data = copy.deepcopy(config.tree)
     data["import_from"] = list(map(str, config.folders))
     args = {**config.trainer_args, "output_dir": str(Path(output_dir).absolute())}
@@ -45,7 +42,14 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
         _make_absolute(table.get("args", {}))
     secrets: list[str] = []
-    told = _without_secrets(data, "", secrets)
+    return _without_secrets(data, "", secrets), secrets
+
+
+def resolved_text(config: RunConfig, output_dir: str) -> str:
+    """Return the TOML of `resolved`, with comments that say what it is."""
+    import tomli_w
+
+    data, secrets = resolved(config, output_dir)
     sources = [str(path) for path in config.files]
     if len(config.words) > 2 * len(sources):
         sources.append(COMMAND_LINE)
@@ -53,7 +57,7 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     if secrets:
         how = f"Give what it lacks in another file: {config.PROGRAM} @ {RESOLVED} @ secrets.toml"
     head = [f"# What {config.PROGRAM} makes of {', '.join(sources)}. {how}"]
-    return "\n".join([*head, *(LEFT_OUT + key for key in secrets), tomli_w.dumps(told)])
+    return "\n".join([*head, *(f"# {LEFT_OUT}{key}" for key in secrets), tomli_w.dumps(data)])
 
 
 def _make_absolute(args: dict[str, Any]) -> None:
@@ -132,7 +136,7 @@ def hand_over(config: RunConfig, output_dir: str) -> None:
         RunFolderError: the folder cannot be written.
     """
     target = write_resolved(config, output_dir)
-    if LEFT_OUT not in target.read_text("utf-8"):
+    if not resolved(config, output_dir)[1]:
         config.words = ["@", str(target)]
 
 
@@ -163,11 +167,9 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
             )
         return left
 
-    text = resolved_text(config, output_dir)
-    for line in text.splitlines():
-        if line.startswith(LEFT_OUT):
-            print(f"vf-rl: not sent to the machines of the cluster: {line[2:]}", flush=True)
-    data = tomllib.loads(text)
+    data, secrets = resolved(config, output_dir)
+    for key in secrets:
+        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}", flush=True)
     data.pop("cluster", None)
     data["import_from"] = []
     for number, source in enumerate(config.folders):

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -72,8 +71,11 @@ class SFTRunConfig(RunConfig):
         """
         self.data = data = self.read_table(("data",), DataTable)
         for name in ("train", "eval"):
-            folder, names = self.folder_of("data", name), getattr(data, name)
-            setattr(data, name, [_as_path(one, folder) for one in names])
+            paths = [
+                str(self.beside(one, "data", name)) if is_file(one) else one
+                for one in getattr(data, name)
+            ]
+            setattr(data, name, paths)
         if not data.train:
             raise TomlError(
                 f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
@@ -122,13 +124,6 @@ class SFTRunConfig(RunConfig):
             if data.eval:
                 held_out = read_dataset(data.eval, data.eval_split, data.subset)
         return self.trainer_class()(self.model, args, train, held_out)
-
-
-def _as_path(name: str, folder: Path) -> str:
-    """Return the absolute path of a file, which is relative to this folder; a name on the hub as it
-    is.
-    """
-    return os.path.normpath(folder / Path(name).expanduser()) if is_file(name) else name
 
 
 def main() -> None:
