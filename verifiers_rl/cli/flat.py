@@ -112,16 +112,21 @@ def settings_of(data: Data, source: str) -> list[Setting]:
             f"{', '.join(ours)} of ours; write one of them, or put them into two files"
         )
     if isinstance(flat.get("eval"), dict) and "env" in flat["eval"]:
-        flat["eval"] = _join_evaluated(rest, flat["eval"], source)
+        _join_evaluated(rest, flat["eval"], source)
     found = [Setting(key, value, source, key) for key, value in leaves(rest)]
     for name, table in flat.items():
-        is_open = name == "eval" or (isinstance(table, dict) and not table.keys() - {"enabled"})
-        defaults = _DEFAULTS.get(name, {}) if is_open else {}
+        if not isinstance(table, dict):
+            continue
+        is_on = table.pop("enabled", True) if name in _NEUTRAL else True
+        if not isinstance(is_on, bool):
+            place = place_of(source, (name, "enabled"))
+            raise TomlError(f"{place} enabled={is_on!r}: must be true or false")
+        defaults = _DEFAULTS.get(name, {}) if name == "eval" or not table else {}
         for origin, options in ((source, _IMPLIED.get(name, {})), ("", defaults)):
             for option, value in options.items():
                 found.append(Setting(at := (*ARGS, *option.split(".")), value, origin, at))
-        if name in _NEUTRAL and isinstance(table, dict):
-            flat[name] = _unless_off(name, table, source)
+        if not is_on:
+            flat[name] = _NEUTRAL[name]
     moved: dict[Key, Setting] = {}
     for key, value in leaves(flat):
         if value != {}:
@@ -147,33 +152,25 @@ def _moved(one: Setting) -> Setting:
     raise TomlError(f"{place} has an unknown key {key!r}; {nearest_hint(key, known)}")
 
 
-def _unless_off(name: str, table: Data, source: str) -> Data:
-    """Return a table without `enabled`; if that is false, values that have no effect."""
-    enabled = table.get("enabled", True)
-    if not isinstance(enabled, bool):
-        place = place_of(source, (name, "enabled"))
-        raise TomlError(f"{place} enabled={enabled!r}: must be true or false")
-    return {k: v for k, v in table.items() if k != "enabled"} if enabled else _NEUTRAL[name]
-
-
-def _join_evaluated(rest: Data, table: Data, source: str) -> Data:
+def _join_evaluated(rest: Data, table: Data, source: str) -> None:
     """Put the [[eval.env]]s behind the environments of training, in `rest`. Each has at most
-    `num_examples` of its own or of [eval], and the run's limit is the largest of these. Returns
-    [eval] without what this says.
+    `num_examples` of its own or of [eval], and the run's limit is the largest of these.
+
+    Args:
+        table: [eval]; loses the environments.
     """
-    evaluated, trained = table["env"], rest.get("env")
+    evaluated, trained = table.pop("env"), rest.get("env")
     if not is_tables(evaluated) or not (isinstance(trained, dict) or is_tables(trained)):
         place = place_of(source, ("eval", "env"))
         raise TomlError(f"{place} env: write [[eval.env]]s into the file with the [[env]]s")
-    limit, envs = table.get("num_examples", EVAL_EXAMPLES), []
+    limit = table.get("num_examples", EVAL_EXAMPLES)
     for env in evaluated:
-        own = {key: value for key, value in env.items() if key != "num_examples"}
-        envs.append({**own, "only": "eval", "eval_examples": env.get("num_examples", limit)})
+        env |= {"only": "eval", "eval_examples": env.pop("num_examples", limit)}
     trained = trained if isinstance(trained, list) else [trained]
-    rest["env"] = [{"only": "train", **env} for env in trained] + envs
-    limits = [env["eval_examples"] for env in envs]
-    own = {key: value for key, value in table.items() if key != "env"}
-    return own | ({"num_examples": max(limits)} if all(type(n) is int for n in limits) else {})
+    rest["env"] = [{"only": "train", **env} for env in trained] + evaluated
+    limits = [env["eval_examples"] for env in evaluated]
+    if all(type(limit) is int for limit in limits):
+        table["num_examples"] = max(limits)
 
 
 def settings_of_word(key: str, text: str) -> list[Setting]:
