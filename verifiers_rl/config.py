@@ -251,11 +251,10 @@ _are_servers = must(
 )
 
 
-def unknown_option_hint(name: str, config_class: Any = None) -> str:
-    """Return what to set instead of an option that `RLConfig` does not have."""
-    name, kind = name.replace("-", "_"), config_class or RLConfig
+def unknown_option_hint(name: str, kind: Any) -> str:
+    """Return what to set instead of an option that this config class does not have."""
     others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"
-    return did_you_mean(name, [f.name for f in fields(kind)], others)
+    return did_you_mean(name.replace("-", "_"), [f.name for f in fields(kind)], others)
 
 
 def with_help(cls: type[_T]) -> type[_T]:
@@ -293,7 +292,7 @@ class RLConfig(TrainingArguments):
     # What differs in a config that extends this one, such as `SFTConfig`.
     TRAINER, METHOD = "RLTrainer", "reinforcement learning"
     BEST = "reward"  # the default of metric_for_best_model
-    UNUSED, INHERITED_RULES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES
+    UNUSED, INHERITED_RULES, NAMED_LOSSES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES, LOSSES
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Say what to set instead of an unknown option. dataclass would raise a bare TypeError."""
@@ -594,7 +593,7 @@ class RLConfig(TrainingArguments):
         self._check_sampling(
             "eval_sampling", cast(dict[str, Any], self.eval_sampling), ("temperature",)
         )
-        if self.loss in LOSSES:  # the trainer loads a user's own loss
+        if self.loss in self.NAMED_LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
         self.make_masks(MASKS)
         self._check_together()
@@ -707,7 +706,7 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: the loss cannot be loaded, or does not take these arguments.
         """
-        return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
+        return self._load(self.NAMED_LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
 
     def masks(self) -> dict[str, dict[str, Any]]:
         """Return `gradient_masks`, or if it is not set, what stands for it under this loss."""

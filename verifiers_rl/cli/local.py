@@ -24,7 +24,8 @@ LOGS = "logs"  # in the run's folder
 
 
 class ThisMachine:
-    """See `supervise.Launcher`. When it is made, it assigns GPUs and reserves ports, until `close`.
+    """See `supervise.Launcher`. When it is made, it assigns GPUs, and gives each
+    plan a port that is reserved until `close`.
 
     Args:
         plans: of all servers.
@@ -42,21 +43,18 @@ class ThisMachine:
         logs: Path,
         options: argparse.Namespace | None = None,
     ) -> None:
-        self._config, self._logs, self._options = config, logs, options
+        self._config, self._logs, self._options, self._plans = config, logs, options, plans
         self.gpus = assign_gpus(config, plans)
-        self._ports: dict[str, int] = {}
         with ExitStack() as reserved:
             for plan in plans:
                 try:
-                    port, reservation = (
-                        (plan.port, reserve_port(plan.host, plan.port))
-                        if plan.port
-                        else reserve_free_port(plan.host)
-                    )
+                    if plan.port:
+                        reservation = reserve_port(plan.host, plan.port)
+                    else:
+                        plan.port, reservation = reserve_free_port(plan.host)
                 except PortError as error:
                     option = "vllm_server_port in [trainer.args]"
                     raise TomlError(str(error).replace("--port", option)) from error
-                self._ports[plan.name] = port
                 reserved.enter_context(reservation)
             self._reserved = reserved.pop_all()
 
@@ -66,13 +64,13 @@ class ThisMachine:
         Raises:
             TomlError: a log cannot be written.
         """
-        if not self._ports:
+        if not self._plans:
             return
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
-            for name in self._ports:
-                self._log(name).write_bytes(b"")
+            for plan in self._plans:
+                self._log(plan).write_bytes(b"")
         except OSError as error:
             raise TomlError(
                 f"{self._logs}, for the servers' output: {error.strerror}; choose another "
@@ -80,15 +78,14 @@ class ThisMachine:
             ) from error
         print(f"vf-rl: the servers' output is in {self._logs}", flush=True)
 
-    def _log(self, name: str) -> Path:
-        return self._logs / f"{name}.log"
+    def _log(self, plan: ServerPlan) -> Path:
+        return self._logs / f"{plan.name}.log"
 
     def start_server(self, plan: ServerPlan) -> Child:
-        port = self._ports[plan.name]
         env = {**plan.env, "CUDA_VISIBLE_DEVICES": self.gpus[plan.name]}
-        env[RESERVED_VARIABLE] = str(port)
-        words, address = plan.command(plan.host, port), (plan.host, port)
-        return LocalChild(plan.name, words, env, self._log(plan.name), address=address)
+        env[RESERVED_VARIABLE] = str(plan.port)
+        address = plan.host, plan.port
+        return LocalChild(plan.name, plan.command(*address), env, self._log(plan), address=address)
 
     def start_trainers(self, env: dict[str, str]) -> Iterator[Child]:
         assert self._options is not None

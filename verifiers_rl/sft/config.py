@@ -20,7 +20,7 @@ from verifiers_rl.option_rules import (
 )
 from verifiers_rl.sft.conversations import ROLES
 
-LOSSES = {"cross_entropy": cross_entropy}
+LOSSES: dict[str, LossFn] = {"cross_entropy": cross_entropy}
 _OF_ROLLOUTS = (
     *("rollouts_per_example", "max_off_policy_steps", "deterministic", "max_prompt_len"),
     *("max_tokens", "top_p", "top_k", "min_p", "stop", "sampling_mask", "router_replay"),
@@ -54,7 +54,7 @@ class SFTConfig(RLConfig):
     """
 
     TRAINER, METHOD, BEST = "SFTTrainer", "supervised finetuning", "loss"
-    UNUSED = _UNUSED
+    UNUSED, NAMED_LOSSES = _UNUSED, LOSSES
     INHERITED_RULES = RLConfig.INHERITED_RULES | {"metric_for_best_model": (_is_loss,)}
 
     # --- Supervised finetuning --------------------------------------------------------------------
@@ -85,9 +85,6 @@ class SFTConfig(RLConfig):
                 f"num_train_epochs={self.num_train_epochs!r}: without effect beside "
                 f"max_steps={self.max_steps}; remove one of the two"
             )
-
-    def make_loss(self) -> LossFn:
-        return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
 
     def make_advantage(self) -> AdvantageFn:
         """Return what nobody calls: there are no rewards."""
