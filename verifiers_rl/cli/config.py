@@ -334,14 +334,12 @@ class RunConfig:
         at: Key,
         kind: type[_Kind],
         /,
-        advice: str = "",
         elsewhere: Iterable[str] = (),
         **others: Any,
     ) -> _Kind:
         """Return a table as an object of this dataclass.
 
         Args:
-            advice: the end of an error about an unknown key.
             elsewhere: keys that are read by somebody else.
             others: fields that are no keys, its `NOT_KEYS`.
 
@@ -356,6 +354,7 @@ class RunConfig:
                 name, checker = checks[key]
                 others[name] = self.read((*at, key), checker)
             elif key not in elsewhere:
+                advice = f"options belong into [{at[0]}.args]" if "args" in checks else ""
                 hint = nearest_hint(key, [*checks, *elsewhere], advice)
                 raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
         return kind(**others)
@@ -583,10 +582,8 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
             hint = ELSEWHERE.get(key) or nearest_hint(key, known)
             problem = f"the top level has an unknown key {key!r}; {hint}"
             raise TomlError(f"{config.place(key)} {problem}")
-    advice = "flags of the server belong into [inference.args]"
-    inference = config.read_table(("inference",), InferenceTable, advice)
-    advice = "options of the trainer belong into [trainer.args]"
-    trainer = config.read_table(("trainer",), TrainerTable, advice)
+    inference = config.read_table(("inference",), InferenceTable)
+    trainer = config.read_table(("trainer",), TrainerTable)
     config.inference_gpus, config.trainer_gpus = inference.gpus, trainer.gpus
     config.inference_args, config.trainer_args = inference.args, trainer.args
     config.trainer_class_name = trainer.class_

@@ -107,8 +107,7 @@ def read_teachers(config: RunConfig) -> list[TeacherTable]:
 
 
 def _read_teacher(config: RunConfig, at: Key) -> TeacherTable:
-    advice = "flags of its server belong into [teacher.args]"
-    table = config.read_table(at, TeacherTable, advice, at=at)
+    table = config.read_table(at, TeacherTable, at=at)
     if not table.name:
         raise config.error((*at, "name"), "is missing; set the name by which an [[env]] calls it")
     others, problem = (
