@@ -359,6 +359,11 @@ class RunConfig:
                 raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
         return kind(**others)
 
+    def refuse_flags(self, at: Key, hints: dict[str, str]) -> None:
+        """Raise TomlError if the flags of a server have one of these."""
+        for name in hints.keys() & self.table(*at, "args").keys():
+            raise TomlError(f"{self.place(*at, 'args', name)} has {name!r}; {hints[name]}")
+
     def find_model(self, at: Key, checks_model: bool) -> str:
         """Return the model that this key names: its folder, or its name on the hub.
 
@@ -529,9 +534,9 @@ ELSEWHERE = {
 }
 # Flags of the server that have a place of their own.
 _OF_SERVER = {
-    "model": "model at the top level",
-    "host": "vllm_server_host in [trainer.args]",
-    "port": "vllm_server_port in [trainer.args]",
+    "model": "set model at the top level instead",
+    "host": "set vllm_server_host in [trainer.args] instead",
+    "port": "set vllm_server_port in [trainer.args] instead",
 }
 
 
@@ -597,9 +602,7 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
         if idle:
             raise config.error(at, f"they run already, so {idle} has no effect; remove one of both")
         config.inference_gpus = 0
-    for name in _OF_SERVER.keys() & config.inference_args.keys():
-        where = config.place("inference", "args", name)
-        raise TomlError(f"{where} has {name!r}; set {_OF_SERVER[name]} instead")
+    config.refuse_flags(("inference",), _OF_SERVER)
     config.env_files = config.read_paths("env_file", Path.is_file, "file")
     config.import_from = config.read_paths("import_from", Path.is_dir, "folder")
     config.model = config.find_model(("model",), checks_model)

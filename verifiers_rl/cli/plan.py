@@ -78,7 +78,8 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
     Raises:
         TomlError: a server's flags do not divide its GPUs.
     """
-    count = config.inference_replicas
+    # Each has a place of its own on a cluster, so that Ray can spread them.
+    count = config.inference_replicas * (config.cluster.inference_nodes or 1)
     plans = []
     if not config.trainer_args.get("vllm_servers"):
         env = {}

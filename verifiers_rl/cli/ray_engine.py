@@ -286,15 +286,6 @@ class RayMachines:
         time.sleep(OUTPUT_S)
 
 
-def plan_for_ray(config: RunConfig) -> list[ServerPlan]:
-    """Return the servers of a run on a cluster. Each has a place of its own, so that Ray can spread
-    them.
-    """
-    spread = copy.copy(config)
-    spread.inference_replicas *= config.cluster.inference_nodes or 1
-    return plan_servers(spread)
-
-
 def run_on_ray(
     config: RunConfig,
     options: argparse.Namespace,
@@ -345,7 +336,7 @@ def run_on_ray(
             ) from error
     status = 1
     try:
-        plans = plan_for_ray(config)
+        plans = plan_servers(config)
         machines = RayMachines(ray, sent, plans, options, num_machines)
         status = supervise(config, plans, machines)
     except ray.exceptions.RayError as error:

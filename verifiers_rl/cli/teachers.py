@@ -121,8 +121,7 @@ def _read_teacher(config: RunConfig, at: Key) -> TeacherTable:
         )
     for key in config.table(*at).keys() & others:
         raise config.error((*at, key), problem)
-    for key in _ELSEWHERE.keys() & table.args.keys():
-        raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
+    config.refuse_flags(at, _ELSEWHERE)
     if table.gpus is None and not table.base_url:  # on a CPU, all servers are
         table.gpus = int(bool(config.inference_gpus or config.trainer_gpus))
     table.model = config.find_model((*at, "model"), checks_model=False)

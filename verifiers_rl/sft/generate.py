@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from verifiers_rl.cli.children import Child, ChildError, Supervised
 from verifiers_rl.cli.config import (
     PARSER,
+    ClusterTable,
     RunConfig,
     TomlError,
     make_importable,
@@ -208,7 +209,7 @@ def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
 def make_one_server(config: RunConfig) -> None:
     """Give all GPUs to one server, because nothing is trained. Its replicas are vLLM's own."""
     config.trainer_args["use_lora"] = False
-    config.trainer_gpus, config.teachers = 0, []
+    config.trainer_gpus, config.teachers, config.cluster = 0, [], ClusterTable()
     split_gpus(config)
     if config.inference_gpus and config.inference_replicas > 1:
         copies = config.inference_args.get("data_parallel_size", 1) * config.inference_replicas
