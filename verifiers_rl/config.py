@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -13,8 +14,7 @@ import os
 from collections.abc import Container
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -259,14 +259,25 @@ def unknown_option_hint(name: str, kind: Any) -> str:
 
 def with_help(cls: type[_T]) -> type[_T]:
     """Make the docstring below each field of a config class the field's help, which
-    `HfArgumentParser` and docs/reference.md show.
+    `HfArgumentParser` and docs/reference.md show; and let `__init__` say what to set instead of an
+    unknown option, where that of dataclass raises a bare TypeError.
     """
+    known: Any = {f.name: f for f in fields(cast(Any, cls))}
     body = cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
-    known = {f.name: f for f in fields(cast(Any, cls))}
     for one, below in itertools.pairwise(body):
         if isinstance(one, ast.AnnAssign) and isinstance(below, ast.Expr):
-            name, text = ast.unparse(one.target), " ".join(ast.literal_eval(below.value).split())
-            known[name].metadata = MappingProxyType({"help": text})
+            text = " ".join(ast.literal_eval(below.value).split())
+            known[ast.unparse(one.target)].metadata = {"help": text}
+    init = cast(Any, cls).__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        hints = [f"{n}: {unknown_option_hint(n, cls)}" for n in options if n not in known]
+        if hints:
+            raise ConfigError("; ".join(hints))
+        init(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
 
 
@@ -293,14 +304,6 @@ class RLConfig(TrainingArguments):
     TRAINER, METHOD = "RLTrainer", "reinforcement learning"
     BEST = "reward"  # the default of metric_for_best_model
     UNUSED, INHERITED_RULES, NAMED_LOSSES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES, LOSSES
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Say what to set instead of an unknown option. dataclass would raise a bare TypeError."""
-        known = [f.name for f in fields(cls)]
-        if unknown := [name for name in options if name not in known]:
-            hints = [f"{name}: {unknown_option_hint(name, cls)}" for name in unknown]
-            raise ConfigError("; ".join(hints))
-        return super().__new__(cls)
 
     # --- Inherited options with other defaults ----------------------------------------------------
     output_dir: Annotated[str | None, must("name a folder", bool)] = None
