@@ -417,11 +417,9 @@ class RunConfig:
         Raises:
             TomlError: a value cannot work.
         """
-        from verifiers_rl.config import ConfigError
-
         try:
             return self.config_class()(**{**self.trainer_args, **others})
-        except (ConfigError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:  # ConfigError is a ValueError
             raise self.of_option(str(error)) from error
 
     def trainer_class(self) -> Any:
@@ -583,7 +581,7 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
     """
     for key in config.tree:
         if key not in config.TABLES:
-            known = {*config.TABLES, *flat.FLAT, *(one[2:] for one in options if one[2:])}
+            known = {*config.TABLES, *flat.FLAT, *options}
             hint = ELSEWHERE.get(key) or nearest_hint(key, known)
             problem = f"the top level has an unknown key {key!r}; {hint}"
             raise TomlError(f"{config.place(key)} {problem}")
@@ -742,7 +740,7 @@ def parse_command_line(
     options, rest = parser.parse_known_args(words)
     if not options.files:
         raise TomlError("no configuration: give one as `@ config.toml`")
-    own = re.findall(r"(?<!\S)--[a-z][\w-]*", parser.format_help())
+    own = re.findall(r"(?<!\S)--([a-z][\w-]*)", parser.format_help())
     checks_model = checks_model and not getattr(options, "dry_run", False)
     config = load_run_config(options.files, overrides_of(rest), checks_model, own, kind)
     if options.overwrite:

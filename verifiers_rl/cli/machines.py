@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verifiers_rl.cli.children import Child, ChildError, LocalChild
+from verifiers_rl.cli.children import POLL_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import fail
@@ -36,7 +36,6 @@ from verifiers_rl.process.waiting import wait_until
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 # In the environment of Ray on a machine: the file that gets the status of the run.
 END_VARIABLE = "VERIFIERS_RL_END_FILE"
-POLL_S = 0.5
 TELL_S = 30.0  # deadline for telling the other machines that the run has ended
 LOST_S = 25  # so long a machine does without the head
 

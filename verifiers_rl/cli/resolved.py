@@ -12,7 +12,7 @@ from typing import Any
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
-from verifiers_rl.report.run_folder import RunFolderError, holds_a_run
+from verifiers_rl.report.run_folder import holds_a_run
 
 RESOLVED = "resolved.toml"  # in the run's folder
 # Flags and options that may be a path, which is relative to where vf-rl was started.
@@ -83,24 +83,15 @@ def _without_secrets(value: Any, at: str, secrets: list[str]) -> Any:
 
 
 def write_resolved(config: RunConfig, output_dir: str) -> Path:
-    """Write the TOML of this configuration into the run's folder, unless it alone was read.
-
-    Raises:
-        RunFolderError: the folder cannot be written.
-    """
+    """Write the TOML of this configuration into the run's folder, unless it alone was read."""
     target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
     if config.words == ["@", str(target)]:
         return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Other ranks may be reading the file, if it was an input.
-        beside = target.with_name(f".{RESOLVED}.new")
-        beside.write_text(resolved_text(config, output_dir), "utf-8")
-        beside.replace(target)
-    except OSError as error:
-        raise RunFolderError(
-            f"output_dir={output_dir!r} cannot be written: {error.strerror}; choose another"
-        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Other ranks may be reading the file, if it was an input.
+    beside = target.with_name(f".{RESOLVED}.new")
+    beside.write_text(resolved_text(config, output_dir), "utf-8")
+    beside.replace(target)
     return target
 
 
@@ -131,9 +122,6 @@ def hand_over(config: RunConfig, output_dir: str) -> None:
     """Write the resolved configuration into the run's folder, and have the processes that this one
     starts read it, so that all of them run the same whatever happens to the files. Where secrets
     are left out there, they read the files.
-
-    Raises:
-        RunFolderError: the folder cannot be written.
     """
     target = write_resolved(config, output_dir)
     if not resolved(config, output_dir)[1]:
