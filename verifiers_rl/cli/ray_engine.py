@@ -88,7 +88,8 @@ class ProcessActor:
         self._child = child = LocalChild(self._name, words, env, log, drop="RAY_")
         while not child.wait(60.0):
             pass
-        return child.poll() or 0, child.last_lines()
+        # Ray has marks of its own there, such as ":actor_name:".
+        return child.poll() or 0, [line for line in child.last_lines() if line[0] != ":"]
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and what it has started."""
