@@ -66,7 +66,7 @@ demo:
 else
 demo: $(INSTALLED)
 	$(BIN)/python examples/warm_start.py $(EXAMPLE)/reverse_text.py $(EXAMPLE)/outputs/warm_start
-	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --overwrite --no-tmux --server-log $(EXAMPLE)/outputs/inference.log
+	$(BIN)/vf-rl @ $(EXAMPLE)/rl.toml --overwrite --no-tmux
 endif
 
 test: $(INSTALLED) $(CLASSIC)

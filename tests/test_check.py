@@ -35,13 +35,15 @@ def check_with(tmp_path, monkeypatch):
 
         def run(config, options):
             seen.update(config.make_args(use_cpu=True, bf16=False).to_dict())
-            assert options.server_log.parent.parent == tmp_path / "logs" and options.no_tmux
+            assert options.no_tmux
+            Path(seen["output_dir"], "logs").mkdir()
+            Path(seen["output_dir"], "logs", "inference.log").write_text("of the server")
             rows = [{"step": n, "mismatch_kl": kl} for n, kl in enumerate(mismatches, 1)]
             text = "".join(json.dumps(row) + "\n" for row in rows)
             Path(seen["output_dir"], "metrics.jsonl").write_text(text)
             return status
 
-        options = argparse.Namespace(resume=None)
+        options = argparse.Namespace(resume=False)
         return check(load_run_config(path), options, run), seen
 
     return check_with
@@ -70,7 +72,8 @@ def test_two_small_steps_run_in_a_folder_that_is_removed(check_with, tmp_path, c
 def test_what_is_wrong_is_said_and_keeps_the_servers_logs(check_with, tmp_path, capsys, how, said):
     assert check_with(**how)[0] == 1
     assert said in capsys.readouterr().out
-    assert len(list((tmp_path / "logs").iterdir())) == 1 and not (tmp_path / "run").exists()
+    (log,) = (tmp_path / "logs").glob("*/*")
+    assert log.read_text() == "of the server" and not (tmp_path / "run").exists()
 
 
 def test_what_needs_no_step_is_checked_first(check_with, tmp_path):

@@ -45,14 +45,14 @@ def cluster():
 @pytest.fixture(
     params=["local", pytest.param("ray", marks=[pytest.mark.slow])],
 )
-def start(request):
+def start(request, tmp_path):
     """Starts a child with this code and these words."""
     started = []
 
     def start(code, *words):
         command = ["-c", code, *map(str, words)]
         if request.param == "local":
-            child = LocalChild("one", command, {"OF_THE_RUN": "1"})
+            child = LocalChild("one", command, {"OF_THE_RUN": "1"}, tmp_path / "log")
         else:
             from verifiers_rl.cli.ray_engine import RayChild
 
@@ -74,7 +74,7 @@ def test_it_has_an_end_and_last_lines(start):
     child = start("import os; print('a\\rb\\n\\nc', os.environ['OF_THE_RUN']); raise SystemExit(3)")
     assert child.wait(30.0) and child.poll() == 3
     assert child.end == "ended with status 3" and not child.is_lost
-    assert child.last_lines() == ["a", "b", "c 1"]
+    assert child.last_lines()[-3:] == ["a", "b", "c 1"]
 
 
 def test_what_it_has_started_is_ended_with_it(start, tmp_path):
@@ -124,23 +124,9 @@ def test_a_signal_is_in_the_status(start, tmp_path):
 # --- Of this machine only -------------------------------------------------------------------------
 
 
-def test_a_muted_child_prints_nothing_more_but_keeps_its_last_lines(capsys, tmp_path):
-    code = "import os, sys, time\nprint('first', flush=True)\n"
-    code += "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('last')"
-    child = LocalChild("one", ["-c", code, str(tmp_path / "go")], {})
-    said = []
-    wait_until(lambda: said.append(capsys.readouterr().out) or "[one] first\n" in said)
-    child.mute()
-    (tmp_path / "go").touch()
-    assert child.wait(30.0) and capsys.readouterr().out == ""
-    assert child.last_lines() == ["first", "last"]
-
-
-def test_a_childs_log_has_its_output_and_its_last_lines(capsys, tmp_path):
-    log = tmp_path / "log"
-    child = LocalChild("one", ["-c", "print('said')"], {}, log)
-    assert child.wait(30.0) and capsys.readouterr().out == ""
-    assert log.read_text() == "said\n" and child.last_lines() == ["said"]
+def test_a_child_without_a_log_prints_where_we_do(capfd):
+    child = LocalChild("one", ["-c", "print('said')"], {})
+    assert child.wait(30.0) and capfd.readouterr().out == "said\n"
 
 
 def test_a_child_ends_with_its_parent(tmp_path):

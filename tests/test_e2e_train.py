@@ -615,7 +615,7 @@ def run_in_terminal(command, folder, environment):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         os.close(leader)
-    log = (folder / "run" / "inference.log").read_text()
+    log = (folder / "run" / "logs" / "inference.log").read_text()
     assert log.count("Application startup complete") == 1
     deadline = time.monotonic() + 20
     while processes_of(folder) and time.monotonic() < deadline:
@@ -726,7 +726,8 @@ def test_the_flat_example_runs_on_a_cpu_with_another_model_and_environment(warm_
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "[inference] " in done.stdout and "[trainer] " in done.stdout
+    log = (tmp_path / "run" / "logs" / "inference.log").read_text()
+    assert "Application startup complete" in log and "startup complete" not in done.stdout
     assert "completion" in done.stdout and "advantage" in done.stdout  # the table of rollouts
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -797,11 +798,10 @@ def test_vf_rl_starts_a_killed_teacher_and_a_killed_server_again_and_training_go
     }
     toml = write_run(tmp_path, warm_start, **options)
     teach(toml, warm_start)
-    log = tmp_path / "inference.log"
     command = [sys.executable, "-m", "verifiers_rl.cli.rl", "@", str(toml), "--no-tmux"]
     with (tmp_path / "output.log").open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--server-log", str(log)],
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "VF_RL_TEST": str(tmp_path)},
@@ -854,6 +854,7 @@ def test_vf_rl_starts_a_killed_teacher_and_a_killed_server_again_and_training_go
     assert abs(kls[0]) < 1e-5 and max(map(abs, kls[2:])) > 1e-4, kls
     assert not any("rewarded/teacher_kl" in row for row in rows)
     assert all("rewarded/reward" in row and "taught/reward" in row for row in rows)
-    for one in (log, tmp_path / "teacher-same.log"):
-        assert one.read_text().count("Application startup complete") == 2
+    for name in ("inference", "teacher-same"):
+        log = tmp_path / "run" / "logs" / f"{name}.log"
+        assert log.read_text().count("Application startup complete") == 2
     assert processes_of(tmp_path) == {}

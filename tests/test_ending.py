@@ -111,7 +111,7 @@ from pathlib import Path
 from verifiers_rl.cli import children, local, plan, supervise
 from verifiers_rl.cli.config import RunConfig
 
-port, log, *codes = sys.argv[1:]
+port, logs, *codes = sys.argv[1:]
 server, trainer = (["-c", code] for code in codes)
 plan.ServerPlan.command, local.trainer_command = lambda *_: server, lambda *_: trainer
 children.answers = lambda address: True
@@ -120,7 +120,7 @@ config = RunConfig(
     trainer_args={"vllm_server_port": int(port)},
 )
 plans = plan.plan_servers(config)
-here = local.ThisMachine(config, plans, Path(log) if log else None, object())
+here = local.ThisMachine(config, plans, Path(logs), object())
 sys.exit(supervise.supervise(config, plans, here))
 """
 NOISY_SERVER = """
@@ -156,8 +156,8 @@ while True:
 """
 
 
-def supervised(server, trainer, log=""):
-    words = [str(free_port()), str(log), server, trainer]
+def supervised(logs, server, trainer):
+    words = [str(free_port()), str(logs), server, trainer]
     return subprocess.Popen(
         [sys.executable, "-u", "-c", SUPERVISED, *words],
         cwd=ROOT,
@@ -174,45 +174,43 @@ def read_until(process, text):
     raise AssertionError(f"it ended before it said {text!r}")
 
 
-def test_the_last_lines_of_vf_rl_are_the_trainers(tmp_path):
+def test_what_servers_print_is_in_logs_and_the_last_lines_are_the_trainers(tmp_path):
     up = f"open({str(tmp_path / 'up')!r}, 'w')"
     server = NOISY_SERVER.replace('"the server is up")', f'"the server is up", flush=True); {up}')
     wait = f"""
 import os, time
 while not os.path.exists({str(tmp_path / "up")!r}):
     time.sleep(0.02)
-time.sleep(0.3)  # vf-rl prints what the server said
 print("reward: 0.1 -> 0.9")
 print("serve it: vllm serve")
 """
-    process = supervised(server, wait)
+    process = supervised(tmp_path / "logs", server, wait)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "[inference] the server is up" in output and "nanobind" not in output
-    assert output.splitlines()[-2:] == [
-        "[trainer] reward: 0.1 -> 0.9",
-        "[trainer] serve it: vllm serve",
-    ]
+    log = (tmp_path / "logs" / "inference.log").read_text()
+    assert log.startswith("the server is up\n") and "nanobind" not in output
+    assert output.splitlines()[-2:] == ["reward: 0.1 -> 0.9", "serve it: vllm serve"]
+    assert f"the servers' output is in {tmp_path / 'logs'}" in output
 
 
-def test_ctrl_c_lets_the_trainer_save():
-    process = supervised(NOISY_SERVER, SAVING_TRAINER)
+def test_ctrl_c_lets_the_trainer_save(tmp_path):
+    process = supervised(tmp_path, NOISY_SERVER, SAVING_TRAINER)
     read_until(process, "training")
     process.send_signal(signal.SIGINT)
     output, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in error
-    assert output.splitlines()[-1] == "[trainer] step 5 is saved"
+    assert output.splitlines()[-1] == "step 5 is saved"
 
 
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(143)", 143), ("os.kill(0, 9)", 137)])
-def test_the_status_of_vf_rl_is_that_of_a_trainer_that_a_signal_ended(end, status):
-    process = supervised(NOISY_SERVER, f"import os, sys; {end}")
+def test_the_status_of_vf_rl_is_that_of_a_trainer_that_a_signal_ended(tmp_path, end, status):
+    process = supervised(tmp_path, NOISY_SERVER, f"import os, sys; {end}")
     process.communicate(timeout=60)
     assert process.returncode == status
 
 
-def test_a_second_ctrl_c_ends_a_trainer_that_does_not():
-    process = supervised(NOISY_SERVER, STUCK_TRAINER)
+def test_a_second_ctrl_c_ends_a_trainer_that_does_not(tmp_path):
+    process = supervised(tmp_path, NOISY_SERVER, STUCK_TRAINER)
     read_until(process, "training")
     process.send_signal(signal.SIGINT)
     read_until(process, "not yet")  # which would take two minutes
@@ -236,7 +234,7 @@ from verifiers_rl.cli.config import RunConfig
 
 rank, folder = sys.argv[1:]
 config = RunConfig(Path("/a/rl.toml"), "m", [], trainer_gpus=2)
-command = plan.trainer_command(config, SimpleNamespace(resume=None, overwrite=False))
+command = plan.trainer_command(config, SimpleNamespace(resume=False, overwrite=False))
 launcher = command[: command.index("verifiers_rl.cli.train") - 1]
 child = LocalChild("trainer", [*launcher, rank, folder], {"CUDA_VISIBLE_DEVICES": "2,3"})
 Path(folder, "launcher").write_text(str(child.pid))

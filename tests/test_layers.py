@@ -11,7 +11,9 @@ import pytest
 from tests.helpers import ROOT
 from verifiers_rl.cli import train
 from verifiers_rl.cli.config import (
+    PARSER,
     RunConfig,
+    add_run_options,
     check_trainer_args,
     load_run_config,
     make_importable,
@@ -255,20 +257,33 @@ def test_a_dash_in_a_key_of_the_command_line_means_an_underscore_but_not_in_a_wh
     assert config.envs[0].args == {"a-b": 2, "my_size": 3, "limits": {"my-key": 1}}
 
 
-def test_a_value_with_a_space_is_not_the_checkpoint_of_resume(tmp_path):
-    file = tmp_path / "config.toml"
-    file.write_text(BASE)
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--resume", nargs="?", const=True)
-    parser.add_argument("--overwrite", action="store_true")
+def test_words_are_files_behind_an_at_sign_options_of_the_program_or_keys_in_any_order(tmp_path):
+    (tmp_path / "a.toml").write_text(BASE)
+    (tmp_path / "b.toml").write_text("[trainer]\ngpus = 0\n")
 
-    words = ["--resume", "--trainer.args.run_name=a b", "--sampling.stop", "c d"]
-    options, config = parse_command_line(parser, ["@", str(file), *words], checks_model=False)
+    def parse(*words):
+        parser = argparse.ArgumentParser(**PARSER)
+        parser.add_argument("-s", "--session")
+        add_run_options(parser)
+        return parse_command_line(parser, list(words), checks_model=False)
 
-    assert options.resume is True
-    assert config.trainer_args["run_name"] == "a b"
-    options, _ = parse_command_line(parser, ["@", str(file), "--resume", "of last week"], False)
-    assert options.resume == "of last week"
+    first, second = f"{tmp_path}/a.toml", f"{tmp_path}/b.toml"
+    options, config = parse(
+        *("--resume", "--trainer.args.run_name=a b", "@", first, "--sampling.stop", "c d", "e"),
+        *("-s", "name", "--trainer.args.vllm_server_timeout", "-0.5", f"@{second}"),
+    )
+    assert (options.resume, options.overwrite, options.session) == (True, False, "name")
+    assert config.files == [Path(first), Path(second)] and config.trainer_gpus == 0
+    given = {"run_name": "a b", "stop": ["c d", "e"], "vllm_server_timeout": -0.5}
+    assert given.items() <= config.trainer_args.items()
+    for words in ((), ("--resume",)):
+        with pytest.raises(TomlError, match=r"give one as `@ config.toml`"):
+            parse(*words)
+    for word in ("a.toml", "-x"):
+        with pytest.raises(TomlError, match=f"'{word}' belongs to no key; files are given as `@"):
+            parse("@", first, word)
+    with pytest.raises(SystemExit):
+        parse("@")
 
 
 def test_vf_train_takes_several_files_and_keys(compose, tmp_path, monkeypatch, capsys):

@@ -112,12 +112,12 @@ def test_a_name_that_is_loopback_here_or_a_foreign_address_is_refused(monkeypatc
         find_head(Machine(1, 2, "no.invalid", 29500))
 
 
-def test_a_head_that_never_comes_is_one_error_after_the_deadline(monkeypatch):
+def test_a_head_that_never_comes_is_one_error_after_the_deadline(monkeypatch, tmp_path):
     monkeypatch.setattr("verifiers_rl.process.waiting.POLL_S", 0.01)
     port = free_port()
     message = rf"nothing answers at Ray's head at 127.0.0.1:{port} after 0.05 s .*RANK=0"
     with pytest.raises(ChildError, match=message):
-        join(Machine(1, 2, "localhost", port), "127.0.0.1", 0.05)
+        join(Machine(1, 2, "localhost", port), "127.0.0.1", 0.05, tmp_path)
 
 
 @contextmanager

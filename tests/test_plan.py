@@ -1,7 +1,7 @@
 """What a run starts, and on which GPUs."""
 
 import json
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.local import ThisMachine
 from verifiers_rl.cli.plan import plan_servers
 from verifiers_rl.cli.teachers import SERVERS_VARIABLE, TeacherTable
+from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 
 def make_config(**options):
@@ -135,18 +136,12 @@ def test_each_replica_has_a_port_of_its_own(monkeypatch):
         ("inference-0", "127.0.0.1", 9000),
         ("inference-1", "127.0.0.1", 9001),
     ]
-    assert [one.log(Path("a/server.log")).name for one in found] == [
-        "inference-0.log",
-        "inference-1.log",
-    ]
     env = plan.trainer_env({one.name: (one.host, one.port) for one in found})
     monkeypatch.setenv(SERVERS_VARIABLE, env[SERVERS_VARIABLE])
     args = config.make_args(use_cpu=True, **plan.options_of_servers(config))
     assert args.vllm_servers == ["127.0.0.1:9000", "127.0.0.1:9001"]
     args.with_sampling({"max_tokens": 5})  # is checked with the other options
     config.inference_replicas = 1
-    (alone,) = plan_servers(config)
-    assert alone.log(Path("a/server.log")) == Path("a/server.log")
     monkeypatch.setenv(SERVERS_VARIABLE, '{"inference": "127.0.0.1:9000"}')
     assert plan.options_of_servers(config) == {}  # the trainer looks there
 
@@ -195,18 +190,22 @@ def test_the_server_is_told_what_follows_from_the_trainer():
         assert ("--enable-lora" in flags_of(config)) == has_flag
 
 
-def test_a_server_log_that_cannot_be_written_is_one_clear_error(tmp_path):
-    (tmp_path / "file").write_text("")
+def test_logs_of_servers_begin_empty_or_one_clear_error_says_why_not(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "of another run")
     config = make_config(inference_gpus=0, trainer_gpus=0)
     (one,) = plan_servers(config)
     one.port = 0
-    with pytest.raises(TomlError, match=r"--server-log .*/file/log: (File exists|Not a directory)"):
-        ThisMachine(config, [one], tmp_path / "file" / "log")
-    log = tmp_path / "new" / "log"
+    log = tmp_path / "new" / "logs" / "inference.log"
     for _ in range(2):
-        ThisMachine(config, [one], log).close()
+        with closing(ThisMachine(config, [one], log.parent)) as here:
+            here.open()
         assert log.read_text() == ""
         log.write_text("of a run before")
+    with (
+        closing(ThisMachine(config, [one], log / "logs")) as here,
+        pytest.raises(TomlError, match=r"log/logs, for the servers' output: (File ex|Not a dir)"),
+    ):
+        here.open()
 
 
 # --- The trainer ----------------------------------------------------------------------------------
@@ -226,16 +225,15 @@ def test_trainer_options_are_checked_before_anything_starts():
     [
         ({}, []),
         ({"resume": True}, ["--resume"]),
-        ({"resume": "a/checkpoint-3"}, ["--resume", "a/checkpoint-3"]),
         ({"overwrite": True}, ["--overwrite"]),
     ],
 )
-def test_what_is_done_with_a_used_folder_reaches_the_trainer(tmp_path, options, words):
-    options = SimpleNamespace(**{"resume": None, "overwrite": False, **options})
+def test_what_is_done_with_a_used_folder_reaches_the_trainer(options, words):
+    options = SimpleNamespace(**{"resume": False, "overwrite": False, **options})
     command = plan.trainer_command(make_config(trainer_gpus=1), options)
     assert command[:2] == ["-m", "verifiers_rl.cli.train"]
     assert command[command.index("@") + 2 :] == words
-    in_session = session.command_in_session(make_config(), options, tmp_path / "log")
-    assert in_session[in_session.index(str(tmp_path / "log")) + 1 :] == words
+    in_session = session.command_in_session(make_config(), options)
+    assert in_session[in_session.index("--no-tmux") + 1 :] == words
     several = plan.trainer_command(make_config(trainer_gpus=4), options)
     assert several[:3] == ["-m", "torch.distributed.run", "--nproc-per-node=4"]

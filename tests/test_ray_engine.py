@@ -21,6 +21,7 @@ from tests.machines import REACH_SERVERS, STAND_INS, machines
 from verifiers_rl.cli import ray_engine, resolved, rl
 from verifiers_rl.cli.children import Child
 from verifiers_rl.cli.config import TomlError, load_run_config
+from verifiers_rl.cli.plan import plan_servers
 from verifiers_rl.cli.teachers import TeacherTable
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient
 
@@ -117,8 +118,8 @@ def machines_of(tmp_path, monkeypatch):
     def machines_of(text, num_machines=1, teachers=()):
         config = load_run_config(read_toml(tmp_path, text))
         config.teachers = list(teachers)
-        options = SimpleNamespace(resume=None, overwrite=False)
-        plans = ray_engine.plan_for_ray(config)
+        options = SimpleNamespace(resume=False, overwrite=False)
+        plans = plan_servers(config)
         found = ray_engine.RayMachines(ray, config, plans, options, num_machines)
         return found, plans, groups
 

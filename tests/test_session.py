@@ -17,7 +17,7 @@ from verifiers_rl.cli.plan import plan_servers
 
 def run_in_tmux(folder, name="s"):
     config = make_config(inference_gpus=0)
-    options = SimpleNamespace(session=name, resume=None, overwrite=False)
+    options = SimpleNamespace(session=name, resume=False, overwrite=False)
     return session.run_in_tmux(config, options, folder, plan_servers(config))
 
 

@@ -125,7 +125,7 @@ def test_restarts_wait_longer_and_longer_until_the_server_was_ready(monkeypatch,
     monkeypatch.setattr(children.time, "monotonic", lambda: times[0])
     monkeypatch.setattr(children, "answers", lambda address: started[-1].is_ready)
 
-    def start():
+    def start(plan):
         child = Played("inference", 1)
         child.is_ready = len(started) in (0, 3)
         started.append(child)
@@ -190,6 +190,8 @@ def test_a_signal_lets_the_trainer_save_and_then_ends_the_servers(run, number):
 
 def test_a_server_that_is_never_ready_is_one_error(monkeypatch):
     monkeypatch.setattr(children, "answers", lambda address: False)
-    server = Supervised(SERVER, lambda: Played("inference"), RunConfig(Path("/a/rl.toml"), "m", []))
+    server = Supervised(
+        SERVER, lambda plan: Played("inference"), RunConfig(Path("/a/rl.toml"), "m", [])
+    )
     with pytest.raises(ChildError, match=r"the server was not ready after 0\.05 s; raise vllm_se"):
         server.wait_until_ready(0.05)

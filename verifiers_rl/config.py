@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib.util
+import inspect
+import itertools
 import json
 import math
 import os
+from collections.abc import Container
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -60,14 +64,9 @@ _SAMPLING_OF_ONE_ENV = (
     *("max_tokens", *_CUTS, *_PENALTIES),
     *("stop", "include_stop_str_in_output", "chat_template_kwargs"),
 )
+
+
 _T = TypeVar("_T")
-
-
-def _option(default: Any, help: str) -> Any:
-    metadata = {"help": help}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: default.copy(), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 # --- Rules ----------------------------------------------------------------------------------------
@@ -221,6 +220,7 @@ _Texts = Annotated[
     checked_as(list[Annotated[str, Field(min_length=1)]]),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+_ClientType = Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _is_host = must(
     "be a name or an address alone, such as 127.0.0.1; the port is vllm_server_port",
@@ -251,24 +251,29 @@ _are_servers = must(
 )
 
 
-def unknown_option_hint(name: str, config_class: Any = None) -> str:
-    """Return what to set instead of an option that `RLConfig` does not have."""
-    name, kind = name.replace("-", "_"), config_class or RLConfig
+def unknown_option_hint(name: str, kind: Any) -> str:
+    """Return what to set instead of an option that this config class does not have."""
     others = "docs/reference.md lists the options, docs/from_trl.md names those of TRL"
-    return did_you_mean(name, [f.name for f in fields(kind)], others)
+    return did_you_mean(name.replace("-", "_"), [f.name for f in fields(kind)], others)
 
 
-def refuse_unknown_options(cls: type[_T]) -> type[_T]:
-    """Give the class an `__init__` that says what to set instead of an unknown option. That of
-    dataclass raises a bare TypeError.
+def with_help(cls: type[_T]) -> type[_T]:
+    """Make the docstring below each field of a config class the field's help, which
+    `HfArgumentParser` and docs/reference.md show; and let `__init__` say what to set instead of an
+    unknown option, where that of dataclass raises a bare TypeError.
     """
+    known: Any = {f.name: f for f in fields(cast(Any, cls))}
+    body = cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
+    for one, below in itertools.pairwise(body):
+        if isinstance(one, ast.AnnAssign) and isinstance(below, ast.Expr):
+            text = " ".join(ast.literal_eval(below.value).split())
+            known[ast.unparse(one.target)].metadata = {"help": text}
     init = cast(Any, cls).__init__
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
-        known = {f.name for f in fields(self)}
-        if unknown := [name for name in options if name not in known]:
-            hints = [f"{name}: {unknown_option_hint(name, type(self))}" for name in unknown]
+        hints = [f"{n}: {unknown_option_hint(n, cls)}" for n in options if n not in known]
+        if hints:
             raise ConfigError("; ".join(hints))
         init(self, *args, **options)
 
@@ -284,7 +289,7 @@ def default_options(config: Any) -> dict[str, Any]:
     }
 
 
-@refuse_unknown_options
+@with_help
 @dataclass
 class RLConfig(TrainingArguments):
     """Options of `RLTrainer`: its own, and those of `transformers.TrainingArguments`, some with
@@ -298,319 +303,223 @@ class RLConfig(TrainingArguments):
     # What differs in a config that extends this one, such as `SFTConfig`.
     TRAINER, METHOD = "RLTrainer", "reinforcement learning"
     BEST = "reward"  # the default of metric_for_best_model
-    UNUSED, INHERITED_RULES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES
+    UNUSED, INHERITED_RULES, NAMED_LOSSES = _UNUSED_BASE_OPTIONS, _INHERITED_RULES, LOSSES
 
     # --- Inherited options with other defaults ----------------------------------------------------
-    output_dir: Annotated[str | None, must("name a folder", bool)] = _option(
-        None,
-        "Folder of the run: checkpoints, metrics.jsonl, rollouts. Default outputs/RUN_NAME.",
-    )
-    overwrite_output_dir: bool = _option(
-        False,
-        "Remove the run that output_dir holds. If False, a folder that holds a run is refused, "
-        "unless that run is resumed.",
-    )
-    run_name: str | None = _option("rl", "Name of the run, for the folder and the trackers.")
-    max_steps: PositiveInt = _option(500, "Optimizer steps. Each trains on one batch of rollouts.")
-    learning_rate: NotNegativeNumber = _option(1e-5, "Peak learning rate.")
-    lr_scheduler_type: SchedulerType | str = _option(
-        "constant",
-        "Schedule of the learning rate. With warmup_steps, constant first rises to learning_rate.",
-    )
+    output_dir: Annotated[str | None, must("name a folder", bool)] = None
+    """Folder of the run: checkpoints, metrics.jsonl, rollouts. Default outputs/RUN_NAME."""
+    overwrite_output_dir: bool = False
+    """Remove the run that output_dir holds. If False, a folder that holds a run is refused, unless
+    that run is resumed."""
+    run_name: str | None = "rl"
+    """Name of the run, for the folder and the trackers."""
+    max_steps: PositiveInt = 500
+    """Optimizer steps. Each trains on one batch of rollouts."""
+    learning_rate: NotNegativeNumber = 1e-5
+    """Peak learning rate."""
+    lr_scheduler_type: SchedulerType | str = "constant"
+    """Schedule of the learning rate. With warmup_steps, constant first rises to learning_rate."""
     # None until __post_init__ decides, then a bool, as the base class declares it.
-    bf16: bool = _option(
-        None,
-        "Compute in bfloat16; trained weights stay in float32. Default: if the GPU supports it.",
-    )
+    bf16: bool = None  # type: ignore[assignment]
+    """Compute in bfloat16; trained weights stay in float32. Default: if the GPU supports it."""
     # None if not set; before transformers 5.18 the base class declares a bool.
-    gradient_checkpointing: bool = _option(
-        None, "Recompute activations in backward: less memory, more time."
-    )
-    logging_steps: PositiveNumber = _option(
-        1, "Steps between lines of metrics and tables of rollouts."
-    )
-    save_steps: PositiveNumber = _option(100, "Steps between checkpoints.")
+    gradient_checkpointing: bool = None  # type: ignore[assignment]
+    """Recompute activations in backward: less memory, more time."""
+    logging_steps: PositiveNumber = 1
+    """Steps between lines of metrics and tables of rollouts."""
+    save_steps: PositiveNumber = 100
+    """Steps between checkpoints."""
     # The order of the types lets HfArgumentParser parse a list.
-    report_to: list[str] | None | str = _option("none", "Trackers, such as wandb or tensorboard.")
+    report_to: list[str] | None | str = "none"
+    """Trackers, such as wandb or tensorboard."""
 
     # --- LoRA -------------------------------------------------------------------------------------
-    use_lora: bool = _option(True, "Train a LoRA adapter; False trains all weights.")
-    lora_rank: PositiveInt = _option(16, "Rank of the adapter.")
-    lora_alpha: PositiveNumber = _option(16, "The adapter's output is scaled by alpha / rank.")
-    lora_dropout: ShareBelow1 = _option(0.0, "Dropout in front of the adapter while training.")
-    lora_target_modules: _Layers = _option(
-        None,
-        'Layers that get an adapter: a list of names, or "all-linear" as in PEFT. Default: all '
-        "linear layers of the decoder's blocks except routers and experts.",
-    )
-    lora_modules_to_save: list[str] | None = _option(
-        None,
-        "Modules of which all weights are trained, beside the adapter. vLLM takes no such modules "
-        "in an adapter, so merged weights are sent.",
-    )
-    lora_use_rslora: bool = _option(
-        False, "Scale the adapter by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."
-    )
-    save_final: Literal["adapter", "merged"] = _option(
-        "adapter",
-        "What is saved at the end. adapter: the adapter alone. merged: also a plain model, that is "
-        "the base model with the adapter merged in, in the folder merged of output_dir. Without "
-        "LoRA the final model is a plain one anyway.",
-    )
+    use_lora: bool = True
+    """Train a LoRA adapter; False trains all weights."""
+    lora_rank: PositiveInt = 16
+    """Rank of the adapter."""
+    lora_alpha: PositiveNumber = 16
+    """The adapter's output is scaled by alpha / rank."""
+    lora_dropout: ShareBelow1 = 0.0
+    """Dropout in front of the adapter while training."""
+    lora_target_modules: _Layers = None
+    """Layers that get an adapter: a list of names, or "all-linear" as in PEFT. Default: all linear
+    layers of the decoder's blocks except routers and experts."""
+    lora_modules_to_save: list[str] | None = None
+    """Modules of which all weights are trained, beside the adapter. vLLM takes no such modules in
+    an adapter, so merged weights are sent."""
+    lora_use_rslora: bool = False
+    """Scale the adapter by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
+    save_final: Literal["adapter", "merged"] = "adapter"
+    """What is saved at the end. adapter: the adapter alone. merged: also a plain model, that is the
+    base model with the adapter merged in, in the folder merged of output_dir. Without LoRA the
+    final model is a plain one anyway."""
 
     # --- Batches ----------------------------------------------------------------------------------
-    batch_size: PositiveInt = _option(512, "Rollouts of one optimizer step, over all ranks.")
-    rollouts_per_example: PositiveInt = _option(
-        16,
-        "Rollouts of one example; their mean reward is the baseline.",
-    )
-    micro_batch_size: PositiveInt = _option(
-        8,
-        "Samples of max_seq_len tokens in one forward pass of one rank. The token budget is the "
-        "product, so more samples fit when they are shorter.",
-    )
-    max_tokens_per_microbatch: PositiveInt | None = _option(
-        None,
-        "Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. "
-        "Default: micro_batch_size * max_seq_len.",
-    )
-    share_prefixes: _AutoOrBool = _option(
-        "auto",
-        "Compute tokens that samples have in common at their beginning once: a group's prompt, the "
-        "trunk of a trajectory that branches. auto: where the model can keep the samples apart; "
-        "true: an error where it cannot; false: each sample is computed whole.",
-    )
-    head_dtype: Literal["model", "float32"] = _option(
-        "model",
-        "In which the LM head multiplies. model: as the rest of the model, bfloat16 with bf16. "
-        "float32: more exact logits, and more time; to gain by it, the server has to do the same: "
-        """vf-vllm --hf-overrides '{"head_dtype": "float32"}'.""",
-    )
-    attn_implementation: str | None = _option(
-        None,
-        "Attention of the policy, as transformers names it: sdpa, eager, flex_attention, "
-        "flash_attention_2. Default: what transformers chooses for the model.",
-    )
-    max_seq_len: Annotated[int, Field(ge=2)] = _option(
-        2048,
-        "Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated.",
-    )
-    max_prompt_len: PositiveInt | None = _option(
-        None,
-        "Examples whose prompt has more tokens are left out; None for no limit.",
-    )
-    shuffle: bool = _option(
-        True, "Shuffle the examples anew in each epoch. The order follows from seed."
-    )
-    max_off_policy_steps: NotNegativeInt = _option(
-        1,
-        "Batches requested in advance. 0: each batch is sampled with the newest weights. 1: the "
-        "next batch is sampled while the trainer works on this one. k > 1 keeps the server busy "
-        "while a batch waits for its slowest rollouts; weights then change while the server "
-        "generates, and no token is older than k steps.",
-    )
+    batch_size: PositiveInt = 512
+    """Rollouts of one optimizer step, over all ranks."""
+    rollouts_per_example: PositiveInt = 16
+    """Rollouts of one example; their mean reward is the baseline."""
+    micro_batch_size: PositiveInt = 8
+    """Samples of max_seq_len tokens in one forward pass of one rank. The token budget is the
+    product, so more samples fit when they are shorter."""
+    max_tokens_per_microbatch: PositiveInt | None = None
+    """Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. Default:
+    micro_batch_size * max_seq_len."""
+    share_prefixes: _AutoOrBool = "auto"
+    """Compute tokens that samples have in common at their beginning once: a group's prompt, the
+    trunk of a trajectory that branches. auto: where the model can keep the samples apart; true: an
+    error where it cannot; false: each sample is computed whole."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """In which the LM head multiplies. model: as the rest of the model, bfloat16 with bf16.
+    float32: more exact logits, and more time; to gain by it, the server has to do the same: vf-vllm
+    --hf-overrides '{"head_dtype": "float32"}'."""
+    attn_implementation: str | None = None
+    """Attention of the policy, as transformers names it: sdpa, eager, flex_attention,
+    flash_attention_2. Default: what transformers chooses for the model."""
+    max_seq_len: Annotated[int, Field(ge=2)] = 2048
+    """Longest sequence in tokens, prompt included. A longer one is cut and counts as truncated."""
+    max_prompt_len: PositiveInt | None = None
+    """Examples whose prompt has more tokens are left out; None for no limit."""
+    shuffle: bool = True
+    """Shuffle the examples anew in each epoch. The order follows from seed."""
+    max_off_policy_steps: NotNegativeInt = 1
+    """Batches requested in advance. 0: each batch is sampled with the newest weights. 1: the next
+    batch is sampled while the trainer works on this one. k > 1 keeps the server busy while a batch
+    waits for its slowest rollouts; weights then change while the server generates, and no token is
+    older than k steps."""
 
     # --- Sampling ---------------------------------------------------------------------------------
-    max_tokens: PositiveInt | None = _option(
-        None,
-        "Longest reply of one turn, in tokens. None: the reply may fill max_seq_len, or in classic "
-        "environments the server's max_model_len.",
-    )
-    temperature: Annotated[float, Field(gt=0, le=2)] = _option(
-        0.7,
-        "Sampling temperature. The trainer computes its logprobs at the same temperature.",
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = _option(
-        1.0,
-        "Sample from the smallest set of likeliest tokens whose total probability reaches this.",
-    )
-    top_k: PositiveInt | None = _option(None, "Sample from the k likeliest tokens; None for all.")
-    min_p: Share = _option(
-        0.0,
-        "Leave out tokens whose probability is below this share of the likeliest token's.",
-    )
-    sampling_mask: bool = _option(
-        False,
-        "The server returns which tokens top_p, top_k and min_p allowed at each position, and the "
-        "trainer takes logprobs over these. Ratios are then exact with such options. top_k is 256 "
-        "if left out, and at most 1024.",
-    )
-    repetition_penalty: PositiveNumber = _option(
-        1.0, "Above 1, tokens that the prompt or the reply already has become less likely."
-    )
-    presence_penalty: _Penalty = _option(0.0, "Above 0, tokens already in a reply are less likely.")
-    frequency_penalty: _Penalty = _option(
-        0.0, "Above 0, a token is less likely the more often the reply has this token already."
-    )
-    stop: _Texts = _option(
-        None,
-        "A reply ends where it has one of these strings; one string may stand alone. The tokens of "
-        "the string are trained, because they were sampled.",
-    )
-    include_stop_str_in_output: bool = _option(
-        False,
-        "Whether the string of stop that ended a reply stays in its text, which the environment "
-        "sees and scores.",
-    )
-    chat_template_kwargs: _Table = _option(
-        {},
-        "Variables of the chat template, such as {enable_thinking = false} or {reasoning_effort = "
-        '"low"}. The template ignores those that it does not know. On a command line, write JSON.',
-    )
-    deterministic: bool = _option(
-        False,
-        "Give each request for a rollout a seed that follows from seed and the rollout's place, so "
-        "that the same run samples the same tokens again. vf-rl starts a server on GPUs with "
-        "vLLM's batch invariance. Needs max_off_policy_steps 0 or 1; docs/mismatch.md says "
-        "where it holds.",
-    )
-    generation_timeout: PositiveNumber = _option(
-        600.0, "Seconds that one rollout may take; a longer one counts as an error."
-    )
-    max_concurrent: PositiveInt = _option(512, "Rollouts in flight at a time.")
-    env_workers: _AutoOrCount = _option(
-        "auto",
-        "Rollout workers: processes that run the environments, so that their Python code does not "
-        "wait for the trainer's. auto: one for each four cores, at most 8; an environment that "
-        "cannot be made again in a worker runs in a thread of the trainer, and one line says why. "
-        "0 runs all environments in a thread of the trainer.",
-    )
-    tools_in_process: bool = _option(
-        True,
-        "Call the Python tools of verifiers.v1 environments in the process that runs the "
-        "environment. False starts an MCP server process for each toolset, as verifiers does.",
-    )
-    client_type: Literal["openai_chat_completions", "openai_chat_completions_token", "renderer"] = (
-        _option(
-            "openai_chat_completions_token",
-            "What a turn sends to the server. openai_chat_completions_token: tokens, those so far "
-            "and those of new messages; openai_chat_completions: messages, tokenised anew at each "
-            "turn; renderer: tokens made by the renderers package. See envs/classic.py.",
-        )
-    )
+    max_tokens: PositiveInt | None = None
+    """Longest reply of one turn, in tokens. None: the reply may fill max_seq_len, or in classic
+    environments the server's max_model_len."""
+    temperature: Annotated[float, Field(gt=0, le=2)] = 0.7
+    """Sampling temperature. The trainer computes its logprobs at the same temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of likeliest tokens whose total probability reaches this."""
+    top_k: PositiveInt | None = None
+    """Sample from the k likeliest tokens; None for all."""
+    min_p: Share = 0.0
+    """Leave out tokens whose probability is below this share of the likeliest token's."""
+    sampling_mask: bool = False
+    """The server returns which tokens top_p, top_k and min_p allowed at each position, and the
+    trainer takes logprobs over these. Ratios are then exact with such options. top_k is 256 if left
+    out, and at most 1024."""
+    repetition_penalty: PositiveNumber = 1.0
+    """Above 1, tokens that the prompt or the reply already has become less likely."""
+    presence_penalty: _Penalty = 0.0
+    """Above 0, tokens already in a reply are less likely."""
+    frequency_penalty: _Penalty = 0.0
+    """Above 0, a token is less likely the more often the reply has this token already."""
+    stop: _Texts = None
+    """A reply ends where it has one of these strings; one string may stand alone. The tokens of the
+    string are trained, because they were sampled."""
+    include_stop_str_in_output: bool = False
+    """Whether the string of stop that ended a reply stays in its text, which the environment sees
+    and scores."""
+    chat_template_kwargs: _Table = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking = false} or {reasoning_effort =
+    "low"}. The template ignores those that it does not know. On a command line, write JSON."""
+    deterministic: bool = False
+    """Give each request for a rollout a seed that follows from seed and the rollout's place, so
+    that the same run samples the same tokens again. vf-rl starts a server on GPUs with vLLM's batch
+    invariance. Needs max_off_policy_steps 0 or 1; docs/mismatch.md says where it holds."""
+    generation_timeout: PositiveNumber = 600.0
+    """Seconds that one rollout may take; a longer one counts as an error."""
+    max_concurrent: PositiveInt = 512
+    """Rollouts in flight at a time."""
+    env_workers: _AutoOrCount = "auto"
+    """Rollout workers: processes that run the environments, so that their Python code does not wait
+    for the trainer's. auto: one for each four cores, at most 8; an environment that cannot be made
+    again in a worker runs in a thread of the trainer, and one line says why. 0 runs all
+    environments in a thread of the trainer."""
+    tools_in_process: bool = True
+    """Call the Python tools of verifiers.v1 environments in the process that runs the environment.
+    False starts an MCP server process for each toolset, as verifiers does."""
+    client_type: _ClientType = "openai_chat_completions_token"
+    """What a turn sends to the server. openai_chat_completions_token: tokens, those so far and
+    those of new messages; openai_chat_completions: messages, tokenised anew at each turn; renderer:
+    tokens made by the renderers package. See envs/classic.py."""
 
-    router_replay: bool = _option(
-        False,
-        "For mixtures of experts: the trainer sends each token to the experts that the server "
-        "chose (R3, arXiv:2510.11370). vf-vllm needs --enable-return-routed-experts, which vf-rl "
-        "sets.",
-    )
+    router_replay: bool = False
+    """For mixtures of experts: the trainer sends each token to the experts that the server chose
+    (R3, arXiv:2510.11370). vf-vllm needs --enable-return-routed-experts, which vf-rl sets."""
 
     # --- What enters the loss ---------------------------------------------------------------------
-    mask_env_responses: bool = _option(
-        True, "Leave the environment's own tokens between turns out of the loss."
-    )
-    mask_truncated_completions: bool = _option(
-        False, "Leave truncated rollouts out of the loss; they stay in the baseline."
-    )
-    zero_truncated_completions: bool = _option(False, "Give truncated rollouts a reward of 0.")
-    group_filter: _Table = _option(
-        {},
-        "Groups that are replaced by new ones: {min_reward_variance = 1e-6} replaces those whose "
-        "rewards vary less, so that all are equal; min_reward and max_reward those with a lower or "
-        "higher mean reward, too hard or too easy. At most max_oversampling (3.0) * batch_size "
-        "rollouts are generated for one batch. Replacements start only in the first "
-        "generation_timeout seconds times the number of pending batches. If too few groups pass, "
-        "the batch is smaller. On a command line, write JSON.",
-    )
-    advantage: Annotated[str, one_of(ADVANTAGES)] = _option(
-        "mean",
-        "How a group's rewards become advantages. mean: minus their mean; std: that, divided by "
-        "their standard deviation (GRPO); leave_one_out: minus the mean of the others (RLOO); "
-        "maxrl: minus their mean, divided by their mean; or "
-        '"module:function" for your own, see advantages.py.',
-    )
-    loss: Annotated[str, one_of(LOSSES)] = _option(
-        "cispo",
-        "One of cispo, ppo, truncated_is, icepop, dppo, gspo, reinforce, see losses.py; or "
-        '"module:function" for your own, from a module beside the script or the TOML.',
-    )
-    loss_args: _Table = _option(
-        {},
-        "Arguments of the loss, such as {eps_high = 4.0} for cispo; on a command line, write them "
-        "as JSON. See losses.py.",
-    )
-    gradient_masks: _Masks = _option(
-        None,
-        "Tokens that get no gradient, under any loss: a table of masks, each with its arguments, "
-        "such as {dppo = {max_divergence = 0.2}}; {} for none. Known: ratio, ppo, ipo, dppo, "
-        'sequence_mean, sequence_product, see losses.py; or "module:function". On a command line, '
-        "write JSON. Default: {dppo = {max_divergence = 0.05}} if loss is cispo, else {}.",
-    )
-    loss_normalization: Literal["token", "sequence", "constant"] = _option(
-        "token",
-        "token: the mean over the batch's loss tokens. sequence: the mean over rollouts of each "
-        "rollout's mean. constant: the sum divided by batch_size * max_seq_len.",
-    )
-    kl_beta: NotNegativeNumber = _option(
-        0.0,
-        "Weight of a penalty on KL(policy || reference). The reference is the model without its "
-        "adapter. Without LoRA it is a copy of the model at the start.",
-    )
-    kl_target: PositiveNumber | None = _option(
-        None,
-        "Hold the mean of this KL per token near this value, in nats: after each step, kl_beta "
-        "rises by up to 2 % if the KL was above it, and falls if it was below.",
-    )
-    entropy_beta: NotNegativeNumber = _option(
-        0.0,
-        "Weight of a bonus on the entropy of the policy, in nats per token. The bonus keeps the "
-        "policy from becoming certain too early.",
-    )
+    mask_env_responses: bool = True
+    """Leave the environment's own tokens between turns out of the loss."""
+    mask_truncated_completions: bool = False
+    """Leave truncated rollouts out of the loss; they stay in the baseline."""
+    zero_truncated_completions: bool = False
+    """Give truncated rollouts a reward of 0."""
+    group_filter: _Table = field(default_factory=dict)
+    """Groups that are replaced by new ones: {min_reward_variance = 1e-6} replaces those whose
+    rewards vary less, so that all are equal; min_reward and max_reward those with a lower or higher
+    mean reward, too hard or too easy. At most max_oversampling (3.0) * batch_size rollouts are
+    generated for one batch. Replacements start only in the first generation_timeout seconds times
+    the number of pending batches. If too few groups pass, the batch is smaller. On a command line,
+    write JSON."""
+    advantage: Annotated[str, one_of(ADVANTAGES)] = "mean"
+    """How a group's rewards become advantages. mean: minus their mean; std: that, divided by their
+    standard deviation (GRPO); leave_one_out: minus the mean of the others (RLOO); maxrl: minus
+    their mean, divided by their mean; or "module:function" for your own, see advantages.py."""
+    loss: Annotated[str, one_of(LOSSES)] = "cispo"
+    """One of cispo, ppo, truncated_is, icepop, dppo, gspo, reinforce, see losses.py; or
+    "module:function" for your own, from a module beside the script or the TOML."""
+    loss_args: _Table = field(default_factory=dict)
+    """Arguments of the loss, such as {eps_high = 4.0} for cispo; on a command line, write them as
+    JSON. See losses.py."""
+    gradient_masks: _Masks = None
+    """Tokens that get no gradient, under any loss: a table of masks, each with its arguments, such
+    as {dppo = {max_divergence = 0.2}}; {} for none. Known: ratio, ppo, ipo, dppo, sequence_mean,
+    sequence_product, see losses.py; or "module:function". On a command line, write JSON. Default:
+    {dppo = {max_divergence = 0.05}} if loss is cispo, else {}."""
+    loss_normalization: Literal["token", "sequence", "constant"] = "token"
+    """token: the mean over the batch's loss tokens. sequence: the mean over rollouts of each
+    rollout's mean. constant: the sum divided by batch_size * max_seq_len."""
+    kl_beta: NotNegativeNumber = 0.0
+    """Weight of a penalty on KL(policy || reference). The reference is the model without its
+    adapter. Without LoRA it is a copy of the model at the start."""
+    kl_target: PositiveNumber | None = None
+    """Hold the mean of this KL per token near this value, in nats: after each step, kl_beta rises
+    by up to 2 % if the KL was above it, and falls if it was below."""
+    entropy_beta: NotNegativeNumber = 0.0
+    """Weight of a bonus on the entropy of the policy, in nats per token. The bonus keeps the policy
+    from becoming certain too early."""
 
     # --- Server -----------------------------------------------------------------------------------
-    vllm_server_host: Annotated[str, _is_host] = _option(
-        "127.0.0.1",
-        "Host of the vf-vllm server.",
-    )
-    vllm_server_port: Annotated[int, Field(gt=0, lt=2**16)] = _option(
-        8000,
-        "Port of the vf-vllm server.",
-    )
-    vllm_servers: Annotated[list[str] | None, _are_servers] = _option(
-        None,
-        "Several vf-vllm servers of the same model, each as host:port, in place of "
-        "vllm_server_host and vllm_server_port. Each gets all weights and a part of the rollouts.",
-    )
-    vllm_server_timeout: PositiveNumber = _option(
-        300.0,
-        "Seconds to wait for the server at the start, for a lost server to come back, and for one "
-        "weight sync.",
-    )
-    weight_sync_backend: Literal["auto", "nccl", "http"] = _option(
-        "auto",
-        "How weights travel: nccl (from GPU to GPU; each side has its own), or http (in the "
-        "requests to the server's port). auto chooses nccl where it works.",
-    )
-    lora_sync: Literal["auto", "adapter", "merged"] = _option(
-        "auto",
-        "What is sent with LoRA. adapter: the adapter alone; merged: all weights, adapter added; "
-        "auto: merged if the server computes in float32 (where merging loses nothing and vLLM is "
-        "faster without an adapter) and was started without --enable-lora, else adapter.",
-    )
+    vllm_server_host: Annotated[str, _is_host] = "127.0.0.1"
+    """Host of the vf-vllm server."""
+    vllm_server_port: Annotated[int, Field(gt=0, lt=2**16)] = 8000
+    """Port of the vf-vllm server."""
+    vllm_servers: Annotated[list[str] | None, _are_servers] = None
+    """Several vf-vllm servers of the same model, each as host:port, in place of vllm_server_host
+    and vllm_server_port. Each gets all weights and a part of the rollouts."""
+    vllm_server_timeout: PositiveNumber = 300.0
+    """Seconds to wait for the server at the start, for a lost server to come back, and for one
+    weight sync."""
+    weight_sync_backend: Literal["auto", "nccl", "http"] = "auto"
+    """How weights travel: nccl (from GPU to GPU; each side has its own), or http (in the requests
+    to the server's port). auto chooses nccl where it works."""
+    lora_sync: Literal["auto", "adapter", "merged"] = "auto"
+    """What is sent with LoRA. adapter: the adapter alone; merged: all weights, adapter added; auto:
+    merged if the server computes in float32 (where merging loses nothing and vLLM is faster without
+    an adapter) and was started without --enable-lora, else adapter."""
 
     # --- Evaluation and what a person sees --------------------------------------------------------
-    eval_examples: PositiveInt = _option(
-        256,
-        "Number of examples in one evaluation: the first of each environment's eval split.",
-    )
-    eval_rollouts_per_example: PositiveInt = _option(
-        1,
-        "Rollouts of each example in an evaluation. Above 1, the evaluation also logs pass@k.",
-    )
-    eval_sampling: _Table = _option(
-        {},
-        "Sampling of evaluations where it differs from that of training, in each environment: such "
-        "as {temperature = 0, max_tokens = 512}. A temperature of 0 takes the likeliest token, and "
-        "a top_k of 0 all tokens. On a command line, write JSON.",
-    )
-    log_rollouts: Share = _option(
-        0.05,
-        "All rollouts are written into output_dir/rollouts, a table of some is shown in the "
-        "terminal and sent to the trackers of report_to: see docs/rollouts_on_disk.md. The number "
-        "is the share of the groups that are written with their tokens: logprobs of server and "
-        "trainer, entropy, masks; about 8 bytes a token. 0: nothing is written or shown.",
-    )
+    eval_examples: PositiveInt = 256
+    """Number of examples in one evaluation: the first of each environment's eval split."""
+    eval_rollouts_per_example: PositiveInt = 1
+    """Rollouts of each example in an evaluation. Above 1, the evaluation also logs pass@k."""
+    eval_sampling: _Table = field(default_factory=dict)
+    """Sampling of evaluations where it differs from that of training, in each environment: such as
+    {temperature = 0, max_tokens = 512}. A temperature of 0 takes the likeliest token, and a top_k
+    of 0 all tokens. On a command line, write JSON."""
+    log_rollouts: Share = 0.05
+    """All rollouts are written into output_dir/rollouts, a table of some is shown in the terminal
+    and sent to the trackers of report_to: see docs/rollouts_on_disk.md. The number is the share of
+    the groups that are written with their tokens: logprobs of server and trainer, entropy, masks;
+    about 8 bytes a token. 0: nothing is written or shown."""
 
     def __post_init__(self) -> None:
         import torch
@@ -687,10 +596,9 @@ class RLConfig(TrainingArguments):
         self._check_sampling(
             "eval_sampling", cast(dict[str, Any], self.eval_sampling), ("temperature",)
         )
-        if self.loss in LOSSES:  # the trainer loads a user's own loss
+        if self.loss in self.NAMED_LOSSES:  # the trainer loads a user's own loss
             self.make_loss()
-        known = {name: options for name, options in self.masks().items() if name in MASKS}
-        self._make_masks(known)
+        self.make_masks(MASKS)
         self._check_together()
 
     def _checked(self, name: str, value: Any, where: str = "") -> Any:
@@ -801,7 +709,7 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: the loss cannot be loaded, or does not take these arguments.
         """
-        return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
+        return self._load(self.NAMED_LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
 
     def masks(self) -> dict[str, dict[str, Any]]:
         """Return `gradient_masks`, or if it is not set, what stands for it under this loss."""
@@ -809,17 +717,21 @@ class RLConfig(TrainingArguments):
             return dict(DEFAULT_MASKS.get(self.loss, {}))
         return cast(dict[str, dict[str, Any]], self.gradient_masks)
 
-    def make_masks(self) -> dict[str, MaskFn]:
+    def make_masks(self, of: Container[str] | None = None) -> dict[str, MaskFn]:
         """Return the functions of `masks()`, by name.
+
+        Args:
+            of: only those with one of these names.
 
         Raises:
             ConfigError: a mask cannot be loaded, or does not take its arguments.
         """
-        return self._make_masks(self.masks())
-
-    def _make_masks(self, masks: dict[str, Any]) -> dict[str, MaskFn]:
-        of = "gradient_masks"
-        return {name: self._load(MASKS, name, of, of, options) for name, options in masks.items()}
+        field = "gradient_masks"
+        return {
+            name: self._load(MASKS, name, field, field, options)
+            for name, options in self.masks().items()
+            if of is None or name in of
+        }
 
     def complete_loss(self, loss_fn: LossFn | None) -> LossFn:
         """Return a loss under its masks, plus the terms of `kl_beta` and `entropy_beta`, to which
@@ -849,8 +761,6 @@ class RLConfig(TrainingArguments):
         try:
             function = known.get(name) or load_user_code(name, field)
             return bind_options(function, f"{of}={name!r}", options)
-        except UserCodeError as error:
-            raise ConfigError(str(error)) from error
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -915,11 +825,15 @@ class RLConfig(TrainingArguments):
         Raises:
             ConfigError: an option is out of range, or cannot differ between environments.
         """
-        copied, options = copy.copy(self), dict(options)
-        self._check_sampling("sampling", options)
-        for name, value in options.items():
-            setattr(copied, name, value)
+        self._check_sampling("sampling", options := dict(options))
+        copied = self._changed(options)
         copied._check_together()
+        return copied
+
+    def _changed(self, options: dict[str, Any]) -> RLConfig:
+        """Return a copy with these options, unchecked."""
+        copied = copy.copy(self)
+        vars(copied).update(options)
         return copied
 
     def sampling_args(self) -> dict[str, Any]:
@@ -954,11 +868,9 @@ class RLConfig(TrainingArguments):
 
     def eval_sampling_args(self) -> dict[str, Any]:
         """Do as `sampling_args`, for evaluations."""
-        copied = copy.copy(self)
-        for name, value in cast(dict[str, Any], self.eval_sampling).items():
-            setattr(copied, name, value)
-        copied.sampling_mask = copied.router_replay = False  # nothing is trained on an evaluation
-        return copied.sampling_args()
+        of_training = {"sampling_mask": False, "router_replay": False}  # nothing is trained on it
+        options = cast(dict[str, Any], self.eval_sampling)
+        return self._changed({**options, **of_training}).sampling_args()
 
     def sampling_changes_probabilities(self) -> list[str]:
         """Return the options that make the server sample from another distribution than the

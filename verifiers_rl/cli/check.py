@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from verifiers_rl.cli.config import RunConfig, load_run_config, overrides_of, toml_arguments
-from verifiers_rl.cli.plan import check_folder, check_trainer_options
-from verifiers_rl.report.trackers import tracker_error
+from verifiers_rl.cli.config import RunConfig, load_run_config, overrides_of
+from verifiers_rl.cli.local import LOGS
+from verifiers_rl.cli.plan import check_run
 
 NUM_GROUPS = 2  # in a step
 NUM_STEPS = 2  # the second is sampled from weights that the first has pushed
@@ -35,13 +35,9 @@ def check(
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_trainer_options(config)
-    check_folder(args, options.resume)
-    if problem := tracker_error(args.report_to):
-        raise config.of_option(problem)
+    args = check_run(config, options.resume)
     target = Path(args.output_dir).absolute()
     beside = next(path for path in target.parents if path.exists())
-    logs = Path(tempfile.mkdtemp(prefix="vf-rl-check-"))
     # Where the run's own folder will be, because there is room for a model.
     with tempfile.TemporaryDirectory(prefix=".vf-rl-check-", dir=beside) as folder:
         small = {
@@ -55,17 +51,16 @@ def check(
             "push_to_hub": "false",
         }
         words = [f"--trainer.args.{name}={value}" for name, value in small.items()]
-        files, keys = toml_arguments([*config.words, *words])
-        own = argparse.Namespace(
-            resume=None, overwrite=False, no_tmux=True, server_log=logs / "inference.log"
-        )
-        status = run(load_run_config(files, overrides_of(keys), checks_model=False), own)
+        words = [*config.words[2 * len(config.files) :], *words]
+        own = argparse.Namespace(resume=False, overwrite=False, no_tmux=True)
+        status = run(load_run_config(config.files, overrides_of(words), checks_model=False), own)
         problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
-    if problem:
-        print(f"vf-rl: to fix: {problem}; the servers' output is in {logs}", flush=True)
-        return 1
-    shutil.rmtree(logs)
-    return 0
+        if problem:
+            logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")
+            logs.mkdir(exist_ok=True)  # there are none where Ray brings them here
+            shutil.copytree(logs, kept, dirs_exist_ok=True)
+            print(f"vf-rl: to fix: {problem}; the servers' output is in {kept}", flush=True)
+    return int(bool(problem))
 
 
 def problem_of(metrics: Path) -> str | None:

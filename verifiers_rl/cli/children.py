@@ -7,14 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
 
 from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.plan import Address, ServerPlan
@@ -38,7 +35,7 @@ class Child(ABC):
     cluster (`ray_engine.RayChild`).
 
     Attributes:
-        name: in front of its output.
+        name: what messages call it.
         address: where it listens, if it does; None as long as that is unknown.
         is_lost: it has ended with its machine.
     """
@@ -47,7 +44,7 @@ class Child(ABC):
 
     def __init__(self, name: str, address: Address | None = None) -> None:
         self.name, self.address = name, address
-        self._is_asked = self._is_muted = False
+        self._is_asked = False
 
     @abstractmethod
     def poll(self) -> int | None:
@@ -63,7 +60,7 @@ class Child(ABC):
 
     @abstractmethod
     def last_lines(self) -> list[str]:
-        """Return the last lines of its output, once it has ended."""
+        """Return the last lines of its log."""
 
     @property
     def end(self) -> str:
@@ -80,10 +77,6 @@ class Child(ABC):
             if self.wait(POLL_S):
                 raise ChildError(f"{self.name} {self.end}")
         return self.address
-
-    def mute(self) -> None:
-        """Print no more of its output."""
-        self._is_muted = True
 
     def terminate(self) -> None:
         """Ask it to end, once: a second request would end it without a checkpoint."""
@@ -104,11 +97,9 @@ class LocalChild(Child):
     of an `env_file`, and it ends when we do.
 
     Args:
-        name: "": its output comes without a prefix.
         words: what follows `python`.
         env: what its environment has besides ours.
-        log: a file for its output; None: it is printed here.
-        inherit: its output is ours, as it is, so that it can draw a progress bar.
+        log: a file that gets its output; None: its output is ours.
         drop: variables of ours whose names begin so are left out.
     """
 
@@ -118,30 +109,22 @@ class LocalChild(Child):
         words: list[str],
         env: dict[str, str],
         log: Path | None = None,
-        inherit: bool = False,
         drop: str = "\0",
         address: Address | None = None,
     ) -> None:
         super().__init__(name, address)
-        self._log, self._lines = log, deque[str](maxlen=NUM_LAST_LINES)
+        self._log = log
         kept = {k: v for k, v in environment_without_secrets().items() if not k.startswith(drop)}
         own = {"VERIFIERS_RL_DIE_WITH_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        with ExitStack() as stack:
-            output: Any = None if inherit else subprocess.PIPE
-            if log is not None:
-                output = stack.enter_context(log.open("ab"))
+        with nullcontext() if log is None else log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *words],
                 env={**kept, **env, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=None if inherit else subprocess.STDOUT,
+                stderr=output,
                 start_new_session=True,
             )
-        self._reader = threading.Thread(
-            target=self._read, args=(self._process.stdout,), daemon=True
-        )
-        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -154,7 +137,6 @@ class LocalChild(Child):
     def wait(self, seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-            self._reader.join(5.0)  # what it has started may hold its output open
         return self._process.returncode is not None
 
     def signal(self, number: int) -> None:
@@ -162,28 +144,8 @@ class LocalChild(Child):
             os.killpg(self._process.pid, number)
 
     def last_lines(self) -> list[str]:
-        if self._log is not None:
-            return self._log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
-        return list(self._lines)
-
-    def _read(self, output: IO[bytes] | None) -> None:
-        """Print what the process prints, until it closes its output. A progress bar redraws its
-        line with a carriage return and no newline, so lines end at both.
-        """
-        if output is None:
-            return
-        prefix = f"[{self.name}] " if self.name else ""
-        with output:
-            for data in iter(output.readline, b""):
-                for line in data.decode(errors="replace").replace("\r", "\n").splitlines():
-                    if not line.strip():
-                        continue
-                    self._lines.append(line.rstrip())
-                    try:
-                        if not self._is_muted:
-                            print(prefix + line.rstrip(), flush=True)
-                    except OSError:  # the terminal is gone; a full pipe would block the child
-                        self.mute()
+        text = "" if self._log is None else self._log.read_text(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-NUM_LAST_LINES:]
 
 
 class Supervised:
@@ -199,12 +161,14 @@ class Supervised:
         is_given_up: it has died too often.
     """
 
-    def __init__(self, plan: ServerPlan, start: Callable[[], Child], config: RunConfig) -> None:
+    def __init__(
+        self, plan: ServerPlan, start: Callable[[ServerPlan], Child], config: RunConfig
+    ) -> None:
         self.plan, self._start, self._config = plan, start, config
         self.is_given_up = self.was_ready = False
         self._num_deaths = 0
         self._start_at: float | None = None
-        self.child = start()
+        self.child = start(plan)
 
     def poll(self) -> None:
         """Start it again some time after its death.
@@ -217,7 +181,7 @@ class Supervised:
             return
         if self._start_at is not None:
             if time.monotonic() >= self._start_at:
-                self._start_at, self.child = None, self._start()
+                self._start_at, self.child = None, self._start(self.plan)
             return
         if self.child.poll() is None:
             if (self._num_deaths or not self.was_ready) and answers(self.child.address):

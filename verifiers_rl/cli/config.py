@@ -71,7 +71,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -80,20 +80,17 @@ from pydantic import Field, TypeAdapter, ValidationError
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.env_file import read_env_files
 from verifiers_rl.cli.layers import (
-    COMMAND_LINE,
     MISSING,
     Data,
     Key,
-    Layer,
+    Setting,
     TomlError,
+    compose,
     find,
     is_tables,
-    leaves,
-    merge,
     nearest_hint,
     overrides_of,
     place_of,
-    put,
     read_file,
     table_name,
 )
@@ -212,12 +209,13 @@ class RunConfig:
         path: of its file; of several, the last.
         files: all of its files.
         words: the words of a command that give the same configuration.
-        tree: all keys, in our layout.
-        layers: that are composed in it, the first one first.
+        tree: all keys, in our layout; models and paths are resolved.
+        settings: that are composed in it, in their order.
     """
 
     PROGRAM = "vf-rl"
     MODULE = "verifiers_rl.cli.train"  # of a process that trains
+    TRAINER, CONFIG = "verifiers_rl.trainer:RLTrainer", "verifiers_rl.config:RLConfig"
     TABLES: ClassVar[tuple[str, ...]] = (*flat.COMMON, *flat.OURS)  # of the top level
     NEEDS_ENV = True
 
@@ -236,7 +234,7 @@ class RunConfig:
     files: list[Path] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     tree: Data = field(default_factory=dict)
-    layers: list[Layer] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
     env_files: list[Path] = field(default_factory=list)
     import_from: list[Path] = field(default_factory=list)
     cluster: ClusterTable = field(default_factory=ClusterTable)
@@ -253,34 +251,42 @@ class RunConfig:
 
     # --- Keys, and errors about them --------------------------------------------------------------
 
-    def _written(self, key: Key) -> tuple[Layer | None, Key]:
-        """Return the newest layer that has this key, and the key as it is written there."""
-        for layer in reversed(self.layers):
-            if find(layer.data, key) is not MISSING:
-                return layer, layer.names.get(key, key)
-        return None, key
+    def _origin(self, key: Key) -> Setting:
+        """Return the newest setting of this key. Of a table, its source; where no layer has the
+        key, all files.
+        """
+        for one in reversed(self.settings):
+            below = key[len(one.key) :]
+            if one.source and one.key[: len(key)] == key[: len(one.key)]:
+                if one.key == key:
+                    return one
+                if find(one.value, below) is not MISSING:
+                    return Setting(key, None, one.source, key)
+        return Setting(key, None, ", ".join(map(str, self.files)), key)
 
     def source(self, *key: str) -> str:
         """Where a key or a table is from: the file, or all files if none of them has it."""
-        layer, _ = self._written(key)
-        return layer.source if layer is not None else ", ".join(map(str, self.files))
+        return self._origin(key).source
 
     def folder_of(self, *key: str) -> Path:
         """Return the folder to which paths in the value of a key are relative."""
-        layer, _ = self._written(key)
-        here = layer is None or layer.source == COMMAND_LINE
-        return Path.cwd() if here else Path(cast(Layer, layer).source).parent
+        source = Path(self.source(*key))
+        return source.parent if source in self.files else Path.cwd()
+
+    def beside(self, name: str, *key: str) -> Path:
+        """Return the absolute path that the value of a key names."""
+        return Path(os.path.normpath(self.folder_of(*key) / Path(name).expanduser()))
 
     def place(self, *key: str) -> str:
         """Where the value of a key is from, for an error about it: the source and the table."""
-        return place_of(self.source(*key), self._written(key)[1])
+        return place_of(self.source(*key), self._origin(key).written)
 
     def error(self, key: Key, problem: str) -> TomlError:
         """Return the error about this key: "FILE: [table] key=value: problem"."""
-        place, (_, written), value = self.place(*key), self._written(key), find(self.tree, key)
+        place, value = self.place(*key), find(self.tree, key)
         place += ":" * place[-1].isdigit()  # behind "[[env]] 2"
         is_value = value is not MISSING and not isinstance(value, dict) and not is_tables(value)
-        shown = f"{written[-1]}={value!r}" if is_value else key[-1]
+        shown = f"{self._origin(key).written[-1]}={value!r}" if is_value else key[-1]
         return TomlError(f"{place} {shown}: {problem}")
 
     def of_option(self, message: str) -> TomlError:
@@ -289,8 +295,8 @@ class RunConfig:
         """
         name = (re.match(r"\w+(\.\w+)*", message) or [""])[0]
         key = (*flat.ARGS, *name.split("."))
-        _, written = self._written(key)
-        own = name if isinstance(find(self.tree, key), dict) else written[-1]
+        is_table = isinstance(find(self.tree, key), dict)
+        own = name if is_table else self._origin(key).written[-1]
         return TomlError(f"{self.place(*key)} {own}{message.removeprefix(name)}")
 
     def table(self, *at: str) -> Data:
@@ -306,13 +312,6 @@ class RunConfig:
             raise self.error(at, "must be a table")
         return data
 
-    def check_keys(self, at: Key, known: Iterable[str], advice: str = "") -> None:
-        """Raise TomlError for a key of this table that is not known, with the nearest known one."""
-        for key in self.table(*at):
-            if key not in known:
-                hint = nearest_hint(key, known, advice)
-                raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
-
     def read(self, key: Key, checker: TypeAdapter[Any]) -> Any:
         """Return the value of a key, checked; on the command line, in the form that it asks for.
 
@@ -327,37 +326,43 @@ class RunConfig:
 
     def typed(self, key: Key, checker: TypeAdapter[Any]) -> Any:
         """Return the value of a key; on the command line, in the form that `checker` asks for."""
-        layer, value = self._written(key)[0], find(self.tree, key)
-        if layer is not None and layer.text is not None and layer.key == key:
-            return of_type(layer.text, value, checker)
-        return copy.deepcopy(value)
+        text, value = self._origin(key).text, copy.deepcopy(find(self.tree, key))
+        return value if text is None else of_type(text, value, checker)
 
     def read_table(
         self,
         at: Key,
         kind: type[_Kind],
         /,
-        advice: str = "",
         elsewhere: Iterable[str] = (),
         **others: Any,
     ) -> _Kind:
         """Return a table as an object of this dataclass.
 
         Args:
-            advice: the end of an error about an unknown key.
             elsewhere: keys that are read by somebody else.
             others: fields that are no keys, its `NOT_KEYS`.
 
         Raises:
             TomlError: a key is no field of the class, or has a value that does not fit its type.
         """
-        options = {f.name for f in fields(cast(Any, kind))} - {*getattr(kind, "NOT_KEYS", ())}
-        names = {name.rstrip("_"): name for name in sorted(options)}
-        self.check_keys(at, [*names, *elsewhere], advice)
-        given = [key for key in self.table(*at) if key in names]
-        checks = checkers(cast(Any, kind))
-        values = {names[key]: self.read((*at, key), checks[names[key]]) for key in given}
-        return kind(**values, **others)
+        checks = {k.rstrip("_"): (k, checker) for k, checker in checkers(cast(Any, kind)).items()}
+        for name in getattr(kind, "NOT_KEYS", ()):
+            del checks[name]
+        for key in self.table(*at):
+            if key in checks:
+                name, checker = checks[key]
+                others[name] = self.read((*at, key), checker)
+            elif key not in elsewhere:
+                advice = f"options belong into [{at[0]}.args]" if "args" in checks else ""
+                hint = nearest_hint(key, [*checks, *elsewhere], advice)
+                raise TomlError(f"{self.place(*at, key)} has an unknown key {key!r}; {hint}")
+        return kind(**others)
+
+    def refuse_flags(self, at: Key, hints: dict[str, str]) -> None:
+        """Raise TomlError if the flags of a server have one of these."""
+        for name in hints.keys() & self.table(*at, "args").keys():
+            raise TomlError(f"{self.place(*at, 'args', name)} has {name!r}; {hints[name]}")
 
     def find_model(self, at: Key, checks_model: bool) -> str:
         """Return the model that this key names: its folder, or its name on the hub.
@@ -377,6 +382,7 @@ class RunConfig:
             if (folder / model).is_dir():
                 problem += f"; for the folder beside the TOML write './{model}'"
             raise TomlError(f"{self.place(*at)} {problem}")
+        self.table(*at[:-1])[at[-1]] = model
         return model
 
     def read_paths(self, key: str, exists: Callable[[Path], bool], kind: str) -> list[Path]:
@@ -390,14 +396,14 @@ class RunConfig:
         names = self.read((key,), TypeAdapter(_Text | list[_Text]))
         paths = []
         for name in [names] if isinstance(names, str) else names:
-            path = Path(os.path.normpath(self.folder_of(key) / Path(name).expanduser()))
-            if not exists(path):
+            if not exists(path := self.beside(name, key)):
                 raise self.error(
                     (key,),
                     f"there is no {kind} {path}; correct the path, which is relative to what "
                     "names it",
                 )
             paths.append(path)
+        self.tree[key] = list(map(str, paths))
         return paths
 
     # --- What the keys name -----------------------------------------------------------------------
@@ -411,11 +417,9 @@ class RunConfig:
         Raises:
             TomlError: a value cannot work.
         """
-        from verifiers_rl.config import ConfigError
-
         try:
             return self.config_class()(**{**self.trainer_args, **others})
-        except (ConfigError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:  # ConfigError is a ValueError
             raise self.of_option(str(error)) from error
 
     def trainer_class(self) -> Any:
@@ -425,7 +429,7 @@ class RunConfig:
             TomlError: no such class.
         """
         if not self.trainer_class_name:
-            return self.default_trainer_class()
+            return load_user_code(self.TRAINER, "class")
         from transformers import Trainer
 
         make_importable(self.folders)
@@ -444,20 +448,10 @@ class RunConfig:
         """What [trainer.args] are the fields of: `RLConfig`, or the `config_class` of the class
         that [trainer] names. Imports transformers.
         """
-        default = self.default_config_class()
+        default = load_user_code(self.CONFIG, "class")
         if not self.trainer_class_name:
             return default  # without the trainer, which takes seconds to import
         return getattr(self.trainer_class(), "config_class", default)
-
-    def default_trainer_class(self) -> Any:
-        from verifiers_rl.trainer import RLTrainer
-
-        return RLTrainer
-
-    def default_config_class(self) -> Any:
-        from verifiers_rl.config import RLConfig
-
-        return RLConfig
 
     def make_trainer(self, args: Any) -> Any:
         """Make the trainer, with all that it needs.
@@ -477,14 +471,9 @@ class RunConfig:
             TomlError: it cannot train.
         """
 
-    def resolved_tables(self) -> dict[str, Any]:
-        """Return tables of its own as `resolved.toml` has them."""
-        return {}
-
     def option(self, name: str) -> Any:
         """The value of this option in [trainer.args], or the default of its field."""
-        defaults = {f.name: f.default for f in fields(self.config_class())}
-        return self.trainer_args.get(name, defaults[name])
+        return self.trainer_args.get(name, getattr(self.config_class(), name))
 
     def load_envs(self, with_teachers: bool = True) -> Any:
         """What `RLTrainer(env=...)` takes: the environment of [env], or those of the [[env]]s. The
@@ -543,9 +532,9 @@ ELSEWHERE = {
 }
 # Flags of the server that have a place of their own.
 _OF_SERVER = {
-    "model": "model at the top level",
-    "host": "vllm_server_host in [trainer.args]",
-    "port": "vllm_server_port in [trainer.args]",
+    "model": "set model at the top level instead",
+    "host": "set vllm_server_host in [trainer.args] instead",
+    "port": "set vllm_server_port in [trainer.args] instead",
 }
 
 
@@ -570,24 +559,16 @@ def load_run_config(
     """
     given = [files] if isinstance(files, Path) else files
     paths = [Path(os.path.abspath(path.expanduser())) for path in given]
-    data, defaults, layers = Data(), Data(), list[Layer]()
-    for path in paths:
-        layers.append(flat.translate(read_file(path), str(path), defaults))
-        data = merge(data, copy.deepcopy(layers[-1].data))
-    for key, text in overrides:
-        layers.append(layer := flat.layer_of_word(key, text, defaults))
-        is_whole = layer.key and key not in flat.MOVED
-        named = [(layer.key, find(layer.data, layer.key))] if is_whole else leaves(layer.data)
-        for at, value in named:
-            put(data, at, copy.deepcopy(value))
-    if find(data, (*flat.ARGS, "eval_strategy")) == "no":
-        defaults = Data()
+    settings = [one for path in paths for one in flat.settings_of(read_file(path), str(path))]
+    settings += [one for pair in overrides for one in flat.settings_of_word(*pair)]
+    tree = compose(settings)
+    if find(tree, (*flat.ARGS, "eval_strategy")) == "no":
+        tree = compose(one for one in settings if one.source)
     words = [word for path in paths for word in ("@", str(path))]
     words += [f"--{key}={text}" for key, text in overrides]
     config = kind(
-        paths[-1], model="", envs=[], files=paths, words=words, tree=merge(defaults, data),
-        layers=layers,
-    )  # fmt: skip
+        paths[-1], model="", envs=[], files=paths, words=words, tree=tree, settings=settings
+    )
     _check(config, checks_model, options)
     return config
 
@@ -600,14 +581,12 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
     """
     for key in config.tree:
         if key not in config.TABLES:
-            known = {*config.TABLES, *flat.FLAT, *(one[2:] for one in options if one[2:])}
+            known = {*config.TABLES, *flat.FLAT, *options}
             hint = ELSEWHERE.get(key) or nearest_hint(key, known)
             problem = f"the top level has an unknown key {key!r}; {hint}"
             raise TomlError(f"{config.place(key)} {problem}")
-    advice = "flags of the server belong into [inference.args]"
-    inference = config.read_table(("inference",), InferenceTable, advice)
-    advice = "options of the trainer belong into [trainer.args]"
-    trainer = config.read_table(("trainer",), TrainerTable, advice)
+    inference = config.read_table(("inference",), InferenceTable)
+    trainer = config.read_table(("trainer",), TrainerTable)
     config.inference_gpus, config.trainer_gpus = inference.gpus, trainer.gpus
     config.inference_args, config.trainer_args = inference.args, trainer.args
     config.trainer_class_name = trainer.class_
@@ -621,9 +600,7 @@ def _check(config: RunConfig, checks_model: bool, options: Iterable[str]) -> Non
         if idle:
             raise config.error(at, f"they run already, so {idle} has no effect; remove one of both")
         config.inference_gpus = 0
-    for name in _OF_SERVER.keys() & config.inference_args.keys():
-        where = config.place("inference", "args", name)
-        raise TomlError(f"{where} has {name!r}; set {_OF_SERVER[name]} instead")
+    config.refuse_flags(("inference",), _OF_SERVER)
     config.env_files = config.read_paths("env_file", Path.is_file, "file")
     config.import_from = config.read_paths("import_from", Path.is_dir, "folder")
     config.model = config.find_model(("model",), checks_model)
@@ -667,9 +644,8 @@ def _read_env(config: RunConfig, at: Key) -> EnvTable:
     if not env.id:
         raise TomlError(f"{config.place(*at, 'id')}: id is missing; set it to a string")
     if os.sep in env.python:  # else it is looked for as a shell does
-        folder = config.folder_of(*at, "python")
         # Not resolved: an interpreter knows its packages by the link that it is started by.
-        env.python = os.path.normpath(folder / Path(env.python).expanduser())
+        given["python"] = env.python = str(config.beside(env.python, *at, "python"))
     return env
 
 
@@ -717,6 +693,8 @@ def server_flags(args: dict[str, Any]) -> list[str]:
 
 # --- The command line -----------------------------------------------------------------------------
 
+PARSER: dict[str, Any] = {"allow_abbrev": False, "prefix_chars": "-@"}  # how parsers are made
+
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run`, and what to do with a run that the output_dir holds already."""
@@ -726,13 +704,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="only print the resolved configuration, and write it into the run's folder",
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--resume",
-        nargs="?",
-        const=True,
-        metavar="CHECKPOINT",
-        help="go on from this checkpoint, by default the newest",
-    )
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     group.add_argument(
         "--overwrite", action="store_true", help="replace the run that the output_dir holds"
     )
@@ -740,35 +712,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def folder_words(options: argparse.Namespace) -> list[str]:
     """The options about the output_dir as words of a command."""
-    if options.overwrite:
-        return ["--overwrite"]
-    if options.resume is None:
-        return []
-    return ["--resume"] if options.resume is True else ["--resume", str(options.resume)]
-
-
-def toml_arguments(argv: list[str]) -> tuple[list[Path], list[str]]:
-    """The files after `@` (or attached to it), and the other words.
-
-    Raises:
-        TomlError: no `@ FILE`.
-    """
-    files: list[Path] = []
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == "@":
-            file = next(words, None)
-            if file is None:
-                raise TomlError("no file after @: give one as `@ config.toml`")
-            files.append(Path(file))
-        elif word.startswith("@"):
-            files.append(Path(word[1:]))
-        else:
-            rest.append(word)
-    if not files:
-        raise TomlError("no configuration: give one as `@ config.toml`")
-    return files, rest
+    return ["--overwrite"] * options.overwrite + ["--resume"] * options.resume
 
 
 def parse_command_line(
@@ -780,26 +724,25 @@ def parse_command_line(
     """Return the program's own options, and the configuration of the files and the other keys.
 
     Args:
-        parser: of the program's own options; made with `allow_abbrev=False`.
+        parser: of the program's own options; made with `PARSER`.
         kind: class of the configuration.
 
     Raises:
-        TomlError: see `load_run_config`.
+        TomlError: there is no `@ FILE`, or see `load_run_config`.
     """
-    if {"-h", "--help"} & {*argv}:
-        parser.parse_args(["--help"])
-    files, rest = toml_arguments(argv)
-    own = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", parser.format_help()))
-    words: dict[bool, list[str]] = {True: [], False: []}  # those of the program, and of the TOML
-    is_own = False
-    for word in rest:
-        if re.match(r"--?[A-Za-z]", word):
-            is_own = word.partition("=")[0] in own
-        words[is_own].append(word)
-    options, stray = parser.parse_known_args(words[True])
-    if getattr(options, "dry_run", False):
-        checks_model = False
-    config = load_run_config(files, overrides_of([*stray, *words[False]]), checks_model, own, kind)
+    parser.add_argument(
+        "@", dest="files", action="append", type=Path, metavar="FILE", help="a TOML; the last wins"
+    )
+    # @FILE is @ FILE.
+    words: list[str] = []
+    for word in argv:
+        words += ["@", word[1:]] if word.startswith("@") and word[1:] else [word]
+    options, rest = parser.parse_known_args(words)
+    if not options.files:
+        raise TomlError("no configuration: give one as `@ config.toml`")
+    own = re.findall(r"(?<!\S)--([a-z][\w-]*)", parser.format_help())
+    checks_model = checks_model and not getattr(options, "dry_run", False)
+    config = load_run_config(options.files, overrides_of(rest), checks_model, own, kind)
     if options.overwrite:
         config.trainer_args["overwrite_output_dir"] = True
     return options, config

@@ -5,21 +5,19 @@ of the command line at a time. Everything behind this module knows our layout on
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from verifiers_rl.cli.layers import (
     COMMAND_LINE,
     Data,
     Key,
-    Layer,
+    Setting,
     TomlError,
-    find,
+    compose,
     is_tables,
     leaves,
     nearest_hint,
-    nested,
     place_of,
-    put,
     read_word,
 )
 
@@ -99,95 +97,90 @@ FLAT = tuple(dict.fromkeys(key.split(".")[0] for key in (*MOVED, *MEANINGS)))
 EVAL_EXAMPLES = 256  # the default of the option
 
 
-def translate(data: Data, source: str, defaults: Data) -> Layer:
-    """Return the layer of a file, or of a key of the command line.
-
-    Args:
-        defaults: gets what tables of the flat layout set where no layer does.
+def settings_of(data: Data, source: str) -> list[Setting]:
+    """Return what a file, or a key of the command line, sets.
 
     Raises:
         TomlError: it mixes both layouts, or a flat key is unknown.
     """
     flat = {key: inner for key, inner in data.items() if key in FLAT}
-    layer = Layer(source, {key: inner for key, inner in data.items() if key not in FLAT})
-    if flat and (ours := [f"[{key}]" for key in layer.data if key in OURS]):
+    rest = {key: inner for key, inner in data.items() if key not in FLAT}
+    if flat and (ours := [f"[{key}]" for key in rest if key in OURS]):
         theirs = [f"[{key}]" if isinstance(flat[key], dict) else key for key in flat]
         raise TomlError(
             f"{source}: two layouts are mixed: {', '.join(theirs)} of the flat one with "
             f"{', '.join(ours)} of ours; write one of them, or put them into two files"
         )
     if isinstance(flat.get("eval"), dict) and "env" in flat["eval"]:
-        flat["eval"] = _join_evaluated(layer, flat["eval"])
+        _join_evaluated(rest, flat["eval"], source)
+    found = [Setting(key, value, source, key) for key, value in leaves(rest)]
     for name, table in flat.items():
-        for option, value in _IMPLIED.get(name, {}).items():
-            put(layer.data, (*ARGS, option), value)
-        is_open = name == "eval" or (isinstance(table, dict) and not table.keys() - {"enabled"})
-        for option, value in _DEFAULTS.get(name, {}).items() if is_open else ():
-            put(defaults, (*ARGS, *option.split(".")), value)
-        if name in _NEUTRAL and isinstance(table, dict):
-            flat[name] = _unless_off(name, table, source)
+        if not isinstance(table, dict):
+            continue
+        is_on = table.pop("enabled", True) if name in _NEUTRAL else True
+        if not isinstance(is_on, bool):
+            place = place_of(source, (name, "enabled"))
+            raise TomlError(f"{place} enabled={is_on!r}: must be true or false")
+        defaults = _DEFAULTS.get(name, {}) if name == "eval" or not table else {}
+        for origin, options in ((source, _IMPLIED.get(name, {})), ("", defaults)):
+            for option, value in options.items():
+                found.append(Setting(at := (*ARGS, *option.split(".")), value, origin, at))
+        if not is_on:
+            flat[name] = _NEUTRAL[name]
+    moved: dict[Key, Setting] = {}
     for key, value in leaves(flat):
-        _move(layer, key, value)
-    return layer
+        if value != {}:
+            one = _moved(Setting(key, value, source, key))
+            if (before := moved.setdefault(one.key, one)).value != value:
+                raise TomlError(
+                    f"{place_of(source, key)} {key[-1]}={value!r}: "
+                    f"{'.'.join(before.written)}={before.value!r} sets the same; remove one of "
+                    "the two"
+                )
+    return [*found, *moved.values()]
 
 
-def _move(layer: Layer, key: Key, value: Any) -> None:
-    place, written = place_of(layer.source, key), ".".join(key)
-    if written not in MOVED:
-        start = ".".join([*key[:-1], ""])
-        names = (name for name in (*MOVED, *MEANINGS) if name.startswith(start))
-        known = {name.removeprefix(start).split(".")[0] for name in names}
-        raise TomlError(f"{place} has an unknown key {key[-1]!r}; {nearest_hint(key[-1], known)}")
-    at = (*ARGS, *MOVED[written].split("."))
-    if at in layer.names and (before := find(layer.data, at)) != value:
-        raise TomlError(
-            f"{place} {key[-1]}={value!r}: {'.'.join(layer.names[at])}={before!r} sets the same; "
-            "remove one of the two"
-        )
-    put(layer.data, at, value)
-    layer.names[at] = key
+def _moved(one: Setting) -> Setting:
+    """Return a setting of the flat layout in ours."""
+    written = ".".join(one.key)
+    if written in MOVED:
+        return replace(one, key=(*ARGS, *MOVED[written].split(".")))
+    start, key = ".".join([*one.key[:-1], ""]), one.key[-1]
+    names = (name for name in (*MOVED, *MEANINGS) if name.startswith(start))
+    known = {name.removeprefix(start).split(".")[0] for name in names}
+    place = place_of(one.source, one.key)
+    raise TomlError(f"{place} has an unknown key {key!r}; {nearest_hint(key, known)}")
 
 
-def _unless_off(name: str, table: Data, source: str) -> Data:
-    """Return a table without `enabled`; if that is false, values that have no effect."""
-    enabled = table.get("enabled", True)
-    if not isinstance(enabled, bool):
-        place = place_of(source, (name, "enabled"))
-        raise TomlError(f"{place} enabled={enabled!r}: must be true or false")
-    return {k: v for k, v in table.items() if k != "enabled"} if enabled else _NEUTRAL[name]
+def _join_evaluated(rest: Data, table: Data, source: str) -> None:
+    """Put the [[eval.env]]s behind the environments of training, in `rest`. Each has at most
+    `num_examples` of its own or of [eval], and the run's limit is the largest of these.
 
-
-def _join_evaluated(layer: Layer, table: Data) -> Data:
-    """Put the [[eval.env]]s of a layer behind its environments of training. Each has at most
-    `num_examples` of its own or of [eval], and the run's limit is the largest of these. Returns
-    [eval] without what this says.
+    Args:
+        table: [eval]; loses the environments.
     """
-    evaluated, trained = table["env"], layer.data.get("env")
+    evaluated, trained = table.pop("env"), rest.get("env")
     if not is_tables(evaluated) or not (isinstance(trained, dict) or is_tables(trained)):
-        place = place_of(layer.source, ("eval", "env"))
+        place = place_of(source, ("eval", "env"))
         raise TomlError(f"{place} env: write [[eval.env]]s into the file with the [[env]]s")
-    limit, envs = table.get("num_examples", EVAL_EXAMPLES), []
+    limit = table.get("num_examples", EVAL_EXAMPLES)
     for env in evaluated:
-        own = {key: value for key, value in env.items() if key != "num_examples"}
-        envs.append({**own, "only": "eval", "eval_examples": env.get("num_examples", limit)})
+        env |= {"only": "eval", "eval_examples": env.pop("num_examples", limit)}
     trained = trained if isinstance(trained, list) else [trained]
-    layer.data["env"] = [{"only": "train", **env} for env in trained] + envs
-    limits = [env["eval_examples"] for env in envs]
-    rest = {key: value for key, value in table.items() if key != "env"}
-    return rest | ({"num_examples": max(limits)} if all(type(n) is int for n in limits) else {})
+    rest["env"] = [{"only": "train", **env} for env in trained] + evaluated
+    limits = [env["eval_examples"] for env in evaluated]
+    if all(type(limit) is int for limit in limits):
+        table["num_examples"] = max(limits)
 
 
-def layer_of_word(key: str, text: str, defaults: Data) -> Layer:
-    """Return the layer of one key of the command line.
+def settings_of_word(key: str, text: str) -> list[Setting]:
+    """Return what one key of the command line sets.
 
     Raises:
-        TomlError: see `translate` and `layers.read_word`.
+        TomlError: see `settings_of` and `layers.read_word`.
     """
     parts, value = read_word(key, text)
-    layer = translate(nested(parts, value), COMMAND_LINE, defaults)
     if parts[0] not in FLAT:
-        layer.key = parts
-    elif key in MOVED:
-        layer.key = (*ARGS, *MOVED[key].split("."))
-    layer.text = text
-    return layer
+        return [Setting(parts, value, COMMAND_LINE, parts, text)]
+    found = settings_of(compose([Setting(parts, value, "", parts)]), COMMAND_LINE)
+    return [replace(one, text=text) if one.written == parts else one for one in found]

@@ -2,17 +2,20 @@
 
     vf-rl @ base.toml @ mine.toml --trainer.args.max_steps 10
 
-A later layer wins. Tables are merged key by key; everything else, lists and [[env]] too, is
-replaced, and so is a table that the command line gives as a whole. All layers are kept, so that an
-error about a value can say where it is from.
+Each layer is a list of settings, and the configuration is the tree in which they are put one after
+the other. So a later layer wins: tables are merged key by key; everything else, lists and [[env]]
+too, is replaced, and so is a table that the command line gives as a whole. All settings are kept,
+so that an error about a value can say where it is from.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +25,29 @@ COMMAND_LINE = "the command line"
 MISSING: Any = object()  # what `find` returns for a key that is not there
 Key = tuple[str, ...]  # the parts of a key; items of [[env]] have numbers, from 0
 Data = dict[str, Any]  # of a TOML
+_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+|inf|nan)(e[-+]?\d+)?", re.IGNORECASE)
 
 
 class TomlError(ValueError):
     """The configuration cannot be used; the message names the file, the key and the fix."""
 
 
-@dataclass
-class Layer:
-    """One file, or one key of the command line.
+@dataclass(frozen=True)
+class Setting:
+    """A value that a file or the command line gives to one key.
 
     Attributes:
-        source: path of the file, or `COMMAND_LINE`.
-        data: what it has, in our layout.
-        names: for each key of the flat layout, by its key in ours.
-        key: of the command line, in our layout; () for a file.
-        text: the value of this key as it is written on the command line.
+        key: in our layout.
+        value: as in a TOML. A file's is a table only if that is empty.
+        source: path of the file, or `COMMAND_LINE`; "" for a value where no layer has one.
+        written: the key as it is written there.
+        text: the value as it is written on the command line.
     """
 
+    key: Key
+    value: Any
     source: str
-    data: Data
-    names: dict[Key, Key] = field(default_factory=dict)
-    key: Key = ()
+    written: Key
     text: str | None = None
 
 
@@ -92,10 +96,15 @@ def _with_spelled_flags(data: Data) -> Data:
     """Give flags of servers one spelling, so that a later layer replaces them."""
     teachers: Any = data.get("teacher")
     for table in (data.get("inference"), *(teachers if is_tables(teachers) else ())):
-        if isinstance(table, dict) and isinstance(table.get("args"), dict):
-            flags = table["args"].items()
-            table["args"] = {name.lstrip("-").replace("-", "_"): value for name, value in flags}
+        if isinstance(table, dict) and "args" in table:
+            table["args"] = _spelled(table["args"])
     return data
+
+
+def _spelled(flags: Any) -> Any:
+    if not isinstance(flags, dict):
+        return flags
+    return {name.lstrip("-").replace("-", "_"): value for name, value in flags.items()}
 
 
 def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -111,7 +120,7 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
             key, has_value, value = word[2:].partition("=")
             # In TOML and in Python a key has underscores.
             found.append((key.replace("-", "_"), [value] if has_value else []))
-        elif not found or (word.startswith("-") and not _is_number(word)):
+        elif not found or (word.startswith("-") and not _NUMBER.fullmatch(word)):
             raise TomlError(
                 f"{COMMAND_LINE}: {word!r} belongs to no key; files are given as `@ config.toml`, "
                 "keys as `--trainer.args.max_steps 10`"
@@ -124,14 +133,6 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
             values = [json.dumps([parse_value(value) for value in values])]
         texts.append((key, values[0] if values else "true"))
     return texts
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def parse_value(text: str) -> Any:
@@ -166,7 +167,8 @@ def read_word(key: str, text: str) -> tuple[Key, Any]:
     # Not where a word is the environment's or the server's own.
     is_none = text.lower() == "none" and parts[0] not in ("env", "inference")
     value = None if is_none else parse_value(text)
-    return parts, find(_with_spelled_flags(nested(parts, value)), parts)
+    are_flags = parts[0] in ("inference", "teacher") and parts[-1] == "args"
+    return parts, _spelled(value) if are_flags else value
 
 
 # --- Composing ------------------------------------------------------------------------------------
@@ -177,15 +179,16 @@ def is_tables(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
 
 
-def merge(below: Data, above: Data) -> Data:
-    """Return a layer's data under those of a later one."""
-    merged = dict(below)
-    for key, later in above.items():
-        earlier = below.get(key)
-        if isinstance(earlier, dict) and isinstance(later, dict):
-            later = merge(earlier, later)
-        merged[key] = later
-    return merged
+def compose(settings: Iterable[Setting]) -> Data:
+    """Return the tree of all settings. Those without a source come first.
+
+    Raises:
+        TomlError: a key of the command line names no item of an array of tables.
+    """
+    tree: Data = {}
+    for one in sorted(settings, key=lambda one: bool(one.source)):
+        _put(tree, one)
+    return tree
 
 
 def find(data: Any, key: Key) -> Any:
@@ -200,47 +203,34 @@ def find(data: Any, key: Key) -> Any:
     return data
 
 
-def put(data: Data, key: Key, value: Any) -> None:
-    """Put a value at this key, in tables that are made where there are none.
-
-    Raises:
-        TomlError: the key names no item of an array of tables.
-    """
-    here: Any = data
+def _put(tree: Data, setting: Setting) -> None:
+    here: Any = tree
+    key, is_word = setting.key, setting.source == COMMAND_LINE
     for depth, part in enumerate(key):
         at: Any = part
         if isinstance(here, list):
-            problem, name = "", key[depth - 1]
-            if not part.isdigit():
-                first = ".".join([*key[:depth], "0", part])
-                problem = f"there are {len(here)} [[{name}]]; begin with the number of one, such "
-                problem += f"as --{first}"
-            elif int(part) >= len(here):
-                problem = f"there is no item {part}; the last one of the {len(here)} {name} is "
-                problem += f"{len(here) - 1}"
-            if problem:
-                raise TomlError(f"{COMMAND_LINE}: {'.'.join(key)}: {problem}")
+            if not (part.isdigit() and int(part) < len(here)):
+                name = key[depth - 1]
+                shown = ".".join([*key[:depth], "0", *key[depth + part.isdigit() :]])
+                raise TomlError(
+                    f"{COMMAND_LINE}: {'.'.join(key)}: there are {len(here)} [[{name}]]; give the "
+                    f"number of one, from 0 to {len(here) - 1}, such as --{shown}"
+                )
             at = int(part)
-        if depth == len(key) - 1:
-            here[at] = value
-            return
         inner = here[at] if isinstance(here, list) else here.get(at)
-        if not isinstance(inner, dict) and not is_tables(inner):
+        if depth == len(key) - 1:
+            # An empty table of a file leaves a table as it is.
+            if is_word or setting.value != {} or not isinstance(inner, dict):
+                here[at] = copy.deepcopy(setting.value)
+        elif not isinstance(inner, dict) and not (is_word and is_tables(inner)):
             inner = here[at] = {}
         here = inner
 
 
-def nested(key: Key, value: Any) -> Data:
-    """Return tables that have only this key."""
-    data: Data = {}
-    put(data, key, value)
-    return data
-
-
 def leaves(data: Data, at: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Iterate over the keys of values that are no tables, and these values."""
+    """Iterate over the keys of values that are no tables, or empty ones, and these values."""
     for name, inner in data.items():
-        if isinstance(inner, dict):
+        if isinstance(inner, dict) and inner:
             yield from leaves(inner, (*at, name))
         else:
             yield (*at, name), inner

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verifiers_rl.cli.children import Child, ChildError, LocalChild
+from verifiers_rl.cli.children import POLL_S, Child, ChildError, LocalChild
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import fail
@@ -36,7 +36,6 @@ from verifiers_rl.process.waiting import wait_until
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 # In the environment of Ray on a machine: the file that gets the status of the run.
 END_VARIABLE = "VERIFIERS_RL_END_FILE"
-POLL_S = 0.5
 TELL_S = 30.0  # deadline for telling the other machines that the run has ended
 LOST_S = 25  # so long a machine does without the head
 
@@ -136,21 +135,22 @@ def run_on_machines(config: RunConfig, options: argparse.Namespace, machine: Mac
     token = hmac.digest(os.environ[TOKEN_VARIABLE].encode(), b"ray", "sha256").hex()
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(LOST_S))
-    try:
-        if machine.rank:
-            return join(machine, address, timeout_s)
-        config.cluster.address = f"{address}:{machine.port}"
-        where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
-        print(f"vf-rl: this machine is {where}", flush=True)
-        words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
-        head = start_ray([*words, "--include-dashboard", "false"])
+    with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
         try:
-            wait_until_started(head, where, timeout_s)
-            return run_on_ray(config, options, machine.size, tell_others)
-        finally:
-            head.stop()
-    except ChildError as error:
-        fail(error)
+            if machine.rank:
+                return join(machine, address, timeout_s, Path(folder))
+            config.cluster.address = f"{address}:{machine.port}"
+            where = f"Ray's head for {machine.size} machines at {config.cluster.address}"
+            print(f"vf-rl: this machine is {where}", flush=True)
+            words = ["--head", "--node-ip-address", address, "--port", str(machine.port)]
+            head = start_ray([*words, "--include-dashboard", "false"], Path(folder))
+            try:
+                wait_until_started(head, where, timeout_s)
+                return run_on_ray(config, options, machine.size, tell_others)
+            finally:
+                head.stop()
+        except ChildError as error:
+            fail(error)
 
 
 def find_head(machine: Machine) -> str:
@@ -175,11 +175,12 @@ def find_head(machine: Machine) -> str:
     return address
 
 
-def join(machine: Machine, address: str, timeout_s: float) -> int:
+def join(machine: Machine, address: str, timeout_s: float, folder: Path) -> int:
     """Let the run use this machine, until it has ended; return its exit status.
 
     Args:
         address: of the head.
+        folder: for files of this machine.
 
     Raises:
         ChildError: there is no head within `timeout_s`, or it is lost.
@@ -208,22 +209,21 @@ def join(machine: Machine, address: str, timeout_s: float) -> int:
         deadline = 0.0 if is_second else time.monotonic() + SAVE_GRACE_S + 60.0
         print(f"\nvf-rl: {signal.Signals(number).name}: waiting for the end of the run", flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
-        end_file = Path(folder, "status")
-        words = ["--address", f"{address}:{machine.port}"]
-        ray = start_ray(words, {END_VARIABLE: str(end_file)})
-        handle_signals(on_signal)
-        try:
-            wait_until_started(ray, f"Ray on this machine, which joins {where},", timeout_s)
-            while not end_file.exists() and time.monotonic() < deadline:
-                if ray.wait(POLL_S) and not end_file.exists():
-                    raise ChildError(
-                        f"{where} is lost, and the run with it; see the output of the machine "
-                        "with RANK=0"
-                    )
-            return int(end_file.read_text()) if end_file.exists() else 128 + stopped
-        finally:
-            ray.stop()
+    end_file = folder / "status"
+    words = ["--address", f"{address}:{machine.port}"]
+    ray = start_ray(words, folder, {END_VARIABLE: str(end_file)})
+    handle_signals(on_signal)
+    try:
+        wait_until_started(ray, f"Ray on this machine, which joins {where},", timeout_s)
+        while not end_file.exists() and time.monotonic() < deadline:
+            if ray.wait(POLL_S) and not end_file.exists():
+                raise ChildError(
+                    f"{where} is lost, and the run with it; see the output of the machine "
+                    "with RANK=0"
+                )
+        return int(end_file.read_text()) if end_file.exists() else 128 + stopped
+    finally:
+        ray.stop()
 
 
 def tell_others(ray: Any, status: int) -> None:
@@ -246,13 +246,16 @@ def _write_end(status: int) -> None:
     beside.rename(path)
 
 
-def start_ray(words: list[str], env: dict[str, str] | None = None) -> Child:
-    """Start Ray's processes of this machine, which end with their starter."""
+def start_ray(words: list[str], folder: Path, env: dict[str, str] | None = None) -> Child:
+    """Start Ray's processes of this machine, which end with their starter.
+
+    Args:
+        folder: gets a file with their output.
+    """
     # Nothing of ours goes through Ray's memory for objects.
     words = [*words, "--object-store-memory", "100000000", "--disable-usage-stats", "--block"]
-    child = LocalChild("ray", ["-m", "verifiers_rl.cli.machines", "start", *words], env or {})
-    child.mute()
-    return child
+    words = ["-m", "verifiers_rl.cli.machines", "start", *words]
+    return LocalChild("ray", words, env or {}, folder / "ray.log")
 
 
 def wait_until_started(ray: Child, what: str, timeout_s: float) -> None:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from verifiers_rl.cli.config import (
@@ -23,6 +22,7 @@ from verifiers_rl.cli.ending import SAVE_GRACE_S
 from verifiers_rl.cli.errors import folder_error
 from verifiers_rl.cli.teachers import SERVERS_VARIABLE, started_servers
 from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
+from verifiers_rl.report.trackers import tracker_error
 
 Address = tuple[str, int]  # host and port
 LOCAL_HOST = "127.0.0.1"  # where teachers are: the trainer's rank 0, which asks them, is here
@@ -43,7 +43,7 @@ class ServerPlan:
     """A `vf-vllm` that the run starts: a server of the policy, or of a teacher.
 
     Attributes:
-        name: in front of its output.
+        name: of its process, and of its log.
         what: what messages call it.
         at: its table in the TOML.
         model: that it serves.
@@ -70,12 +70,6 @@ class ServerPlan:
         flags = server_flags({**self.args, "host": host, "port": port})
         return ["-m", "verifiers_rl.inference.server", "--model", self.model, *flags]
 
-    def log(self, first: Path) -> Path:
-        """Return the file for its output: `first` of the only server of the policy, or one beside
-        it with its own name.
-        """
-        return first if self.name == "inference" else first.with_name(f"{self.name}.log")
-
 
 def plan_servers(config: RunConfig) -> list[ServerPlan]:
     """Return the servers that `vf-rl` starts: those of the policy, unless the TOML names some that
@@ -84,7 +78,8 @@ def plan_servers(config: RunConfig) -> list[ServerPlan]:
     Raises:
         TomlError: a server's flags do not divide its GPUs.
     """
-    count = config.inference_replicas
+    # Each has a place of its own on a cluster, so that Ray can spread them.
+    count = config.inference_replicas * (config.cluster.inference_nodes or 1)
     plans = []
     if not config.trainer_args.get("vllm_servers"):
         env = {}
@@ -245,13 +240,22 @@ def check_trainer_options(config: RunConfig) -> Any:
     return config.make_args(use_cpu=True, bf16=False)
 
 
-def check_folder(args: Any, resume: bool | str | None) -> Path | None:
-    """Return the checkpoint that the run resumes from, or None.
+def check_run(config: RunConfig, resume: bool) -> Any:
+    """Return what `check_trainer_options` does, for a run that begins on this machine.
 
     Raises:
-        RunFolderError: the run cannot begin in its output_dir, or cannot write there.
+        TomlError, RunFolderError: the run cannot begin.
     """
-    checkpoint = prepare_run_folder(
+    args = check_trainer_options(config)
+    check_folder(args, resume)
+    if problem := tracker_error(args.report_to):
+        raise config.of_option(problem)
+    return args
+
+
+def check_folder(args: Any, resume: bool) -> None:
+    """Raise RunFolderError if the run cannot begin in its output_dir, or cannot write there."""
+    prepare_run_folder(
         args.output_dir,
         resume=resume or args.resume_from_checkpoint,
         overwrite=args.overwrite_output_dir,
@@ -259,7 +263,6 @@ def check_folder(args: Any, resume: bool | str | None) -> Path | None:
     )
     if problem := folder_error(args.output_dir):
         raise RunFolderError(problem)
-    return checkpoint
 
 
 def trainer_env(addresses: dict[str, Address]) -> dict[str, str]:

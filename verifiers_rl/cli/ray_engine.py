@@ -82,11 +82,14 @@ class ProcessActor:
         for name, addresses in psutil.net_if_addrs().items():
             if host in [one.address for one in addresses]:
                 env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", name), **env}
+        # The file of our own output, which Ray brings to the supervisor.
+        log = Path("/proc/self/fd/1").resolve()
         # It knows nothing of Ray, whose variables have the cluster's token.
-        self._child = child = LocalChild("", words, env, drop="RAY_")
+        self._child = child = LocalChild(self._name, words, env, log, drop="RAY_")
         while not child.wait(60.0):
             pass
-        return child.poll() or 0, child.last_lines()
+        # Ray has marks of its own there, such as ":actor_name:".
+        return child.poll() or 0, [line for line in child.last_lines() if line[0] != ":"]
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and what it has started."""
@@ -284,15 +287,6 @@ class RayMachines:
         time.sleep(OUTPUT_S)
 
 
-def plan_for_ray(config: RunConfig) -> list[ServerPlan]:
-    """Return the servers of a run on a cluster. Each has a place of its own, so that Ray can spread
-    them.
-    """
-    spread = copy.copy(config)
-    spread.inference_replicas *= config.cluster.inference_nodes or 1
-    return plan_servers(spread)
-
-
 def run_on_ray(
     config: RunConfig,
     options: argparse.Namespace,
@@ -323,8 +317,6 @@ def run_on_ray(
             "meaning where Ray chooses the machines; remove it"
         )
     args = check_trainer_options(config)
-    if isinstance(options.resume, str):  # other machines have other working directories
-        options.resume = os.path.abspath(options.resume)
     sent = copy.copy(config)
     sent.words = ["@", "config.toml"]
     with tempfile.TemporaryDirectory(prefix="vf-rl-") as folder:
@@ -345,7 +337,7 @@ def run_on_ray(
             ) from error
     status = 1
     try:
-        plans = plan_for_ray(config)
+        plans = plan_servers(config)
         machines = RayMachines(ray, sent, plans, options, num_machines)
         status = supervise(config, plans, machines)
     except ray.exceptions.RayError as error:

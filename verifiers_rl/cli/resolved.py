@@ -6,14 +6,13 @@ import copy
 import os
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from verifiers_rl.cli.config import RunConfig, TomlError
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
-from verifiers_rl.report.run_folder import RunFolderError, holds_a_run
+from verifiers_rl.report.run_folder import holds_a_run
 
 RESOLVED = "resolved.toml"  # in the run's folder
 # Flags and options that may be a path, which is relative to where vf-rl was started.
@@ -22,37 +21,35 @@ PATHS = (
     *("chat_template", "tokenizer", "hf_config_path", "generation_config"),
 )
 MAX_CODE_MB = 100  # of the folders that travel to the machines
-LEFT_OUT = "# Left out, because its name or its form is that of a secret: "
+LEFT_OUT = "Left out, because its name or its form is that of a secret: "
 _LEFT_BEHIND = shutil.ignore_patterns(
     *(".*", "__pycache__", "outputs", "checkpoint-*", "wandb", "node_modules"),
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.log", "*.env"),
 )
 
 
-def resolved_text(config: RunConfig, output_dir: str) -> str:
-    """Return the TOML of this configuration, without secrets.
+def resolved(config: RunConfig, output_dir: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the data of this configuration's TOML, and the keys of secrets, which it lacks.
 
     Args:
         output_dir: folder of the run.
     """
-    import tomli_w
-
-    data = {**copy.deepcopy(config.tree), **config.resolved_tables(), "model": config.model}
-    if config.env_files:
-        data["env_file"] = list(map(str, config.env_files))
+    data = copy.deepcopy(config.tree)
     data["import_from"] = list(map(str, config.folders))
     args = {**config.trainer_args, "output_dir": str(Path(output_dir).absolute())}
     args.pop("overwrite_output_dir", None)  # is about one start
     data["trainer"] = {**data.get("trainer", {}), "args": args}
-    envs, teachers = data.get("env", []), data.get("teacher", [])
-    for table, env in zip(envs if isinstance(envs, list) else [envs], config.envs, strict=False):
-        table |= {"python": env.python} if env.python else {}
-    for table, teacher in zip(teachers, config.teachers, strict=True):
-        table["model"] = teacher.model
-    for table in (data["trainer"], data.get("inference", {}), *teachers):
+    for table in (data["trainer"], data.get("inference", {}), *data.get("teacher", [])):
         _make_absolute(table.get("args", {}))
     secrets: list[str] = []
-    told = _without_secrets(data, "", secrets)
+    return _without_secrets(data, "", secrets), secrets
+
+
+def resolved_text(config: RunConfig, output_dir: str) -> str:
+    """Return the TOML of `resolved`, with comments that say what it is."""
+    import tomli_w
+
+    data, secrets = resolved(config, output_dir)
     sources = [str(path) for path in config.files]
     if len(config.words) > 2 * len(sources):
         sources.append(COMMAND_LINE)
@@ -60,7 +57,7 @@ def resolved_text(config: RunConfig, output_dir: str) -> str:
     if secrets:
         how = f"Give what it lacks in another file: {config.PROGRAM} @ {RESOLVED} @ secrets.toml"
     head = [f"# What {config.PROGRAM} makes of {', '.join(sources)}. {how}"]
-    return "\n".join([*head, *(LEFT_OUT + key for key in secrets), tomli_w.dumps(told)])
+    return "\n".join([*head, *(f"# {LEFT_OUT}{key}" for key in secrets), tomli_w.dumps(data)])
 
 
 def _make_absolute(args: dict[str, Any]) -> None:
@@ -86,28 +83,19 @@ def _without_secrets(value: Any, at: str, secrets: list[str]) -> Any:
 
 
 def write_resolved(config: RunConfig, output_dir: str) -> Path:
-    """Write the TOML of this configuration into the run's folder, unless it alone was read.
-
-    Raises:
-        RunFolderError: the folder cannot be written.
-    """
+    """Write the TOML of this configuration into the run's folder, unless it alone was read."""
     target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
     if config.words == ["@", str(target)]:
         return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Other ranks may be reading the file, if it was an input.
-        beside = target.with_name(f".{RESOLVED}.new")
-        beside.write_text(resolved_text(config, output_dir), "utf-8")
-        beside.replace(target)
-    except OSError as error:
-        raise RunFolderError(
-            f"output_dir={output_dir!r} cannot be written: {error.strerror}; choose another"
-        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Other ranks may be reading the file, if it was an input.
+    beside = target.with_name(f".{RESOLVED}.new")
+    beside.write_text(resolved_text(config, output_dir), "utf-8")
+    beside.replace(target)
     return target
 
 
-def dry_run(config: RunConfig, resume: bool | str | None = None) -> int:
+def dry_run(config: RunConfig, resume: bool = False) -> int:
     """Print the resolved configuration, and write it into the run's folder, unless that holds a
     run already. Its values are checked as far as nothing has to be started or loaded for that.
     Returns the exit status.
@@ -134,12 +122,9 @@ def hand_over(config: RunConfig, output_dir: str) -> None:
     """Write the resolved configuration into the run's folder, and have the processes that this one
     starts read it, so that all of them run the same whatever happens to the files. Where secrets
     are left out there, they read the files.
-
-    Raises:
-        RunFolderError: the folder cannot be written.
     """
     target = write_resolved(config, output_dir)
-    if LEFT_OUT not in target.read_text("utf-8"):
+    if not resolved(config, output_dir)[1]:
         config.words = ["@", str(target)]
 
 
@@ -170,11 +155,9 @@ def write_code(config: RunConfig, output_dir: str, folder: Path) -> None:
             )
         return left
 
-    text = resolved_text(config, output_dir)
-    for line in text.splitlines():
-        if line.startswith(LEFT_OUT):
-            print(f"vf-rl: not sent to the machines of the cluster: {line[2:]}", flush=True)
-    data = tomllib.loads(text)
+    data, secrets = resolved(config, output_dir)
+    for key in secrets:
+        print(f"vf-rl: not sent to the machines of the cluster: {LEFT_OUT}{key}", flush=True)
     data.pop("cluster", None)
     data["import_from"] = []
     for number, source in enumerate(config.folders):

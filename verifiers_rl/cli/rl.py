@@ -1,10 +1,11 @@
 """`vf-rl @ config.toml [-s SESSION]`: server and trainer together, from one configuration: a TOML,
 or several, under keys of the command line (cli/config.py).
 
-The server gets the first GPUs and the trainer the next ones. In a terminal with tmux both run in a
-session of two panes, which continues when the terminal is closed; elsewhere they are child
-processes with prefixed output, and the exit status is the trainer's. In both cases one supervisor
-starts them, restarts the server when it dies, and ends both.
+The server gets the first GPUs and the trainer the next ones. The server's output goes into the
+folder `logs` of the run's folder, and the trainer's comes here. In a terminal with tmux both are
+shown in a session of two panes, which continues when the terminal is closed; elsewhere the exit
+status is the trainer's. In both cases one supervisor starts them, restarts the server when it dies,
+and ends both.
 """
 
 from __future__ import annotations
@@ -16,33 +17,38 @@ import signal
 import sys
 from pathlib import Path
 
-from verifiers_rl.cli.config import RunConfig, TomlError, add_run_options, parse_command_line
+from verifiers_rl.cli.config import (
+    PARSER,
+    RunConfig,
+    TomlError,
+    add_run_options,
+    parse_command_line,
+)
 from verifiers_rl.cli.ending import end_with
 from verifiers_rl.cli.errors import fail
-from verifiers_rl.cli.local import ThisMachine
-from verifiers_rl.cli.plan import check_folder, check_trainer_options, plan_servers, split_gpus
+from verifiers_rl.cli.local import LOGS, ThisMachine
+from verifiers_rl.cli.plan import check_run, plan_servers, split_gpus
 from verifiers_rl.cli.resolved import dry_run, hand_over
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.supervise import supervise
 from verifiers_rl.cli.view import look_at_runs
 from verifiers_rl.report.run_folder import RunFolderError
-from verifiers_rl.report.trackers import tracker_error
 
 USAGE = (
-    "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux] [--server-log FILE]\n"
-    "                         [--resume [CHECKPOINT] | --overwrite]\n"
+    "vf-rl @ config.toml [@ more.toml] [--KEY VALUE] [-s SESSION] [--no-tmux]\n"
+    "                         [--resume | --overwrite]\n"
     "       vf-rl --check @ config.toml\n"
     "       vf-rl --dry-run @ config.toml\n"
     "       vf-rl --eject [DIR]\n"
     "       vf-rl generate @ config.toml -n 4 --min-reward 1.0 -o data.jsonl\n"
-    "       vf-rl view RUN... | vf-rl report RUN... -o page.html\n"
+    "       vf-rl view RUN... [-o page.html]\n"
     "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 )
 
 
 def main() -> None:
-    if sys.argv[1:2] in (["view"], ["report"]):
-        sys.exit(look_at_runs(sys.argv[1:]))
+    if sys.argv[1:2] == ["view"]:
+        sys.exit(look_at_runs(sys.argv[2:]))
     if sys.argv[1:2] == ["generate"]:
         from verifiers_rl.sft.generate import generate
 
@@ -64,20 +70,12 @@ def run() -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    parser = argparse.ArgumentParser(
-        prog="vf-rl", usage=USAGE, description=__doc__, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="vf-rl", usage=USAGE, description=__doc__, **PARSER)
     parser.add_argument("-s", "--session", default="vf-rl", help="name of the tmux session")
     parser.add_argument(
         "--no-tmux", action="store_true", help="child processes, even in a terminal"
     )
     add_run_options(parser)
-    parser.add_argument(
-        "--server-log",
-        type=Path,
-        help="the server's output goes to this file, the trainer's here; of several servers each "
-        "has a file beside it",
-    )
     parser.add_argument(
         "--check",
         action="store_true",
@@ -127,16 +125,14 @@ def run_here(config: RunConfig, options: argparse.Namespace) -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_trainer_options(config)
+    args = check_run(config, options.resume)
     split_gpus(config)
-    check_folder(args, options.resume)
-    if problem := tracker_error(args.report_to):
-        raise config.of_option(problem)
     plans = plan_servers(config)
-    here = ThisMachine(config, plans, options.server_log, options)
+    folder = Path(args.output_dir).absolute()
+    here = ThisMachine(config, plans, folder / LOGS, options)
     if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
         here.close()  # the vf-rl in the session has its own
-        return run_in_tmux(config, options, Path(args.output_dir).absolute(), plans)
+        return run_in_tmux(config, options, folder, plans)
     hand_over(config, args.output_dir)
     return supervise(config, plans, here)
 

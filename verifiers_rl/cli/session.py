@@ -15,6 +15,7 @@ from pathlib import Path
 
 from verifiers_rl.cli.config import RunConfig, folder_words
 from verifiers_rl.cli.errors import fail
+from verifiers_rl.cli.local import LOGS
 from verifiers_rl.cli.plan import ServerPlan
 
 
@@ -48,14 +49,12 @@ def run_in_tmux(
             f"tmux session {session!r} exists; choose another name with -s, or end it: "
             f"tmux -L {session} kill-server"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "inference.log"
     stays = ["start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";"]
     width, height = map(str, shutil.get_terminal_size())
     new = ["new-session", "-d", "-s", session, "-x", width, "-y", height, "--"]
-    if run(*tmux, *stays, *new, *command_in_session(config, options, log)) != 0:
+    if run(*tmux, *stays, *new, *command_in_session(config, options)) != 0:
         fail("tmux started no session; start with --no-tmux")
-    if logs := [str(plan.log(log)) for plan in plans]:  # in a terminal that is not too small
+    if logs := [f"{folder}/{LOGS}/{plan.name}.log" for plan in plans]:  # where there is room
         run(*tmux, "split-window", "-d", "-b", "-l", "30%", "--", "tail", "-F", *logs)
     run(*tmux, "bind-key", "-n", "Enter", "if-shell", "-F", "#{pane_dead}", "kill-session",
         "send-keys Enter")  # fmt: skip
@@ -67,9 +66,9 @@ def run_in_tmux(
     return 0 if "TMUX" in os.environ else subprocess.call([*tmux, "attach-session"])
 
 
-def command_in_session(config: RunConfig, options: argparse.Namespace, log: Path) -> list[str]:
+def command_in_session(config: RunConfig, options: argparse.Namespace) -> list[str]:
     me = [sys.executable, "-m", "verifiers_rl.cli.rl", *config.words]
-    return [*me, "--no-tmux", "--server-log", str(log), *folder_words(options)]
+    return [*me, "--no-tmux", *folder_words(options)]
 
 
 def run(*words: str) -> int:

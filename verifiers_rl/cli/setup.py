@@ -25,7 +25,14 @@ TEXTS = (".json", ".md", ".py", ".toml", ".yaml")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="vf-setup", description=__doc__.partition("\n")[0])
+    known = examples()
+    shown = (f"  {name.replace('_', '-'):17} {about}\n" for name, about in known.items())
+    parser = argparse.ArgumentParser(
+        prog="vf-setup",
+        description=__doc__.partition("\n")[0],
+        epilog=f"examples:\n{''.join(shown)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: this folder"
     )
@@ -33,19 +40,12 @@ def main() -> None:
         "--example",
         metavar="NAME",
         default=SKELETON,
-        help="one of --list; default: an environment, its test and a loss of your own to change",
+        type=lambda name: name.replace("-", "_"),
+        choices=known,
+        help="default: an environment, its test and a loss of your own to change",
     )
-    parser.add_argument("--list", action="store_true", help="show the examples")
     options = parser.parse_args()
-    if options.list:
-        for name, about in examples().items():
-            default = " (default)" if name == SKELETON else ""
-            print(f"{name.replace('_', '-') + default:20}  {about}")
-        return
-    name = options.example.replace("-", "_")
-    if name not in (known := examples()):
-        fail(f"--example {options.example!r}: choose one of {', '.join(known)}", "vf-setup")
-    files = workspace_files(name)
+    files = workspace_files(options.example)
     if problem := files_error(options.folder, dict.fromkeys(path.split("/")[0] for path in files)):
         fail(problem, "vf-setup")
     for path, content in files.items():

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import FrameType
 from typing import Protocol
 
@@ -58,7 +57,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
     try:
         launcher.open()
         for plan in plans:
-            servers.append(Supervised(plan, partial(launcher.start_server, plan), config))
+            servers.append(Supervised(plan, launcher.start_server, config))
         addresses = {}
         for server in servers:
             addresses[server.plan.name] = address = server.child.find_address()
@@ -111,8 +110,6 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal may send several
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end_at_once)
-        for child in others:
-            child.mute()  # its last output is of no interest; a log file still gets it
         for group, patience_s in ((trainers, grace_s), (others, STOP_GRACE_S)):
             for child in group:
                 child.terminate()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -67,21 +66,20 @@ class TeacherTable:
         """Whether `vf-rl` starts its server."""
         return self.gpus is not None
 
-    def teacher(self, base_url: str, key_variable: str, timeout_s: float) -> Teacher:
+    def teacher(self, own: str, timeout_s: float) -> Teacher:
         """Return it as the environments of the run know it.
 
         Args:
-            base_url, key_variable: of the server that `vf-rl` has started.
-            timeout_s: of such a server too, if the TOML says nothing.
+            own: host and port of the server that `vf-rl` has started.
+            timeout_s: of such a server, if the TOML says nothing.
         """
         from verifiers_rl.distill import Teacher
 
-        if not self.is_started:
-            base_url, key_variable, timeout_s = self.base_url or "", self.key_variable, 300.0
-        timeout_s = self.timeout_s or timeout_s
-        return Teacher(
-            self.model, base_url, self.name, key_variable, timeout_s, self.max_concurrent
-        )
+        url, key, longest_s = self.base_url or "", self.key_variable, 300.0
+        if self.is_started:
+            url, key, longest_s = f"http://{own}", TOKEN_VARIABLE, timeout_s
+        longest_s = self.timeout_s or longest_s
+        return Teacher(self.model, url, self.name, key, longest_s, self.max_concurrent)
 
 
 def started_servers() -> dict[str, str]:
@@ -109,8 +107,7 @@ def read_teachers(config: RunConfig) -> list[TeacherTable]:
 
 
 def _read_teacher(config: RunConfig, at: Key) -> TeacherTable:
-    advice = "flags of its server belong into [teacher.args]"
-    table = config.read_table(at, TeacherTable, advice, at=at)
+    table = config.read_table(at, TeacherTable, at=at)
     if not table.name:
         raise config.error((*at, "name"), "is missing; set the name by which an [[env]] calls it")
     others, problem = (
@@ -124,8 +121,7 @@ def _read_teacher(config: RunConfig, at: Key) -> TeacherTable:
         )
     for key in config.table(*at).keys() & others:
         raise config.error((*at, key), problem)
-    for key in _ELSEWHERE.keys() & table.args.keys():
-        raise TomlError(f"{config.place(*at, 'args', key)} has {key!r}; {_ELSEWHERE[key]}")
+    config.refuse_flags(at, _ELSEWHERE)
     if table.gpus is None and not table.base_url:  # on a CPU, all servers are
         table.gpus = int(bool(config.inference_gpus or config.trainer_gpus))
     table.model = config.find_model((*at, "model"), checks_model=False)
@@ -148,7 +144,7 @@ def check_use(config: RunConfig, checks_model: bool) -> None:
             hint = nearest_hint(name, names) if names else "there is no [[teacher]]; add one"
             key = (*config.path_of_env(number), "teacher")
             raise config.error(key, f"is the name of no [[teacher]]; {hint}")
-    _scorers(config, lambda table: table.teacher("http://127.0.0.1", "", 300.0))
+    make_scorers(config, are_started=False)
     for table in config.teachers:
         if table.name not in {env.teacher for env in config.envs}:
             raise TomlError(
@@ -160,37 +156,33 @@ def check_use(config: RunConfig, checks_model: bool) -> None:
             config.find_model((*table.at, "model"), checks_model)
 
 
-def make_scorers(config: RunConfig) -> dict[int, Distillation]:
+def make_scorers(config: RunConfig, are_started: bool = True) -> dict[int, Distillation]:
     """Return what scores the rollouts of environments that learn from a teacher, by their numbers.
+
+    Args:
+        are_started: False: no server is asked; the values are checked.
 
     Raises:
         TomlError: a value cannot work; or `vf-rl` starts a teacher, and has not started this
             process.
     """
-    started = started_servers()
-
-    def make(table: TeacherTable) -> Teacher:
-        own = started.get(f"teacher-{table.name}", "")
-        if table.is_started and not own:
-            raise TomlError(
-                f"{config.source(*table.at)}: {table_name(table.at)}: teacher {table.name!r} has "
-                "no base_url: vf-rl starts such a teacher, and nothing else does. Start its "
-                "server, and set base_url in place of gpus and args"
-            )
-        # It loads as the other servers do.
-        timeout_s = config.option("vllm_server_timeout")
-        return table.teacher(f"http://{own}", TOKEN_VARIABLE, timeout_s)
-
-    return _scorers(config, make)
-
-
-def _scorers(config: RunConfig, make: Callable[[TeacherTable], Teacher]) -> dict[int, Distillation]:
     learning = {number: env.learning for number, env in enumerate(config.envs) if env.learning}
     if not learning:
         return {}
     from verifiers_rl.distill import Distillation
 
-    teachers, scorers = {table.name: make(table) for table in config.teachers}, {}
+    started, teachers, scorers = started_servers(), {}, {}
+    # A teacher loads as the other servers do.
+    timeout_s = config.option("vllm_server_timeout") if are_started else 300.0
+    for table in config.teachers:
+        own = started.get(f"teacher-{table.name}", "")
+        if are_started and table.is_started and not own:
+            raise TomlError(
+                f"{config.source(*table.at)}: {table_name(table.at)}: teacher {table.name!r} has "
+                "no base_url: vf-rl starts such a teacher, and nothing else does. Start its "
+                "server, and set base_url in place of gpus and args"
+            )
+        teachers[table.name] = table.teacher(own, timeout_s)
     for number, given in learning.items():
         options, at = {"algorithm": "rl", **given}, config.path_of_env(number)
         if "teacher" in given:

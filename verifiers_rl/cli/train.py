@@ -9,8 +9,10 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 
 from verifiers_rl.cli.config import (
+    PARSER,
     RunConfig,
     TomlError,
     add_run_options,
@@ -22,9 +24,7 @@ from verifiers_rl.cli.ending import end_by_signals, end_with, interrupt_by_signa
 from verifiers_rl.cli.errors import fail
 from verifiers_rl.process.interrupts import Interrupted
 
-USAGE = (
-    "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume [CHECKPOINT] | --overwrite]"
-)
+USAGE = "[--dry-run] @ config.toml [@ more.toml] [--KEY VALUE] [--resume | --overwrite]"
 ABOUT = "A KEY is one of the TOML's, such as trainer.args.max_steps; it replaces the files' value."
 
 
@@ -56,13 +56,17 @@ def is_first_rank() -> bool:
 
 
 def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
-    from verifiers_rl.cli.plan import launcher_env, options_of_servers, trainer_command
-    from verifiers_rl.cli.resolved import dry_run, write_resolved
-    from verifiers_rl.report.run_folder import RunFolderError, prepare_run_folder
-
-    parser = argparse.ArgumentParser(
-        prog=name, usage=f"{name} {USAGE}", description=ABOUT, allow_abbrev=False
+    from verifiers_rl.cli.plan import (
+        check_folder,
+        launcher_env,
+        options_of_servers,
+        trainer_command,
     )
+    from verifiers_rl.cli.resolved import dry_run, write_resolved
+    from verifiers_rl.report.run_folder import RunFolderError
+
+    usage = f"{name} {USAGE}"
+    parser = argparse.ArgumentParser(prog=name, usage=usage, description=ABOUT, **PARSER)
     add_run_options(parser)
     try:
         options, config = parse_command_line(parser, sys.argv[1:], kind=kind)
@@ -91,12 +95,7 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
-            prepare_run_folder(
-                str(args.output_dir),
-                resume=options.resume or args.resume_from_checkpoint,
-                overwrite=args.overwrite_output_dir,
-                max_steps=args.max_steps,
-            )
+            check_folder(args, options.resume)
             write_resolved(config, args.output_dir)
         trainer = config.make_trainer(args)
         interrupt_by_signals()  # verifiers' environments put handlers of their own
@@ -106,18 +105,14 @@ def train(name: str = "vf-train", kind: type[RunConfig] = RunConfig) -> None:
     except (
         InvalidEnvironmentError,
         InferenceServerError,
+        RolloutError,
         RunFolderError,
         TomlError,
     ) as error:
+        if isinstance(error, RolloutError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         if trainer is not None:
             print(file=sys.stderr)  # a progress bar may be in the middle of a line
-        fail(error, name)
-    except RolloutError as error:
-        import traceback
-
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(file=sys.stderr)
         fail(error, name)
 
 

@@ -1,5 +1,5 @@
-"""`vf-rl view RUN...`: a page about runs, on this machine. `vf-rl report RUN... -o page.html`: the
-same page as one file, with a sample of the rollouts.
+"""`vf-rl view RUN...`: a page about runs, on this machine. With `-o page.html`: the same page as
+one file, with a sample of the rollouts.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from verifiers_rl.cli.errors import fail
 
 
 def look_at_runs(arguments: list[str]) -> int:
-    """Run one of the two commands. Returns the exit status.
+    """Serve or write the page. Returns the exit status.
 
     Args:
-        arguments: `view` or `report`, and what follows.
+        arguments: what follows `view`.
     """
-    parser = argparse.ArgumentParser(prog="vf-rl")
-    commands = parser.add_subparsers(required=True)
-    for name, run, about in (
-        ("view", _view, "Serve a page about runs on this machine."),
-        ("report", _report, "Write the page about runs as one file."),
-    ):
-        command = commands.add_parser(name, help=about, description=about)
-        command.set_defaults(run=run)
-        runs = "a run's folder, or a folder of runs"
-        command.add_argument("runs", nargs="+", metavar="RUN", help=runs)
-        if run is _view:
-            command.add_argument("--port", type=int, default=0, help="default: a free one")
-        else:
-            command.add_argument("-o", "--output", type=Path, required=True, help="*.html")
-            command.add_argument("--max-mb", type=float, default=2.0, help="its size; default: 2")
+    parser = argparse.ArgumentParser(
+        prog="vf-rl view", description="Serve a page about runs on this machine, or write it."
+    )
+    runs = "a run's folder, or a folder of runs"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=runs)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--port", type=int, default=0, help="default: a free one")
+    either.add_argument("-o", "--output", type=Path, help="*.html: write the page as this file")
+    parser.add_argument("--max-mb", type=float, default=2.0, help="its size; default: 2")
     options = parser.parse_args(arguments)
-    return int(options.run(options))
+    return _view(options) if options.output is None else _write(options)
 
 
 def _view(options: argparse.Namespace) -> int:
@@ -46,7 +40,7 @@ def _view(options: argparse.Namespace) -> int:
     except ImportError as error:
         fail(
             f"the page needs starlette and uvicorn ({error}): vLLM brings them, or "
-            "`uv pip install 'verifiers-rl[view]'`. `vf-rl report RUN -o page.html` needs neither"
+            "`uv pip install 'verifiers-rl[view]'`. `vf-rl view RUN -o page.html` needs neither"
         )
     try:
         runs = Runs(options.runs)
@@ -69,7 +63,7 @@ def _view(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _write(options: argparse.Namespace) -> int:
     from verifiers_rl.view.one_file import write_page
     from verifiers_rl.view.runs import Runs, ViewError
 

@@ -4,11 +4,11 @@ defaults, without those of rollouts, and with a few of their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from verifiers_rl.advantages import ADVANTAGES, AdvantageFn, of_rewards
-from verifiers_rl.config import ConfigError, RLConfig, _option, refuse_unknown_options
+from verifiers_rl.config import ConfigError, RLConfig, with_help
 from verifiers_rl.losses import LossFn, cross_entropy
 from verifiers_rl.option_rules import (
     NotNegativeNumber,
@@ -20,7 +20,7 @@ from verifiers_rl.option_rules import (
 )
 from verifiers_rl.sft.conversations import ROLES
 
-LOSSES = {"cross_entropy": cross_entropy}
+LOSSES: dict[str, LossFn] = {"cross_entropy": cross_entropy}
 _OF_ROLLOUTS = (
     *("rollouts_per_example", "max_off_policy_steps", "deterministic", "max_prompt_len"),
     *("max_tokens", "top_p", "top_k", "min_p", "stop", "sampling_mask", "router_replay"),
@@ -44,7 +44,7 @@ _are_roles = must(
 _is_loss = must("be 'loss', of the held-out rows", lambda name: name in ("loss", "eval_loss"))
 
 
-@refuse_unknown_options
+@with_help
 @dataclass
 class SFTConfig(RLConfig):
     """Options of `SFTTrainer`.
@@ -54,32 +54,25 @@ class SFTConfig(RLConfig):
     """
 
     TRAINER, METHOD, BEST = "SFTTrainer", "supervised finetuning", "loss"
-    UNUSED = _UNUSED
+    UNUSED, NAMED_LOSSES = _UNUSED, LOSSES
     INHERITED_RULES = RLConfig.INHERITED_RULES | {"metric_for_best_model": (_is_loss,)}
 
     # --- Supervised finetuning --------------------------------------------------------------------
-    loss_on: Annotated[list[str], _are_roles] = _option(
-        ["assistant"],
-        "Roles whose messages are in the loss. A completion beside a prompt, and a text, have no "
-        "roles and are in the loss whole.",
-    )
-    num_train_epochs: PositiveNumber = _option(
-        1.0, "How often each row is trained on, in another order each time; or set max_steps."
-    )
-    max_steps: Annotated[int, must("be >= 1, or -1", lambda steps: steps == -1 or steps > 0)] = (
-        _option(
-            -1,
-            "Optimizer steps, through as many epochs as these take. -1: num_train_epochs decides.",
-        )
-    )
-    batch_size: PositiveInt = _option(32, "Rows of one optimizer step, over all ranks.")
-    learning_rate: NotNegativeNumber = _option(
-        1e-4, "Peak learning rate. The default is for LoRA; all weights need about a tenth of it."
-    )
-    run_name: str | None = _option("sft", "Name of the run, for the folder and the trackers.")
-    loss: Annotated[str, one_of(LOSSES)] = _option(
-        "cross_entropy", 'cross_entropy, or "module:function" for your own.'
-    )
+    loss_on: Annotated[list[str], _are_roles] = field(default_factory=lambda: ["assistant"])
+    """Roles whose messages are in the loss. A completion beside a prompt, and a text, have no roles
+    and are in the loss whole."""
+    num_train_epochs: PositiveNumber = 1.0
+    """How often each row is trained on, in another order each time; or set max_steps."""
+    max_steps: Annotated[int, must("be >= 1, or -1", lambda steps: steps == -1 or steps > 0)] = -1
+    """Optimizer steps, through as many epochs as these take. -1: num_train_epochs decides."""
+    batch_size: PositiveInt = 32
+    """Rows of one optimizer step, over all ranks."""
+    learning_rate: NotNegativeNumber = 1e-4
+    """Peak learning rate. The default is for LoRA; all weights need about a tenth of it."""
+    run_name: str | None = "sft"
+    """Name of the run, for the folder and the trackers."""
+    loss: Annotated[str, one_of(LOSSES)] = "cross_entropy"
+    """cross_entropy, or "module:function" for your own."""
     rollouts_per_example: PositiveInt = 1
     temperature: PositiveNumber = 1.0
     max_off_policy_steps: int = 0
@@ -92,9 +85,6 @@ class SFTConfig(RLConfig):
                 f"num_train_epochs={self.num_train_epochs!r}: without effect beside "
                 f"max_steps={self.max_steps}; remove one of the two"
             )
-
-    def make_loss(self) -> LossFn:
-        return self._load(LOSSES, self.loss, "loss", "loss_args of loss", self.loss_args)
 
     def make_advantage(self) -> AdvantageFn:
         """Return what nobody calls: there are no rewards."""

@@ -22,10 +22,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verifiers_rl.cli.children import Child, ChildError
-from verifiers_rl.cli.config import RunConfig, TomlError, make_importable, parse_command_line
+from verifiers_rl.cli.children import Child, ChildError, Supervised
+from verifiers_rl.cli.config import (
+    PARSER,
+    ClusterTable,
+    RunConfig,
+    TomlError,
+    make_importable,
+    parse_command_line,
+)
 from verifiers_rl.cli.errors import fail, folder_error
-from verifiers_rl.cli.local import ThisMachine
+from verifiers_rl.cli.local import LOGS, ThisMachine
 from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
@@ -90,7 +97,7 @@ def generate(argv: list[str]) -> int:
     from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
 
     parser = argparse.ArgumentParser(
-        prog="vf-rl generate", usage=USAGE, description=__doc__, allow_abbrev=False
+        prog="vf-rl generate", usage=USAGE, description=__doc__, **PARSER
     )
     parser.add_argument("-n", "--rollouts", type=int, default=1, help="of each example")
     parser.add_argument(
@@ -101,7 +108,6 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--base-url", help="of an endpoint that runs already, with /v1")
     parser.add_argument("--served-model", help="the model's name there")
     parser.add_argument("--api-key-var", help="variable with the key of --base-url; default: none")
-    parser.add_argument("--server-log", type=Path, help="the server's output goes to this file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
     parser.set_defaults(overwrite=False)
     try:
@@ -180,16 +186,15 @@ def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iter
         return
     make_one_server(config)
     plans = plan_servers(config)
-    with closing(ThisMachine(config, plans, options.server_log)) as here:
+    with closing(ThisMachine(config, plans, options.output.absolute().parent / LOGS)) as here:
         here.open()
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end it
-        server = here.supervise(plans[0])
+        server = Supervised(plans[0], here.start_server, config)
         try:
             server.wait_until_ready(args.vllm_server_timeout)
             endpoint = _answering(host, port, args.vllm_server_timeout)
             yield endpoint._replace(server=server.child)
         finally:
-            server.child.mute()
             server.child.stop()
 
 
@@ -204,7 +209,7 @@ def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
 def make_one_server(config: RunConfig) -> None:
     """Give all GPUs to one server, because nothing is trained. Its replicas are vLLM's own."""
     config.trainer_args["use_lora"] = False
-    config.trainer_gpus, config.teachers = 0, []
+    config.trainer_gpus, config.teachers, config.cluster = 0, [], ClusterTable()
     split_gpus(config)
     if config.inference_gpus and config.inference_replicas > 1:
         copies = config.inference_args.get("data_parallel_size", 1) * config.inference_replicas

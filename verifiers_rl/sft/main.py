@@ -23,8 +23,7 @@ gpus = 1                         # 0: CPU; above 1 one process for each
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -58,20 +57,11 @@ class SFTRunConfig(RunConfig):
 
     PROGRAM = "vf-sft"
     MODULE = "verifiers_rl.sft.main"
+    TRAINER, CONFIG = "verifiers_rl.sft:SFTTrainer", "verifiers_rl.sft.config:SFTConfig"
     TABLES = ("model", "import_from", "data", "trainer")
     NEEDS_ENV = False
 
     data: DataTable = field(default_factory=DataTable)
-
-    def default_trainer_class(self) -> Any:
-        from verifiers_rl.sft import SFTTrainer
-
-        return SFTTrainer
-
-    def default_config_class(self) -> Any:
-        from verifiers_rl.sft.config import SFTConfig
-
-        return SFTConfig
 
     def check_own(self) -> None:
         """Fill in `data`.
@@ -81,8 +71,11 @@ class SFTRunConfig(RunConfig):
         """
         self.data = data = self.read_table(("data",), DataTable)
         for name in ("train", "eval"):
-            folder, names = self.folder_of("data", name), getattr(data, name)
-            setattr(data, name, [_as_path(one, folder) for one in names])
+            paths = [
+                str(self.beside(one, "data", name)) if is_file(one) else one
+                for one in getattr(data, name)
+            ]
+            setattr(data, name, paths)
         if not data.train:
             raise TomlError(
                 f"{self.source('data')}: [data] train is missing; set it to a .jsonl file, or to "
@@ -99,12 +92,7 @@ class SFTRunConfig(RunConfig):
                 f"{self.source('data')}: [data] has held-out rows, and there are no evaluations: "
                 'set eval_strategy = "steps" and eval_steps in [trainer.args]'
             )
-
-    def resolved_tables(self) -> dict[str, Any]:
-        table = {f.name: getattr(self.data, f.name) for f in fields(DataTable)}
-        if not self.data.eval:
-            table = {k: v for k, v in table.items() if not k.startswith("eval")}
-        return {"data": table}
+        self.tree["data"] = vars(data)
 
     def prepare(self) -> None:
         """Show this process its GPUs, before torch sees them.
@@ -136,13 +124,6 @@ class SFTRunConfig(RunConfig):
             if data.eval:
                 held_out = read_dataset(data.eval, data.eval_split, data.subset)
         return self.trainer_class()(self.model, args, train, held_out)
-
-
-def _as_path(name: str, folder: Path) -> str:
-    """Return the absolute path of a file, which is relative to this folder; a name on the hub as it
-    is.
-    """
-    return os.path.normpath(folder / Path(name).expanduser()) if is_file(name) else name
 
 
 def main() -> None:

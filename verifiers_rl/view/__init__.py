@@ -1,4 +1,4 @@
-"""The page about runs: `vf-rl view` serves it, `vf-rl report` writes it as one file.
+"""The page about runs: `vf-rl view` serves it, and writes it as one file.
 
 runs.py     a run's folder, read again when its files change: state, curves, rollouts
 browse.py   rollouts by step, reward, environment, error, text; groups; tokens

@@ -1,4 +1,4 @@
-// Where the page's data come from: a server (`vf-rl view`), or the page itself (`vf-rl report`).
+// Where the page's data come from: a server (`vf-rl view`), or the page itself (`vf-rl view -o`).
 // Both answer the same questions.
 
 import { asText, isNumber } from "./dom.js";
