@@ -12,11 +12,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
-from verifiers_rl.inference import RolloutSession, ServerLostError, SessionLostError
+from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.types import Rollout, Split
+
+MAX_MOVES = 3  # of one rollout, to other servers
 
 
 class Router(Protocol):
@@ -84,31 +85,37 @@ class GroupRequest:
         """
         async with self.places.take(self, number) as session:
             yield session
-        self.progress.num_done += 1
+        self.progress.num_done += not session.is_lost  # else it begins again
 
     async def play(
         self, number: int, play: Callable[[RolloutSession], Awaitable[list[Rollout]]]
     ) -> list[Rollout]:
-        """Play a rollout of the group in its place. If its server is lost, play all of it again at
-        another one, also if the environment has gone on without its last reply.
+        """Play a rollout of the group in its place. If its server is lost, play all of it again in
+        a new place at another server, also if the environment has gone on without its last reply.
 
         Args:
             number: of the rollout in its group.
             play: returns at least one rollout.
+
+        Raises:
+            ServerLostError: there is no server.
         """
-        async with self.begin(number) as session:
-            while True:
-                rollouts = await play(session)
-                try:
-                    if not await session.move():
-                        break
-                except SessionLostError as error:
-                    rollouts[0].error = rollouts[0].error or error
-                    del rollouts[1:]
-                    break
-        for rollout in rollouts:
-            rollout.num_moves = session.num_moves
-        return rollouts
+        rollouts: list[Rollout] = []
+        lost: str | None = None
+        for num_moves in range(MAX_MOVES + 1):
+            async with self.begin(number) as session:
+                if rollouts and session.url == lost:
+                    break  # no other one is there
+                rollouts, lost = await play(session), session.url
+            for rollout in rollouts:
+                rollout.num_moves = num_moves
+            if not session.is_lost:
+                return rollouts
+        failed = rollouts[0]
+        failed.error = failed.error or SessionLostError(
+            f"the server at {lost} is lost, after {failed.num_moves} moves to others"
+        )
+        return [failed]
 
 
 class HasPlaces(Protocol):
@@ -144,31 +151,22 @@ class Places:
         router, version = self._router, request.policy_version
         async with self._slots:
             url = router.take(version) if router is not None else None
-            find_other = partial(self._find_other, version)
-            session = RolloutSession(version, url, find_other, request.seed, number)
+            session = RolloutSession(version, url, request.seed, number)
             self._sessions.add(session)
             try:
                 yield session
             finally:
                 self._sessions.discard(session)
-                if router is not None and session.url is not None:
-                    router.release(session.url)
-
-    async def _find_other(self, policy_version: int, url: str) -> str | None:
-        """Return another server for a rollout that has lost this one; None if there is none."""
-        assert self._router is not None
-        self._router.report_lost(url)
-        try:
-            other = self._router.take(policy_version)
-        except ServerLostError:
-            return None
-        self._router.release(url)
-        return other if other != url else None
+                if router is not None and url is not None:
+                    router.release(url)
+                    if session.is_lost:
+                        router.report_lost(url)
 
     def lose(self, url: str) -> None:
         """End the requests that wait for this server, which is lost."""
         for session in self._sessions:
-            session.lose(url)
+            if session.url == url:
+                session.fail()
 
 
 class EnvRunner(Protocol):

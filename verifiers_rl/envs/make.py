@@ -82,10 +82,11 @@ class Environments:
         return [size for part in self.parts[split] for size in part.sizes(split)]
 
     async def open(self) -> None:
-        await asyncio.gather(*(one.open() for one in self._opened))
+        # A set, because workers that several environments share are opened and closed once.
+        await asyncio.gather(*(open_one() for open_one in {one.open for one in self._opened}))
 
     async def close(self) -> None:
-        await asyncio.gather(*(one.close() for one in self._opened))
+        await asyncio.gather(*(close_one() for close_one in {one.close for one in self._opened}))
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run the group in its environment, and let the scorer of that environment score it."""

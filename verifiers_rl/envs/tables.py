@@ -105,9 +105,3 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
 
     add_folders(folders)
     return ClassicEnvironment(load_environment(table["id"], table.get("args", {})), options)
-
-
-def facts_of(env: Any) -> dict[str, Any]:
-    """Return what the trainer needs to know of an environment that it does not have, for JSON."""
-    sizes = {split: env.sizes(split) for split in ("train", "eval")}
-    return {"sizes": sizes, "description": env.description}

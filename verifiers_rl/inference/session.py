@@ -1,7 +1,8 @@
 """What the requests of one rollout share: their server, their seeds and their deadline.
 
 All turns of a rollout use one server, because that server has the rollout's tokens so far in its
-prefix cache. If the server is lost, the whole rollout begins again at another one.
+prefix cache. If the server is lost, the whole rollout begins again with another session, see
+`requests.GroupRequest.play`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-
-MAX_MOVES = 3  # of one rollout, to other servers
 
 
 class SessionLostError(RuntimeError):
@@ -102,46 +101,34 @@ class RolloutSession:
         policy_version: all tokens must be of this version of the policy, or of a later one.
         url: of the server, without /v1. None: all rollouts use one server, which their client
             knows.
-        find_other: takes the URL of a lost server, and returns another one's, or None.
         group_seed: seed of its group; None: its requests have no seeds of ours.
         number: of the rollout in its group.
 
     Attributes:
-        is_lost: the server does not answer, or has lost the policy.
-        has_failed: a request of the rollout has failed by that, so the rollout must begin again.
-        num_moves: how often the rollout has begun again at another server.
-        on_lost: called when the server is lost, on the event loop; None: not called.
-        deadline: of the rollout, while it is played.
+        is_lost: the server does not answer, or has lost the policy; the rollout must begin again.
+        deadline: of the rollout.
     """
 
     def __init__(
         self,
         policy_version: int,
         url: str | None = None,
-        find_other: Callable[[str], Awaitable[str | None]] | None = None,
         group_seed: int | None = None,
         number: int = 0,
     ) -> None:
         self.policy_version = policy_version
         self.url = url
         self.is_lost = False
-        self.has_failed = False
-        self.num_moves = 0
-        self.on_lost: Callable[[], None] | None = None
         self.deadline = RolloutDeadline()
-        self._find_other = find_other
         self._group_seed, self._number, self._num_seeds = group_seed, number, 0
         self._requests: set[asyncio.Timeout] = set()
 
-    @asynccontextmanager
-    async def limited(self, timeout_s: float) -> AsyncIterator[RolloutDeadline]:
-        """Inside, the rollout has this deadline. Raises TimeoutError when it has passed."""
-        self.deadline = deadline = RolloutDeadline(timeout_s)
-        try:
-            async with deadline:
-                yield deadline
-        finally:
-            self.deadline = RolloutDeadline()
+    def limited(self, timeout_s: float) -> RolloutDeadline:
+        """Give the rollout this deadline, for `async with`. It raises TimeoutError when it has
+        passed.
+        """
+        self.deadline = RolloutDeadline(timeout_s)
+        return self.deadline
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own.
@@ -155,26 +142,14 @@ class RolloutSession:
             return {**body, "sampling_params": {"seed": seed, **sampling}}
         return {"seed": seed, **body}
 
-    def lose(self, url: str) -> None:
-        """If the server at this URL is the rollout's, mark it as lost, and end the requests that
-        wait for it. On the event loop.
+    def fail(self) -> None:
+        """Mark the server as lost, and end the requests that wait for it. Without effect if there
+        is only one server. On the event loop.
         """
-        if url != self.url:
-            return
-        self.is_lost = True
-        if self.on_lost is not None:
-            self.on_lost()
-        for request in self._requests:
+        self.is_lost = self.url is not None
+        for request in self._requests if self.is_lost else ():
             if not request.expired():
                 request.reschedule(asyncio.get_running_loop().time())
-
-    def fail(self) -> None:
-        """Mark the server as lost, and let the rollout begin again. Without effect if there is only
-        one server.
-        """
-        if self.url is not None:
-            self.has_failed = True
-            self.lose(self.url)
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -211,23 +186,3 @@ class RolloutSession:
             f"the server at {self.url} replied with {said} of the policy, not with version "
             f"{self.policy_version}: has it started anew?"
         )
-
-    async def move(self) -> bool:
-        """Take another server if the rollout must begin again. Return whether it has one.
-
-        Raises:
-            SessionLostError: there is no other server, or the rollout has moved `MAX_MOVES` times.
-        """
-        if not self.has_failed:
-            return False
-        assert self.url is not None and self._find_other is not None
-        url = await self._find_other(self.url) if self.num_moves < MAX_MOVES else None
-        if url is None:
-            moves = f" after {self.num_moves} moves" if self.num_moves else ""
-            raise SessionLostError(
-                f"the server at {self.url} is lost, and no other one is there{moves}"
-            )
-        self.url, self.is_lost, self.has_failed = url, False, False
-        self._num_seeds = 0
-        self.num_moves += 1
-        return True
