@@ -95,7 +95,7 @@ class GroupRequest:
 
         Args:
             number: of the rollout in its group.
-            play: returns at least one rollout.
+            play: returns at least one rollout. What it waits for is inside `session.limited`.
 
         Raises:
             ServerLostError: there is no server.
@@ -109,6 +109,11 @@ class GroupRequest:
                 rollouts, lost = await play(session), session.url
             for rollout in rollouts:
                 rollout.num_moves = num_moves
+                if session.deadline.is_cause_of(rollout.error):
+                    rollout.num_lost_tokens = session.deadline.num_lost_tokens
+                    rollout.error = TimeoutError(
+                        f"a rollout took longer than generation_timeout ({self.timeout_s:g} s)"
+                    )
             if not session.is_lost:
                 return rollouts
         failed = rollouts[0]
@@ -173,9 +178,9 @@ class EnvRunner(Protocol):
     """Runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an object
     with these members as it is; `envs/` has a class for each kind of environment.
 
-    Examples are numbered consecutively over all its environments. A runner sets `Rollout.env` to
-    the name of its environment, and `Rollout.example_id`, ends each rollout at
-    `GroupRequest.timeout_s`, and returns at least one rollout for a group. The run's
+    Examples are numbered consecutively over all its environments. A runner of several sets
+    `Rollout.env` to the name of the environment, and `Rollout.example_id`. A runner ends each
+    rollout at `GroupRequest.timeout_s`, and returns at least one rollout for a group. The run's
     `max_prompt_len`, `mask_env_responses` and `client_type` do not reach a runner that a user
     passes.
 

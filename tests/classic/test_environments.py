@@ -36,7 +36,8 @@ def turn(prompt, completion, logprobs=None):
 
 
 def test_turns_that_extend_the_tokens_merge_and_tokens_carry_the_version_that_sampled_them():
-    response = SimpleNamespace(policy_versions=[(0, 3), (2, 4)])
+    reply = SimpleNamespace(policy_versions=[(0, 3), (2, 4)], mask=None, experts=None)
+    response = SimpleNamespace(reply=reply)
     steps = [{**turn([1], [2, 3, 4]), "response": response}, turn([1, 2, 3, 4, 9, 9], [5])]
     (sample,) = samples_from_trajectory(steps, policy_version=7)
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]

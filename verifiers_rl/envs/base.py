@@ -122,11 +122,6 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
     return np.repeat(versions, np.diff(ends, prepend=0))
 
 
-def field_of(message: Any, name: str) -> Any:
-    """Return a field of a message, or of a part of one: a dict, or an object."""
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
-
-
 @dataclass(frozen=True)
 class RunnerOptions:
     """Options for running an environment.

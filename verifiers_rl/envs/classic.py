@@ -42,13 +42,10 @@ from verifiers_rl.envs.base import (
 from verifiers_rl.envs.records import record_of_state, text_of
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.inference import (
+    ChatReply,
     RolloutSession,
     ServerClient,
     allowed_tokens,
-    pack_ids,
-    unpack_experts,
-    unpack_mask,
-    unpack_sampled,
 )
 from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.requests import GroupRequest
@@ -92,7 +89,7 @@ def samples_from_trajectory(
     one sample, after exactly the tokens that were its context when it was sampled.
 
     Args:
-        steps: the trajectory. Each has `tokens`, and what `_KeepsAll` adds to its `response`.
+        steps: the trajectory. Each has `tokens`, and a `response` with what `_KeepsAll` adds.
         policy_version: version for steps whose response has none.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
@@ -102,7 +99,8 @@ def samples_from_trajectory(
     chains: list[Any] = []  # for each sample, a list for each of its columns
     so_far: list[int] = []
     for turn, step in enumerate(steps):
-        tokens, response = step["tokens"], step.get("response")
+        tokens = step["tokens"]
+        known: ChatReply | None = getattr(step.get("response"), "reply", None)
         if tokens is None:
             raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
         prompt, reply = tokens["prompt_ids"], tokens["completion_ids"]
@@ -120,19 +118,18 @@ def samples_from_trajectory(
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
-        spans = getattr(response, "policy_versions", None) or [(0, policy_version)]
+        spans = (known and known.policy_versions) or [(0, policy_version)]
         versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
-        mask = getattr(response, "sampling_mask", None)
         # verifiers may have cut the reply.
-        allowed = None if mask is None else allowed_tokens(*mask)[:num]
+        allowed = allowed_tokens(*known.mask)[:num] if known and known.mask else None
         masks += [(num_added, None), (num, allowed)]
-        experts.append(getattr(response, "experts", None))
+        experts.append(known and known.experts)
     samples = []
     for *columns, masks, experts in chains:
         extras = {ALLOWED_TOKENS: join_column(masks)}
         extras[ROUTED_EXPERTS] = join_experts(len(columns[0]), experts)
-        known = {name: column for name, column in extras.items() if column is not None}
-        samples.append(Sample(*columns, extras=known))
+        extras = {name: column for name, column in extras.items() if column is not None}
+        samples.append(Sample(*columns, extras=extras))
     return samples
 
 
@@ -239,7 +236,7 @@ class ClassicEnvironment:
         start = time.monotonic()
         states.pop(number, None)  # of the time before, at a server that was lost
         try:
-            async with self._slots, session.limited(request.timeout_s) as deadline:
+            async with self._slots, session.limited(request.timeout_s):
                 # verifiers' clients pass all of extra_body on, and drop some of the others.
                 options = {"extra_body": sampling}
                 state = await self.env.rollout(row, client, request.model, options)
@@ -251,12 +248,6 @@ class ClassicEnvironment:
             rollout.error = state.get("error")
         except Exception as error:  # whatever the environment's own code raises
             rollout.error = error
-        # The environment may have hidden that the server has ended a reply.
-        rollout.num_lost_tokens = deadline.num_lost_tokens
-        if deadline.is_cause_of(rollout.error or RuntimeError()):
-            rollout.error = TimeoutError(
-                f"a rollout took longer than generation_timeout ({request.timeout_s:g} s)"
-            )
         return [rollout]
 
     def _complete(self, rollout: Rollout, state: Any, policy_version: int) -> None:
@@ -324,13 +315,13 @@ class _Route(ServerClient):
     messages.
 
     Attributes:
-        replies: what a chat's form has no place for, by the id of the reply.
+        replies: by their ids.
     """
 
     def __init__(self, base_url: str, timeout_s: float, renderer: Renderer | None) -> None:
         super().__init__(base_url, timeout_s)
         self._renderer = renderer
-        self.replies: dict[str, dict[str, Any]] = {}
+        self.replies: dict[str, ChatReply] = {}
         # Of the rollout: each turn's messages with its reply, and their tokens.
         self._turns: list[tuple[list[Any], list[int]]] = []
 
@@ -350,26 +341,14 @@ class _Route(ServerClient):
             body.pop("routed_experts_prompt_start", None)
         else:
             prompt = self._prompt_of(body)
-        wants_experts, messages = body.get("routed_experts", False), body.get("messages", [])
-        if prompt:
-            # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
-            short = [{"role": "user", "content": "."}]
-            packed = {"tokens": pack_ids(prompt), "packed_tokens": True, "messages": short}
-            path, body = "/chat/completions/tokens", {**body, **packed}
-            body.pop("routed_experts", None)  # the server's flag returns them
-        reply = await super().post(path, cast_to=httpx.Response, **kwargs | {"body": body})
-        completion = json.loads(reply.content)
-        (choice,) = completion["choices"]
-        experts, packed = choice.pop("routed_experts", None), completion.pop("packed_tokens", {})
-        self.replies[completion["id"]] = {
-            "policy_versions": reply.extensions["policy_versions"],
-            "sampling_mask": unpack_mask(packed),
-            "experts": unpack_experts(experts) if wants_experts and experts is not None else None,
-        }
-        if packed:
-            token_ids, logprobs = (values.tolist() for values in unpack_sampled(packed))
+        reply = await self.chat(body, prompt)
+        completion = reply.completion
+        self.replies[completion["id"]] = reply
+        if reply.sampled is not None:
+            (choice,) = completion["choices"]
+            token_ids, logprobs = (values.tolist() for values in reply.sampled)
             if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
-                said = [*map(_plain, messages), _plain(choice.get("message", {}))]
+                said = [*map(_plain, [*body.get("messages", []), choice.get("message", {})])]
                 self._turns.append((said, prompt + token_ids))
             # As the clients read them, in the form of a chat or of `renderers`.
             choice["token_ids"], choice["logprobs"] = token_ids, {"content": []}
@@ -431,8 +410,7 @@ class _KeepsAll:
 
     async def from_native_response(self, response: Any) -> Any:
         parsed = await super().from_native_response(response)  # type: ignore[misc]
-        for name, value in self.client.replies.pop(parsed.id).items():
-            setattr(parsed, name, value)
+        parsed.reply = self.client.replies.pop(parsed.id)
         if parsed.message.content is None and not parsed.message.tool_calls:
             parsed.message.content = ""
         return parsed

@@ -168,10 +168,7 @@ class V1TaskRunner:
             task = self._local_tools.of_task(task)
         play = partial(self._play, task, request)
         runs = [request.play(number, play) for number in range(request.num_rollouts)]
-        rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
-        for rollout in rollouts:
-            rollout.env, rollout.example_id = self.name, request.index
-        return rollouts
+        return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
 
     async def _play(
         self, task: vf.Task, request: GroupRequest, session: RolloutSession
@@ -180,7 +177,7 @@ class V1TaskRunner:
         client = TokenClientConfig.of_episode(self, request, session)
         version = request.policy_version
         try:
-            async with self._slots, session.limited(request.timeout_s) as deadline:
+            async with self._slots, session.limited(request.timeout_s):
                 context = vf.ModelContext(model=request.model, client=client)
                 traces = trained_traces(await self.env.run_slot(slot, context))
             for trace in traces:
@@ -189,11 +186,6 @@ class V1TaskRunner:
             return [rollout_of_trace(trace, version, masks_env) for trace in traces]
         except Exception as error:  # whatever the environment's own code raises
             failed = Rollout(0, task.data.prompt_text, error=error)
-            if deadline.is_cause_of(error):
-                failed.num_lost_tokens = deadline.num_lost_tokens
-                failed.error = TimeoutError(
-                    f"an episode took longer than generation_timeout ({request.timeout_s:g} s)"
-                )
             if slot.traces:
                 failed.record = record_of_trace(slot.traces[-1], version)
             return [failed]

@@ -121,13 +121,13 @@ class WorkerEnvironment:
                 break
             except WorkerError as error:
                 group = [
-                    Rollout(index, f"example {index}", env=self.env.name, error=error)
+                    Rollout(index, f"example {index}", error=error)
                     for _ in range(request.num_rollouts)
                 ]
                 if not error.is_lost:
                     break
         for rollout in group:
-            rollout.example_id, rollout.num_restarts = index, num_restarts
+            rollout.num_restarts = num_restarts
         return group
 
 

@@ -8,20 +8,48 @@ import asyncio
 import copy
 import json
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
 import aiohttp
 import httpx
+import numpy as np
 from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from verifiers_rl.inference.client import generation_key
+from verifiers_rl.inference.packed_tokens import (
+    pack_ids,
+    unpack_experts,
+    unpack_mask,
+    unpack_sampled,
+)
 from verifiers_rl.inference.session import RolloutSession, SessionLostError
 
 BUSY = (429, 503)  # the server says that it has too much to do
 LATE = 504  # the server has ended the reply at the rollout's deadline
 LONGEST_PAUSE_S = 30.0  # between two attempts at a server that is busy
 CONNECT_S = 60.0  # deadline of a connection
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """A reply of `vf-vllm`, and what OpenAI's form has no place for.
+
+    Attributes:
+        completion: the reply in OpenAI's form; with tokens only if messages were sent.
+        policy_versions: (first token, policy version) pairs; None if the server said nothing.
+        sampled: token ids (T,) int32 and their logprobs (T,) float32; None if messages were sent.
+        mask: see `packed_tokens.unpack_mask`.
+        experts: see `packed_tokens.unpack_experts`; None if they were not requested.
+    """
+
+    completion: dict[str, Any]
+    policy_versions: list[tuple[int, int]] | None
+    sampled: tuple[np.ndarray, np.ndarray] | None
+    mask: tuple[np.ndarray, np.ndarray] | None
+    experts: np.ndarray | None
 
 
 class ServerClient(AsyncOpenAI):
@@ -60,6 +88,33 @@ class ServerClient(AsyncOpenAI):
         client._rollout = session
         client.__dict__.pop("chat", None)  # it is bound to the client that made it
         return client
+
+    async def chat(self, body: Mapping[str, Any], prompt_ids: Sequence[int] = ()) -> ChatReply:
+        """Request a reply to messages, or to tokens.
+
+        Args:
+            body: of a chat request; with `routed_experts`, the reply has them.
+            prompt_ids: the prompt, in place of the body's messages.
+        """
+        path, body = "/chat/completions", dict(body)
+        if prompt_ids:
+            path += "/tokens"
+            body |= {"tokens": pack_ids(prompt_ids), "packed_tokens": True}
+            # vLLM renders messages all the same, so it gets a short one.
+            body["messages"] = [{"role": "user", "content": "."}]
+        wants_experts = body.pop("routed_experts", False)  # the server's flag returns them
+        # Not a subclass's, which may call this method.
+        reply = await ServerClient.post(self, path, cast_to=httpx.Response, body=body)
+        completion = reply.json()
+        experts = completion["choices"][0].pop("routed_experts", None)
+        packed = completion.pop("packed_tokens", {})
+        return ChatReply(
+            completion,
+            reply.extensions["policy_versions"],
+            unpack_sampled(packed) if packed else None,
+            unpack_mask(packed),
+            unpack_experts(experts) if wants_experts and experts is not None else None,
+        )
 
     async def post(self, path: str, *, cast_to: Any, **kwargs: Any) -> Any:
         if cast_to is not httpx.Response:

@@ -63,8 +63,10 @@ class RolloutDeadline:
         self.has_passed = timeout.expired()
         await timeout.__aexit__(*error)  # raises TimeoutError if it has passed
 
-    def is_cause_of(self, error: BaseException) -> bool:
-        """Return whether the error is there because the deadline has passed."""
+    def is_cause_of(self, error: BaseException | None) -> bool:
+        """Return whether a rollout with this error failed because the deadline has passed. It may
+        have none, if the environment has hidden that the server ended a reply.
+        """
         is_ours = self.has_passed and isinstance(error, TimeoutError)
         return is_ours or self.num_lost_tokens is not None
 
