@@ -551,8 +551,6 @@ def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(tokenizer, t
 
 
 class FakeRunner:
-    files_per_rollout = 1
-
     def sizes(self, split):
         return [1]
 

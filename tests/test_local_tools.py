@@ -8,13 +8,9 @@ import pytest
 import verifiers.v1 as vf
 
 from tests import test_environments_v1 as v1
-from tests.helpers import only_runner
 from tests.test_environments_v1 import check_tokens, load, play
-from verifiers_rl import RLConfig
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, runs_here
-from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.v1_loading import tool_servers
 
 tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
 ROOM = {"max_tokens": 200, "max_seq_len": 2000}
@@ -144,16 +140,6 @@ def test_tools_in_process_decides_whether_there_is_a_process(tokenizer, tmp_path
     for tools_in_process in (True, False):
         options = ROOM | {"tools_in_process": tools_in_process}
         env = load("glossary_like")
-        runner = only_runner(
-            make_runner(
-                env,
-                "http://unused",
-                tokenizer,
-                RLConfig(output_dir=str(tmp_path), env_workers=0, **options),
-            )
-        )
-        assert len(tool_servers(runner.env, tools_in_process)) == (not tools_in_process)
-        assert runner.files_per_rollout == (3 if tools_in_process else 7)
         say = calls(("double", {"x": 4}))
         (rollout,), requests = play(env, tokenizer, tmp_path, say, **options)
         assert rollout.error is None and tool_results(rollout) == ["8"], rollout.error

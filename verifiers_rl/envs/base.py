@@ -136,7 +136,7 @@ class RunnerOptions:
         timeout_s: deadline of one rollout, seconds.
         client_type: for classic environments, see `classic.py`.
         name: prefix of its metrics.
-        max_concurrent: rollouts at a time; fewer if a process may not open files for so many.
+        max_concurrent: rollouts at a time, for which files must be opened.
         num_eval_tasks: tasks of a stream that evaluations use.
         tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
         chat_template_kwargs: variables of the chat template, for measuring prompts. Those of a

@@ -47,7 +47,7 @@ from verifiers_rl.inference import (
     ServerClient,
     allowed_tokens,
 )
-from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
@@ -150,8 +150,7 @@ class ClassicEnvironment:
         self.env, self.options, self.name = env, options, options.name
         self.num_overlong_prompts = 0
         self.weights = [1.0]
-        # Each rollout holds a connection to the server.
-        self._slots = asyncio.Semaphore(rollouts_at_once(options.max_concurrent, 1))
+        raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
         try:
@@ -236,7 +235,7 @@ class ClassicEnvironment:
         start = time.monotonic()
         states.pop(number, None)  # of the time before, at a server that was lost
         try:
-            async with self._slots, session.limited(request.timeout_s):
+            async with session.limited(request.timeout_s):
                 # verifiers' clients pass all of extra_body on, and drop some of the others.
                 options = {"extra_body": sampling}
                 state = await self.env.rollout(row, client, request.model, options)

@@ -34,12 +34,11 @@ from verifiers_rl.envs.records import record_of_trace
 from verifiers_rl.envs.rendering import Renderer
 from verifiers_rl.envs.v1_client import TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
-    IN_PROCESS,
+    check_tool_servers,
     describe,
     environment_of,
     let_tool_servers_import_from,
     plays_in_our_chat_here,
-    tool_servers,
     with_local_chat,
 )
 from verifiers_rl.envs.v1_samples import rollout_of_trace
@@ -51,7 +50,7 @@ from verifiers_rl.envs.v1_tasks import (
     without_tasks,
 )
 from verifiers_rl.inference import RolloutSession
-from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout, Split
 
@@ -96,9 +95,8 @@ class V1TaskRunner:
         self.env = with_local_chat(environment_of(env) if env is self.taskset else env)
         has_tools_here = options.tools_in_process and plays_in_our_chat_here(self.env)
         self._local_tools = LocalTools(self.env) if has_tools_here else None
-        self.files_per_rollout = self._files_per_rollout()
-        at_once = rollouts_at_once(options.max_concurrent, self.files_per_rollout)
-        self._slots = asyncio.Semaphore(at_once)
+        check_tool_servers(self.env, has_tools_here)
+        raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         self.renderer = Renderer(options.tokenizer)
         self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
         self._serving: asyncio.Task[None] | None = None
@@ -106,18 +104,6 @@ class V1TaskRunner:
     @staticmethod
     def can_run(env: Any) -> bool:
         return isinstance(env, vf.Env | vf.Taskset)
-
-    def _files_per_rollout(self) -> int:
-        """Return how many sockets and pipes a rollout holds in this process at most: a connection
-        to the server, one to the endpoint, with both ends here, and those of tool servers and of an
-        agent's program.
-        """
-        config = self.env.config
-        harnesses = config.agent_harnesses().values()
-        num_files = 3 + 4 * len(tool_servers(self.env, self._local_tools is not None))
-        if any(harness.id != IN_PROCESS for harness in harnesses):
-            num_files += 5
-        return num_files * (config.max_concurrent_agents or len(harnesses))
 
     async def open(self) -> None:
         """Start what the environment shares between episodes.
@@ -177,7 +163,7 @@ class V1TaskRunner:
         client = TokenClientConfig.of_episode(self, request, session)
         version = request.policy_version
         try:
-            async with self._slots, session.limited(request.timeout_s):
+            async with session.limited(request.timeout_s):
                 context = vf.ModelContext(model=request.model, client=client)
                 traces = trained_traces(await self.env.run_slot(slot, context))
             for trace in traces:

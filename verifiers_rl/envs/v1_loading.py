@@ -231,14 +231,12 @@ def plays_in_our_chat_here(env: vf.Env) -> bool:
     )
 
 
-def tool_servers(env: vf.Env, has_tools_here: bool) -> list[vf.Toolset]:
-    """Return the toolsets that verifiers will start a process for.
+def check_tool_servers(env: vf.Env, has_tools_here: bool) -> None:
+    """Raise InvalidEnvironmentError if verifiers would start a process for a toolset that is
+    defined in the script that runs.
 
     Args:
         has_tools_here: `local_tools.LocalTools` has those that can run in this process.
-
-    Raises:
-        InvalidEnvironmentError: such a toolset is defined in the script that runs.
     """
     taskset = env.taskset
     toolsets = [*taskset.toolsets(taskset.config)]
@@ -251,7 +249,6 @@ def tool_servers(env: vf.Env, has_tools_here: bool) -> list[vf.Toolset]:
             f"the module of its class; move {in_script[0]} into a file beside the script, which "
             f"ends in `if __name__ == '__main__': {in_script[0]}.run()`, and import it from there"
         )
-    return servers
 
 
 def describe(env: vf.Env) -> str:
