@@ -150,7 +150,7 @@ def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        ({"id": "no_such"}, r"'e', in python=.*: .*no module 'no_such' is installed"),
+        ({"id": "no_such"}, r"'e', in python=.*: .*taskset 'no_such' not found"),
         (3, r"'e': with python=.*, env must be an id or a dict such as .* not int"),
         ({"id": "small_tasks", "args": {"a": {1}}}, "'e': its table has no form in JSON"),
     ],

@@ -144,9 +144,9 @@ def test_tools_in_process_decides_whether_there_is_a_process(tokenizer, tmp_path
         (rollout,), requests = play(env, tokenizer, tmp_path, say, **options)
         assert rollout.error is None and tool_results(rollout) == ["8"], rollout.error
         check_tokens([rollout], requests)
-    env = load("many_tools")
-    (rollout,), _ = play(env, tokenizer, tmp_path, calls(("own_process", {})), **options)
-    assert tool_results(rollout) != [str(os.getpid())]
+        say = calls(("own_process", {}))
+        (rollout,), _ = play(load("many_tools"), tokenizer, tmp_path, say, **options)
+        assert (tool_results(rollout) == [str(os.getpid())]) == tools_in_process
 
 
 def test_tools_may_be_defined_in_the_script_that_runs(tokenizer, tmp_path, monkeypatch):

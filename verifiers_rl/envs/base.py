@@ -10,6 +10,7 @@ make.py     chooses the kind for what a user passes as `env`, and mixes several
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import pickle
@@ -82,6 +83,14 @@ def check_importable(script: Any) -> None:
         )
 
 
+def add_folders(folders: Sequence[Path]) -> None:
+    """Make the modules in these folders importable, first those of the first folder."""
+    for folder in reversed(folders):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+
+
 def module_name(env_id: str) -> str:
     """Return the module of an id: that of verifiers' hub, owner/name@version, is installed as name,
     with underscores.
@@ -92,11 +101,6 @@ def module_name(env_id: str) -> str:
 def how_to_install(env_id: str) -> str:
     """Return how to install an environment of verifiers' hub; "" for an id without an owner."""
     return f"install it: prime env install {env_id}" if "/" in env_id else ""
-
-
-def beside(folders: Sequence[Path]) -> str:
-    """Return where a module was looked for, beside those that are installed, for an error."""
-    return f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
 
 
 def check_logprobs(logprobs: Any) -> None:

@@ -29,7 +29,6 @@ import verifiers as vf
 from jinja2 import TemplateError
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.clients.renderer_client import RendererClient
-from verifiers.legacy.errors import EmptyModelResponseError
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
 
 from verifiers_rl.envs.base import (
@@ -401,11 +400,7 @@ class _KeepsAll:
         return client
 
     async def raise_from_native_response(self, response: Any) -> None:
-        try:
-            await super().raise_from_native_response(response)  # type: ignore[misc]
-        except EmptyModelResponseError:
-            if response is None or not (isinstance(response, dict) or response.choices):
-                raise
+        """Accept it."""
 
     async def from_native_response(self, response: Any) -> Any:
         parsed = await super().from_native_response(response)  # type: ignore[misc]

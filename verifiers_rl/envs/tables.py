@@ -8,32 +8,21 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     CLASSIC_PACKAGES,
     InvalidEnvironmentError,
     RunnerOptions,
-    beside,
-    how_to_install,
+    add_folders,
     module_name,
 )
-
-
-def add_folders(folders: Sequence[Path]) -> None:
-    """Make the modules in these folders importable, first those of the first folder."""
-    for folder in reversed(folders):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
 
 
 def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
@@ -51,22 +40,9 @@ def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
         return load_v1_environment(table, *folders)
     add_folders(folders)
     env_id = table["id"]
-    module = module_name(env_id)
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise InvalidEnvironmentError(
-                f"id={env_id!r}: its module imports {error.name!r}, which is missing"
-            ) from error
-        if find_spec(f"verifiers.v1.tasksets.{module}") is None:
-            known = [one.name for one in pkgutil.iter_modules([str(path) for path in folders])]
-            hint = did_you_mean(module, known, "install it, or correct the id")
-            raise InvalidEnvironmentError(
-                f"[env] id={env_id!r}: no module {module!r} is installed{beside(folders)}; "
-                f"{how_to_install(env_id) or hint}"
-            ) from error
-        found = None  # verifiers' own
+    found: Any = None
+    with suppress(ModuleNotFoundError):  # `load_v1_environment` says what is missing
+        found = importlib.import_module(module_name(env_id))
     if hasattr(found, "load_environment") and not hasattr(found, "__all__"):
         raise InvalidEnvironmentError(
             f"[env] id={env_id!r} is a classic environment, which needs a Python with an older "

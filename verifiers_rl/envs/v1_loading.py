@@ -24,7 +24,12 @@ from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.did_you_mean import did_you_mean
-from verifiers_rl.envs.base import InvalidEnvironmentError, beside, how_to_install
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    add_folders,
+    how_to_install,
+    module_name,
+)
 from verifiers_rl.envs.local_tools import runs_here
 
 IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
@@ -45,9 +50,8 @@ def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         InvalidEnvironmentError: an id is not installed, or verifiers refuses a key or a value; one
             line names it.
     """
+    add_folders(folders)
     for folder in reversed(folders):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
         let_tool_servers_import_from(folder)
     table = copy.deepcopy(dict(given))
     of_evaluation = table.pop("eval_taskset", None)
@@ -113,8 +117,11 @@ def _describe_missing(error: ModuleNotFoundError, folders: Sequence[Path]) -> st
     _, plugin_id, *_ = [*said.split("'"), ""]
     own = [f"{vf.__path__[0]}/{kind}" for kind in ("tasksets", "envs", "harnesses")]
     known = [module.name for module in (*pkgutil.iter_modules(), *pkgutil.iter_modules(own))]
-    hint = how_to_install(plugin_id) or did_you_mean(plugin_id, known)
-    return f"{said}{beside(folders)}: {error.__cause__ or error}" + (f"; {hint}" if hint else "")
+    beside = f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
+    hint = ""
+    if module_name(plugin_id) not in known:  # else it imports what is missing
+        hint = how_to_install(plugin_id) or did_you_mean(plugin_id, known)
+    return f"{said}{beside}: {error.__cause__ or error}" + (f"; {hint}" if hint else "")
 
 
 # --- From a taskset -------------------------------------------------------------------------------
