@@ -18,7 +18,6 @@ from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.classic import (
     ClassicEnvironment,
     load_environment,
-    make_client,
     samples_from_trajectory,
 )
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
@@ -397,19 +396,6 @@ def test_an_empty_reply_is_trained_on(tokenizer, client_type):
     assert [rollout.error for rollout in rollouts] == [None, None]
     tokens = rollouts[0].samples[0]
     assert tokens.token_ids[tokens.loss_mask].tolist() == [tokenizer.eos_token_id]
-
-
-def test_what_cannot_be_rendered_here_goes_to_the_server_as_messages(tokenizer):
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
-
-    async def run():
-        client = make_client(with_options(tokenizer=tokenizer))
-        try:
-            return client.client._prompt_of({"messages": [picture]})
-        finally:
-            await client.close()
-
-    assert asyncio.run(run()) == []
 
 
 def test_an_environment_that_cannot_be_loaded_is_one_error(tmp_path, monkeypatch):

@@ -28,8 +28,12 @@ from verifiers_rl.requests import EnvRunner, GroupScorer
 from verifiers_rl.types import Split
 
 logger = logging.getLogger(__name__)
-# The last verifiers with classic environments, and what works with it.
-CLASSIC_PACKAGES = "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3'"
+# For errors. A classic environment gets the last verifiers that has those, and what works with it.
+HOW_TO_MAKE_PYTHON = (
+    "make a Python of 3.11 or later for it: `uv venv NAME && uv pip install --python NAME "
+    "verifiers`, or for a classic environment 'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' "
+    "'openai<3', and set python = \"NAME/bin/python\""
+)
 
 
 class NotPortableError(Exception):

@@ -21,12 +21,12 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httpx
 import verifiers as vf
-from jinja2 import TemplateError
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.clients.renderer_client import RendererClient
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
@@ -135,6 +135,13 @@ def samples_from_trajectory(
 # --- Rollouts -------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class _Played(Rollout):
+    """A rollout with verifiers' own state; None if the environment raised an error."""
+
+    state: Any = None
+
+
 class ClassicEnvironment:
     """A classic `verifiers.Environment` or `EnvGroup` in a rollout worker, with its examples.
     `verifiers` cuts a sequence at `max_seq_len`, and marks it as truncated.
@@ -195,13 +202,10 @@ class ClassicEnvironment:
         exception in one of them (for example in a tool) would lose the whole group.
         """
         row = {"example_id": request.index, **self._examples[request.split][request.index]}
-        states: dict[int, Any] = {}  # verifiers' own, of the rollouts that have one
-        runs = [
-            request.play(n, partial(self._play, row, request, states, n))
-            for n in range(request.num_rollouts)
-        ]
-        group = [rollout for (rollout,) in await asyncio.gather(*runs)]
-        scored = [state for n, state in states.items() if group[n].error is None]
+        play: Any = partial(self._play, row, request)
+        runs = [request.play(number, play) for number in range(request.num_rollouts)]
+        group: list[Any] = [rollout for (rollout,) in await asyncio.gather(*runs)]
+        scored = [rollout.state for rollout in group if rollout.error is None]
         late = f"scoring a group took longer than generation_timeout ({request.timeout_s:g} s)"
         try:
             async with asyncio.timeout(request.timeout_s) as deadline:
@@ -213,32 +217,27 @@ class ClassicEnvironment:
             is_late = deadline.expired() and isinstance(error, TimeoutError)
             for rollout in group:
                 rollout.error = rollout.error or (TimeoutError(late) if is_late else error)
-        for number, state in states.items():
+        for rollout in group:
             try:
-                self._complete(group[number], state, request.policy_version)
+                if rollout.state is not None:
+                    self._complete(rollout, rollout.state, request.policy_version)
             except (ValueError, TypeError) as error:
-                group[number].error = error
+                rollout.error = error
         return group
 
     async def _play(
-        self,
-        row: dict[str, Any],
-        request: GroupRequest,
-        states: dict[int, Any],
-        number: int,
-        session: RolloutSession,
-    ) -> list[Rollout]:
-        rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
+        self, row: dict[str, Any], request: GroupRequest, session: RolloutSession
+    ) -> list[_Played]:
+        rollout = _Played(request.index, text_of(row["prompt"][-1:]), env=self.name)
         client, sampling = self._client.of_rollout(session), {**request.sampling_args}
         sampling |= sampling.pop("extra_body", {})
         start = time.monotonic()
-        states.pop(number, None)  # of the time before, at a server that was lost
         try:
             async with session.limited(request.timeout_s):
                 # verifiers' clients pass all of extra_body on, and drop some of the others.
                 options = {"extra_body": sampling}
                 state = await self.env.rollout(row, client, request.model, options)
-            states[number], rollout.generation_s = state, time.monotonic() - start
+            rollout.state, rollout.generation_s = state, time.monotonic() - start
             if state.get("timed_out"):
                 raise TimeoutError(
                     "the environment's own timeout_seconds passed, or its code raised TimeoutError"
@@ -309,8 +308,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 class _Route(ServerClient):
     """Sends the requests of verifiers' clients. If it has a renderer, they go to the token route of
-    `vf-vllm`: messages become tokens here. A conversation that cannot be rendered here goes on as
-    messages.
+    `vf-vllm`: messages become tokens here.
 
     Attributes:
         replies: by their ids.
@@ -357,29 +355,25 @@ class _Route(ServerClient):
         return httpx.Response(200, content=json.dumps(completion).encode())
 
     def _prompt_of(self, body: dict[str, Any]) -> list[int]:
-        """Return the tokens so far and those of new messages, or all of them rendered; none if only
-        the server shall render them.
+        """Return the tokens so far and those of new messages, or all of them rendered; none if the
+        server shall render them.
+
+        Raises:
+            jinja2.TemplateError, ValueError: they cannot be rendered.
         """
         if self._renderer is None:
             return []
         template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
         messages = [_plain(message) for message in body["messages"]]
-        try:
-            for said, tokens in reversed(self._turns):
-                new = messages[len(said) :]
-                if (
-                    new
-                    and messages[: len(said)] == said
-                    and all(m["role"] != "assistant" for m in new)
-                ):
-                    added = self._renderer.render_after_reply(
-                        body["messages"], len(new), tokens[-1], **template
-                    )
-                    if added is not None:
-                        return tokens + added
-            return self._renderer.render(body["messages"], **template)
-        except (TemplateError, ValueError):  # the server says what is wrong, or renders an image
-            return []
+        for said, tokens in reversed(self._turns):
+            new = messages[len(said) :]
+            if new and messages == said + new and all(m["role"] != "assistant" for m in new):
+                added = self._renderer.render_after_reply(
+                    body["messages"], len(new), tokens[-1], **template
+                )
+                if added is not None:
+                    return tokens + added
+        return self._renderer.render(body["messages"], **template)
 
 
 class _KeepsAll:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.envs.base import CLASSIC_PACKAGES, InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.base import HOW_TO_MAKE_PYTHON, InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.workers import Worker, clean_environment
 from verifiers_rl.process.loop_thread import LoopThread
 from verifiers_rl.types import Split
@@ -38,7 +38,7 @@ print(json.dumps([sys.version_info[:2], missing]))
 
 def check_python(python: str) -> None:
     """Raise InvalidEnvironmentError unless rollout workers can run in this interpreter."""
-    what = f"python={python!r}"
+    reason = ""
     try:
         done = subprocess.run(
             [python, "-c", PROBE, *PACKAGES],
@@ -47,23 +47,16 @@ def check_python(python: str) -> None:
             env=clean_environment(),
         )
         found, missing = json.loads(done.stdout)
+        if found < [3, 11]:
+            reason = f"it is Python {found[0]}.{found[1]}"
+        elif missing:
+            reason = f"it has no {', '.join(missing)}"
     except OSError as error:
-        raise InvalidEnvironmentError(
-            f"{what}: {error.strerror}; make a Python for it: `uv venv NAME && uv pip install "
-            f"--python NAME verifiers`, or {CLASSIC_PACKAGES} for a classic environment, and set "
-            'python = "NAME/bin/python"'
-        ) from error
-    except (ValueError, subprocess.TimeoutExpired) as error:
-        raise InvalidEnvironmentError(f"{what}: it does not run as a Python does") from error
-    if found < [3, 11]:
-        raise InvalidEnvironmentError(
-            f"{what} is Python {found[0]}.{found[1]}; use 3.11 or a later one"
-        )
-    if missing:
-        raise InvalidEnvironmentError(
-            f"{what} has no {', '.join(missing)}; install there what the environment needs: uv pip "
-            f"install --python {python} verifiers, or {CLASSIC_PACKAGES} for a classic environment"
-        )
+        reason = str(error.strerror)
+    except (ValueError, subprocess.TimeoutExpired):
+        reason = "it does not run as a Python does"
+    if reason:
+        raise InvalidEnvironmentError(f"python={python!r}: {reason}; {HOW_TO_MAKE_PYTHON}")
 
 
 class ForeignEnvironment:

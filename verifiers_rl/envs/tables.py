@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verifiers_rl.envs.base import (
-    CLASSIC_PACKAGES,
+    HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
     RunnerOptions,
     add_folders,
@@ -45,9 +45,8 @@ def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
         found = importlib.import_module(module_name(env_id))
     if hasattr(found, "load_environment") and not hasattr(found, "__all__"):
         raise InvalidEnvironmentError(
-            f"[env] id={env_id!r} is a classic environment, which needs a Python with an older "
-            f"verifiers: `uv venv NAME && uv pip install --python NAME {CLASSIC_PACKAGES}`, and "
-            'python = "NAME/bin/python" beside the id'
+            f"[env] id={env_id!r} is a classic environment, which needs an older verifiers; "
+            f"{HOW_TO_MAKE_PYTHON} beside the id"
         )
     return load_v1_environment({"taskset": {"id": env_id, **table.get("args", {})}}, *folders)
 
