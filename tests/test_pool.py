@@ -457,10 +457,9 @@ class Routing:
         self.lost, self.callbacks, self.taken = [], [], []
 
     def take(self, policy_version):
-        able = [url for url in self.running if url not in self.lost]
-        if not able:
+        if not self.running:
             raise ServerLostError("no server")
-        url = min(able, key=self.running.__getitem__)
+        url = min(self.running, key=lambda one: (one in self.lost, self.running[one]))
         self.running[url] += 1
         self.taken.append(url)
         return url

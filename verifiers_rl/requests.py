@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ class GroupRequest:
         model: the model name in requests to the server.
         policy_version: version of tokens for which the server reports none.
         sampling_args: sampling options of a request, unless the environment has its own.
-        places: gives each rollout a place and a server; see `begin`.
+        places: gives each rollout a place and a server, as `Places` does; see `begin`.
         timeout_s: deadline of one rollout, seconds.
         seed: of the group, for `deterministic`; None: its requests have no seeds.
         progress: counts its rollouts.
@@ -67,7 +67,7 @@ class GroupRequest:
     model: str
     policy_version: int
     sampling_args: dict[str, Any]
-    places: HasPlaces
+    places: Any
     timeout_s: float = 600.0
     seed: int | None = None
     progress: Progress = field(default_factory=Progress)
@@ -123,18 +123,9 @@ class GroupRequest:
         return [failed]
 
 
-class HasPlaces(Protocol):
-    """Bounds the rollouts that use the server at a time, and gives each of them its session."""
-
-    def take(
-        self, request: GroupRequest, number: int
-    ) -> AbstractAsyncContextManager[RolloutSession]:
-        """Wait for a place of this rollout of the group, and hold it."""
-        ...
-
-
 class Places:
-    """The `HasPlaces` of the orchestrator. On one event loop.
+    """Bounds the rollouts that use the server at a time, and gives each of them its session. On one
+    event loop.
 
     Args:
         num: of rollouts at a time.

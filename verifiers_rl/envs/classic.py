@@ -337,7 +337,7 @@ class _Route(ServerClient):
             body.pop("routed_experts_prompt_start", None)
         else:
             prompt = self._prompt_of(body)
-        reply = await self.chat(body, prompt)
+        reply = await self.reply_to(body, prompt)
         completion = reply.completion
         self.replies[completion["id"]] = reply
         if reply.sampled is not None:
@@ -366,13 +366,11 @@ class _Route(ServerClient):
         template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
         messages = [_plain(message) for message in body["messages"]]
         for said, tokens in reversed(self._turns):
-            new = messages[len(said) :]
-            if new and messages == said + new and all(m["role"] != "assistant" for m in new):
-                added = self._renderer.render_after_reply(
-                    body["messages"], len(new), tokens[-1], **template
-                )
-                if added is not None:
-                    return tokens + added
+            num_new = len(messages) - len(said)
+            if num_new > 0 and messages[: len(said)] == said:
+                extended = self._renderer.extend(tokens, body["messages"], num_new, **template)
+                if extended is not None:
+                    return extended
         return self._renderer.render(body["messages"], **template)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 import verifiers.v1 as vf
 
-from verifiers_rl.data import ENDLESS, describe_sizes
+from verifiers_rl.data import ENDLESS
 from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, pickle_for_worker
 from verifiers_rl.envs.local_tools import LocalTools
@@ -260,12 +260,12 @@ class V1Environment(V1TaskRunner):
 
     def _describe(self) -> str:
         """Return one line for the start of a run."""
-        is_same = self._eval_tasks is self._tasks
-        of_evaluation = f", {'also' if is_same else len(self._eval_tasks)} for evaluations"
-        tasks = describe_sizes(self.sizes("train"))
-        tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
+        tasks = "a stream of tasks, in its order"
+        if not isinstance(self._tasks, TaskStream):
+            tasks = f"{len(self._tasks)} tasks"
+        num_eval_tasks = "also" if self._eval_tasks is self._tasks else len(self._eval_tasks)
         which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
+        return f"{which}: {describe(self.env)}; {tasks}, {num_eval_tasks} for evaluations"
 
     def recipe(self) -> Callable[[], V1TaskRunner]:
         first = self._tasks.at(0) if isinstance(self._tasks, TaskStream) else self._tasks[0]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import verifiers.v1 as vf
-from jinja2 import TemplateError
 from pydantic import Field, PrivateAttr
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect
@@ -156,7 +155,7 @@ class TokenClient(vf.Client):
         episode.warn_of_bias(turn.trace.agent.name, request)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
         try:
-            reply = await self._http.of_rollout(episode._session).chat(request, prompt_ids)
+            reply = await self._http.of_rollout(episode._session).reply_to(request, prompt_ids)
         except openai.OpenAIError as error:
             if "context length" in str(error):
                 raise _prompt_too_long(turn, str(error)) from error
@@ -195,19 +194,12 @@ def _prompt_ids(
     """Return the tokens so far and those of new messages; render all again if that fails."""
     before = turn.previous_renderer_token_ids()
     if before is not None:  # prompt and reply of the turn before
-        tokens = [*before[0], *before[1]]
         last = turn.prefix_node_ids[-1]
         was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
-        all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)
-        if all_new and not was_cut:
-            try:
-                added = runner.renderer.render_after_reply(
-                    messages, len(turn.tail), tokens[-1], **template
-                )
-            except TemplateError:
-                added = None
-            if added is not None:
-                return tokens + added
+        so_far, num_new = [*before[0], *before[1]], len(turn.tail)
+        extended = runner.renderer.extend(so_far, messages, num_new, **template)
+        if extended is not None and not was_cut:
+            return extended
     return runner.renderer.render(messages, **template)
 
 

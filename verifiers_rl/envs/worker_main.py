@@ -87,7 +87,7 @@ def facts_of(env: Any) -> dict[str, Any]:
 
 
 class _Places:
-    """The `HasPlaces` of one group: asks the orchestrator's process.
+    """The `requests.Places` of one group: asks the orchestrator's process.
 
     Args:
         send: sends a message about this group to the orchestrator's process.

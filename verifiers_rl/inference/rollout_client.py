@@ -69,17 +69,18 @@ class ServerClient(AsyncOpenAI):
 
     def __init__(self, base_url: str, timeout_s: float) -> None:
         self._key_of = cache(generation_key)
-        key = self._key_of(base_url)
         self._rollout = RolloutSession(0)  # of requests that belong to none
         # No proxy: it is our own server.
         http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
-        super().__init__(base_url=base_url, api_key=key, http_client=http, max_retries=1)
+        super().__init__(
+            base_url=base_url, api_key=generation_key(base_url), http_client=http, max_retries=1
+        )
         self._timeout_s = timeout_s
         self._session = aiohttp.ClientSession(
             # The server closes connections that are idle for 5 s. Ours close earlier, so that no
             # request is sent on one that the server is closing.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
-            headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+            headers={"Content-Type": "application/json"},
         )
 
     def of_rollout(self, session: RolloutSession) -> Self:
@@ -89,7 +90,7 @@ class ServerClient(AsyncOpenAI):
         client.__dict__.pop("chat", None)  # it is bound to the client that made it
         return client
 
-    async def chat(self, body: Mapping[str, Any], prompt_ids: Sequence[int] = ()) -> ChatReply:
+    async def reply_to(self, body: Mapping[str, Any], prompt_ids: Sequence[int] = ()) -> ChatReply:
         """Request a reply to messages, or to tokens.
 
         Args:
@@ -120,11 +121,8 @@ class ServerClient(AsyncOpenAI):
         if cast_to is not httpx.Response:
             return await super().post(path, cast_to=cast_to, **kwargs)
         rollout = self._rollout
-        url = path if "://" in path else str(self.base_url).rstrip("/") + path
-        headers = {**((kwargs.get("options") or {}).get("headers") or {})}
-        if rollout.url is not None:
-            url = rollout.url + httpx.URL(url).raw_path.decode()
-            headers["Authorization"] = f"Bearer {self._key_of(rollout.url)}"
+        base = str(self.base_url).rstrip("/") if rollout.url is None else f"{rollout.url}/v1"
+        url, headers = base + path, {"Authorization": f"Bearer {self._key_of(base)}"}
         data = json.dumps(rollout.with_seed(kwargs["body"]))
         try:
             response = await self._reply_to(url, data, headers)

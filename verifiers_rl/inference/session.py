@@ -133,16 +133,11 @@ class RolloutSession:
         return self.deadline
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of the rollout's next request with its seed, unless it has its own.
-        Requests of /inference/v1/generate have their sampling options in a field.
-        """
+        """Return the body of the rollout's next request with its seed, unless it has its own."""
         if self._group_seed is None:
             return body
         self._num_seeds += 1
-        seed = derive_seed(self._group_seed, self._number, self._num_seeds)
-        if isinstance(sampling := body.get("sampling_params"), dict):
-            return {**body, "sampling_params": {"seed": seed, **sampling}}
-        return {"seed": seed, **body}
+        return {"seed": derive_seed(self._group_seed, self._number, self._num_seeds), **body}
 
     def fail(self) -> None:
         """Mark the server as lost, and end the requests that wait for it. Without effect if there
