@@ -122,17 +122,12 @@ def env_from(
 
 
 def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
-    if isinstance(dataset, Mapping):
-        raise InvalidEnvironmentError(
-            f"env_from: {name} is a {type(dataset).__name__} with the keys "
-            f"{', '.join(map(repr, dataset))}; pass one of its splits, {name}[...]"
-        )
-    if isinstance(dataset, str) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
-    ):
+    is_listed = hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
+    if isinstance(dataset, str | Mapping) or not is_listed:
         raise InvalidEnvironmentError(
             f"env_from: {name} must be a list of dicts, a datasets.Dataset or a list of strings, "
-            f"not a {type(dataset).__name__}; of a stream, pass list(stream.take(n))"
+            f"not a {type(dataset).__name__}; of a DatasetDict, pass one of its splits, "
+            f"{name}[...]; of a stream, pass list(stream.take(n))"
         )
     rows = [{"prompt": row} if isinstance(row, str) else row for row in dataset]
     if not rows:

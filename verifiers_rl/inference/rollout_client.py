@@ -125,7 +125,7 @@ class ServerClient(AsyncOpenAI):
         url, headers = base + path, {"Authorization": f"Bearer {self._key_of(base)}"}
         data = json.dumps(rollout.with_seed(kwargs["body"]))
         try:
-            response = await self._reply_to(url, data, headers)
+            response = await self._ask(url, data, headers)
             spans = _versions_of(response)
             if not response.is_error:
                 rollout.check_versions(spans)
@@ -144,16 +144,16 @@ class ServerClient(AsyncOpenAI):
         response.extensions["policy_versions"] = spans
         return response
 
-    async def _reply_to(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
+    async def _ask(self, url: str, data: str, headers: dict[str, str]) -> httpx.Response:
         """Send a request and return the reply. After a lost connection or a status of 500 or more,
         send it once again; while the server says that it is busy, again and again.
         """
-        loop, deadline = asyncio.get_running_loop(), self._rollout.deadline
+        loop, rollout = asyncio.get_running_loop(), self._rollout
         start, queued_s, pause_s, has_failed = loop.time(), 0.0, 0.5, False
-        deadline.begin_request()
+        rollout.begin_request()
         total_s: float | None = self._timeout_s
-        if deadline.left_s < math.inf:
-            headers["X-Reply-Timeout-S"] = f"{max(deadline.left_s, 0.001):.3f}"
+        if rollout.left_s < math.inf:
+            headers["X-Reply-Timeout-S"] = f"{max(rollout.left_s, 0.001):.3f}"
             # The rollout and its batch have deadlines, so its request has none of its own.
             total_s = None
         timeout = aiohttp.ClientTimeout(total_s, sock_connect=CONNECT_S)
@@ -177,9 +177,9 @@ class ServerClient(AsyncOpenAI):
                     has_failed = True
             queued_s += float(response.headers.get("X-Queued-S", 0.0))
         finally:
-            deadline.end_request(loop.time() - start - queued_s)
+            rollout.end_request(loop.time() - start - queued_s)
         if status == LATE:
-            deadline.num_lost_tokens = int(response.headers.get("X-Num-Tokens", 0))
+            rollout.num_lost_tokens = int(response.headers.get("X-Num-Tokens", 0))
         return response
 
     async def _send(

@@ -25,46 +25,66 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class RolloutDeadline:
-    """A deadline for the code inside it, which stands still while a request of the rollout waits in
-    the server's queue. Without that, long replies of a busy server would time out first, and the
-    policy would be trained on short ones.
+class RolloutSession:
+    """The server, the seeds and the deadline of one rollout.
 
-    From the first token of a reply on, the server keeps the deadline (`X-Reply-Timeout-S`).
+    The deadline stands still while a request of the rollout waits in the server's queue. Without
+    that, long replies of a busy server would time out first, and the policy would be trained on
+    short ones. From the first token of a reply on, the server keeps the deadline
+    (`X-Reply-Timeout-S`).
 
     Args:
-        timeout_s: seconds, without those in the queue.
+        policy_version: all tokens must be of this version of the policy, or of a later one.
+        url: of the server, without /v1. None: all rollouts use one server, which their client
+            knows.
+        group_seed: seed of its group; None: its requests have no seeds of ours.
+        number: of the rollout in its group.
 
     Attributes:
-        left_s: seconds that are left, when the time began to run or stood still.
-        has_passed: whether it has ended the code inside.
+        is_lost: the server does not answer, or has lost the policy; the rollout must begin again.
+        left_s: seconds until the deadline, when the time began to run or stood still; inf without
+            one.
+        has_passed: whether the deadline has ended the code inside `limited`.
         num_lost_tokens: tokens of the reply that the server ended at the deadline; None if it ended
             none.
     """
 
-    def __init__(self, timeout_s: float = math.inf) -> None:
-        self.left_s = timeout_s
+    def __init__(
+        self,
+        policy_version: int,
+        url: str | None = None,
+        group_seed: int | None = None,
+        number: int = 0,
+    ) -> None:
+        self.policy_version = policy_version
+        self.url = url
+        self.is_lost = False
+        self.left_s = math.inf
         self.has_passed = False
         self.num_lost_tokens: int | None = None
-        self._timeout: asyncio.Timeout | None = None  # while the code inside runs
+        self._group_seed, self._number, self._num_seeds = group_seed, number, 0
+        self._requests: set[asyncio.Timeout] = set()
+        self._timeout: asyncio.Timeout | None = None  # while the code in `limited` runs
         self._since = 0.0  # when the time began to run, or stood still
         self._num_requests = 0
         self._longest_s = 0.0  # without the queue, of the requests since the time stood still
 
-    async def __aenter__(self) -> RolloutDeadline:
-        self._since = asyncio.get_running_loop().time()
-        self._timeout = asyncio.timeout(self.left_s)
-        await self._timeout.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        timeout, self._timeout = self._timeout, None
-        assert timeout is not None
-        self.has_passed = timeout.expired()
-        await timeout.__aexit__(*error)  # raises TimeoutError if it has passed
+    @asynccontextmanager
+    async def limited(self, timeout_s: float) -> AsyncIterator[RolloutSession]:
+        """Inside, the rollout has this deadline, seconds without those in the queue. Raises
+        TimeoutError when it has passed.
+        """
+        self.left_s, self._since = timeout_s, asyncio.get_running_loop().time()
+        timeout = self._timeout = asyncio.timeout(timeout_s)
+        try:
+            async with timeout:
+                yield self
+        finally:
+            self._timeout, self.has_passed = None, timeout.expired()
+            self.left_s = math.inf  # for requests that score it
 
     def is_cause_of(self, error: BaseException | None) -> bool:
-        """Return whether a rollout with this error failed because the deadline has passed. It may
+        """Return whether a rollout with this error failed because its deadline has passed. It may
         have none, if the environment has hidden that the server ended a reply.
         """
         is_ours = self.has_passed and isinstance(error, TimeoutError)
@@ -94,43 +114,6 @@ class RolloutDeadline:
     def _end_at(self, when: float | None) -> None:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(when)
-
-
-class RolloutSession:
-    """The server, the seeds and the deadline of one rollout.
-
-    Args:
-        policy_version: all tokens must be of this version of the policy, or of a later one.
-        url: of the server, without /v1. None: all rollouts use one server, which their client
-            knows.
-        group_seed: seed of its group; None: its requests have no seeds of ours.
-        number: of the rollout in its group.
-
-    Attributes:
-        is_lost: the server does not answer, or has lost the policy; the rollout must begin again.
-        deadline: of the rollout.
-    """
-
-    def __init__(
-        self,
-        policy_version: int,
-        url: str | None = None,
-        group_seed: int | None = None,
-        number: int = 0,
-    ) -> None:
-        self.policy_version = policy_version
-        self.url = url
-        self.is_lost = False
-        self.deadline = RolloutDeadline()
-        self._group_seed, self._number, self._num_seeds = group_seed, number, 0
-        self._requests: set[asyncio.Timeout] = set()
-
-    def limited(self, timeout_s: float) -> RolloutDeadline:
-        """Give the rollout this deadline, for `async with`. It raises TimeoutError when it has
-        passed.
-        """
-        self.deadline = RolloutDeadline(timeout_s)
-        return self.deadline
 
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the rollout's next request with its seed, unless it has its own."""
