@@ -584,6 +584,23 @@ def check_tokens_of_version(group, version):
             assert {*sample.policy_versions.tolist()} == {-1, version}
 
 
+def test_a_rollout_that_fails_everywhere_moves_three_times_and_then_has_an_error():
+    router, sessions = Routing("abcde"), []
+
+    async def fail(session):
+        sessions.append(session)
+        session.fail()
+        return [Rollout(0, ""), Rollout(0, "")]
+
+    async def main():
+        return await make_request(places=Places(1, router)).play(0, fail)
+
+    (rollout,) = asyncio.run(main())
+    assert "is lost, after 3 moves" in str(rollout.error) and rollout.num_moves == 3
+    assert len({session.url for session in sessions}) == len(sessions) == 4
+    assert set(router.running.values()) == {0}
+
+
 @pytest.mark.parametrize("env_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_request_to_a_server_that_hangs_ends_when_the_pool_finds_it_lost(
     tokenizer, tmp_path, env_workers

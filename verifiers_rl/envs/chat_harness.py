@@ -21,10 +21,14 @@ from verifiers.v1.harness import HarnessSession
 
 from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, open_tools
 
-# Takes a path and the JSON body of a request; returns the reply's status and body.
-Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
+# Takes a path and the JSON body of a request; returns the reply, JSON too, or raises RefusedError.
+Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
 CONNECT_S = 60.0  # deadline of connecting to all tool servers of a rollout
+
+
+class RefusedError(Exception):
+    """The endpoint refuses the next request of the rollout; its reason."""
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -79,6 +83,8 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 await tools.connect_all(stack, mcp_urls)
                 is_gated = tool_interception_url is not None
                 return await self._chat(post, ctx.model, data, tools, is_gated)
+        except RefusedError as refused:
+            return ProgramResult(1, "", str(refused))
         except BaseExceptionGroup as group:  # from a session's task group; it contains the cause
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -100,19 +106,13 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             body = {"model": model, "messages": messages}
             if tools.schemas:
                 body["tools"] = tools.schemas
-            status, reply = await post(CHAT, body)
-            if status != 200:
-                return _failed(status, reply)
-            message = json.loads(reply)["choices"][0]["message"]
+            message = (await post(CHAT, body))["choices"][0]["message"]
             messages.append(message)
             if not message.get("tool_calls"):
                 return ProgramResult(0, "", "")
             for call in message["tool_calls"]:
                 if is_gated:  # the taskset may refuse calls
-                    status, reply = await post(GATE, _gate_request(call))
-                    if status != 200:
-                        return _failed(status, reply)
-                    decision = json.loads(reply)
+                    decision = await post(GATE, _gate_request(call))
                     if decision["action"] == "stop":
                         return ProgramResult(1, "", decision["reason"])
                     if decision["action"] == "deny":
@@ -136,24 +136,26 @@ class _ChatSession(HarnessSession):
 
 async def _post(
     http: aiohttp.ClientSession, root: str, secret: str, path: str, body: dict[str, Any]
-) -> tuple[int, bytes]:
-    """Post to verifiers' interception endpoint; return the reply's status and body.
+) -> Any:
+    """Post to verifiers' interception endpoint; return its reply.
 
     Args:
         root: the endpoint's address without /v1.
         secret: the rollout's.
+
+    Raises:
+        RefusedError: the endpoint refuses the request.
     """
     headers = {"Authorization": f"Bearer {secret}"}
     timeout = aiohttp.ClientTimeout(total=None)  # the rollout has a deadline
     try:
         async with http.post(root + path, json=body, headers=headers, timeout=timeout) as reply:
-            return reply.status, await reply.read()
-    except aiohttp.ServerDisconnectedError:
-        return 409, b"the rollout has ended"  # verifiers cancels its requests then
-
-
-def _failed(status: int, reply: bytes) -> ProgramResult:
-    return ProgramResult(1, "", f"{status}: {reply.decode(errors='replace')}")
+            text = await reply.text(errors="replace")
+    except aiohttp.ServerDisconnectedError as error:  # verifiers cancels its requests then
+        raise RefusedError("409: the rollout has ended") from error
+    if reply.status != 200:
+        raise RefusedError(f"{reply.status}: {text}")
+    return json.loads(text)
 
 
 def _arguments(function: dict[str, Any]) -> Any:

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import httpx
-import verifiers as vf
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.clients.renderer_client import RendererClient
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
@@ -35,7 +34,6 @@ from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
     check_logprobs,
-    how_to_install,
     versions_of_tokens,
 )
 from verifiers_rl.envs.records import record_of_state, text_of
@@ -59,19 +57,6 @@ from verifiers_rl.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-def load_environment(env_id: str, args: dict[str, Any]) -> Any:
-    """Do as `verifiers.load_environment`; all that it raises is an InvalidEnvironmentError."""
-    try:
-        return vf.load_environment(env_id.split("@", 1)[0], **args)
-    except (ValueError, RuntimeError) as error:
-        cause = error.__cause__ or error
-        hint = how_to_install(env_id) if isinstance(cause, ImportError) else ""
-        raise InvalidEnvironmentError(
-            f"id={env_id!r} with args {args}: {type(cause).__name__}: {cause}"
-            + (f"; {hint}" if hint else "")
-        ) from error
 
 
 # --- From turns to samples ------------------------------------------------------------------------
@@ -189,8 +174,18 @@ class ClassicEnvironment:
         return [len(self._examples[split])]
 
     async def open(self) -> None:
-        """Make the HTTP client; called on the event loop that will use it."""
-        self._client = make_client(self.options)
+        """Make the client of the options' `client_type`; called on the event loop that will use
+        it.
+        """
+        options, kind = self.options, self.options.client_type
+        renderer = Renderer(options.tokenizer) if kind.endswith("_token") else None
+        route = _Route(f"{options.base_url}/v1", options.timeout_s, renderer)
+        self._client: Any = ChatClient(route)
+        if kind == "renderer":
+            from renderers import create_renderer
+
+            made = create_renderer(options.tokenizer)
+            self._client = ExactRendererClient(route, renderer=made)
 
     async def close(self) -> None:
         await self._client.close()
@@ -408,17 +403,3 @@ class ChatClient(_KeepsAll, OpenAIChatCompletionsClient):
 
 class ExactRendererClient(_KeepsAll, RendererClient):
     """Sends tokens that the `renderers` package makes."""
-
-
-def make_client(options: RunnerOptions) -> Any:
-    """Make a client of the options' `client_type`, see the head of this module. Called on the event
-    loop that will use it.
-    """
-    sends_tokens = options.client_type == "openai_chat_completions_token"
-    renderer = Renderer(options.tokenizer) if sends_tokens else None
-    route = _Route(f"{options.base_url}/v1", options.timeout_s, renderer)
-    if options.client_type != "renderer":
-        return ChatClient(route)
-    from renderers import create_renderer
-
-    return ExactRendererClient(route, renderer=create_renderer(options.tokenizer))

@@ -96,6 +96,6 @@ class PlayedEnvironment(V1Environment):
         return row, is_cut or trace.stop_condition == "context_length"
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or ""}
-    return {"type": "function", "function": {**function, "parameters": tool.parameters}}
+def _tool(tool: vf.Tool) -> dict[str, Any]:
+    function = tool.model_dump(include={"name", "description", "parameters"})
+    return {"type": "function", "function": function}

@@ -23,6 +23,10 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
     branches = [branch.nodes for branch in trace.branches]
     nodes = branches.pop() if branches else []
     place_of = {id(node): place for place, node in enumerate(nodes)}
+    num_tokens: list[int] = []  # of each node and of those before it on its path
+    for node in trace.nodes:
+        num_before = 0 if node.parent is None else num_tokens[node.parent]
+        num_tokens.append(num_before + len(node.token_ids))
     turns = []
     for call in trace.calls:
         if call.node is None:
@@ -34,7 +38,7 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
                 "message": place_of.get(id(node)),
                 "begin_s": call.time.start - begin if call.time.start else None,
                 "end_s": call.time.end - begin if call.time.end else None,
-                "num_prompt_tokens": _num_tokens_up_to(trace, call.node) - len(node.logprobs),
+                "num_prompt_tokens": num_tokens[call.node] - len(node.logprobs),
                 "num_sampled_tokens": len(node.logprobs),
                 "policy_version": own[-1][1],
                 "finish_reason": call.finish_reason,
@@ -56,15 +60,6 @@ def record_of_state(state: Mapping[str, Any]) -> bytes:
     messages += _messages(state.get("completion"), "assistant")
     begun_at = state["timing"].start_time
     return as_json({"begun_at": begun_at, "messages": messages, "turns": []})
-
-
-def _num_tokens_up_to(trace: Any, place: int | None) -> int:
-    """Return the tokens of a node and of those before it on its path."""
-    num_tokens = 0
-    while place is not None:
-        num_tokens += len(trace.nodes[place].token_ids)
-        place = trace.nodes[place].parent
-    return num_tokens
 
 
 def _messages(messages: Any, role: str) -> list[dict[str, Any]]:

@@ -60,6 +60,7 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
 
     Raises:
         InvalidEnvironmentError: it cannot be made here.
+        Exception: whatever the loading of a classic one raises.
     """
     options = RunnerOptions(**recipe["options"])
     if options.tokenizer:
@@ -76,7 +77,11 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         raise InvalidEnvironmentError(
             f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
         )
-    from verifiers_rl.envs.classic import ClassicEnvironment, load_environment
+    import verifiers
+
+    from verifiers_rl.envs.classic import ClassicEnvironment
 
     add_folders(folders)
-    return ClassicEnvironment(load_environment(table["id"], table.get("args", {})), options)
+    env_id: str = table["id"]
+    env = verifiers.load_environment(env_id.split("@", 1)[0], **table.get("args", {}))
+    return ClassicEnvironment(env, options)

@@ -206,9 +206,7 @@ class V1Environment(V1TaskRunner):
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {options.name!r}: {error}") from error
         self.description = self._describe()
-        self._make: Any = partial(_make_again, type(env), getattr(env, "config", None))
-        if isinstance(env, vf.Taskset):
-            self._make = partial(V1TaskRunner, without_tasks(env))
+        self._given = env
 
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
         taskset = self.taskset
@@ -271,7 +269,9 @@ class V1Environment(V1TaskRunner):
         first = self._tasks.at(0) if isinstance(self._tasks, TaskStream) else self._tasks[0]
         for task in (first, *self._eval_tasks[:1]):
             pickle_for_worker(task)
-        return partial(self._make, self.options)
+        if isinstance(self._given, vf.Taskset):
+            return partial(V1TaskRunner, without_tasks(self._given), self.options)
+        return partial(_make_again, type(self._given), self._given.config, self.options)
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
         """Return the fields of an example, by their names."""
