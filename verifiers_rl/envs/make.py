@@ -195,12 +195,11 @@ def make_runner(
             one.scorer.connect(options, sampled, example)
         # Another Python has one worker at least.
         if number := count_workers(args.env_workers) or int(bool(one.python)):
-            if one.python not in pools:
-                pools[one.python] = WorkerPool(number, args.generation_timeout, one.python)
+            pool = WorkerPool(number, args.generation_timeout, one.python)
             try:
                 if not hasattr(runner, "recipe"):
                     raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
-                runner = WorkerEnvironment(runner, pools[one.python])
+                runner = WorkerEnvironment(runner, pools.setdefault(one.python, pool))
             except NotPortableError as error:
                 which = "environment" if one.name == "env" else f"environment {one.name!r}"
                 if args.env_workers != "auto":

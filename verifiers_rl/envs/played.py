@@ -59,9 +59,7 @@ class PlayedEnvironment(V1Environment):
         Raises:
             Exception: whatever the environment's own code raises.
         """
-        task = await self.task(split, number)
-        if self._local_tools is not None:
-            task = self._local_tools.of_task(task)
+        task = self._local_tools.of_task(await self.task(split, number))
         (slot,) = self.env.slots(task)
         async with asyncio.timeout(self.options.timeout_s):
             episode = await self.env.run_slot(slot, self._context)

@@ -77,11 +77,10 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         raise InvalidEnvironmentError(
             f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
         )
-    import verifiers
-
     from verifiers_rl.envs.classic import ClassicEnvironment
 
     add_folders(folders)
+    verifiers: Any = importlib.import_module("verifiers")
     env_id: str = table["id"]
     env = verifiers.load_environment(env_id.split("@", 1)[0], **table.get("args", {}))
     return ClassicEnvironment(env, options)

@@ -18,7 +18,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ class V1TaskRunner:
             let_tool_servers_import_from(folder)
         self.env = with_local_chat(environment_of(env) if env is self.taskset else env)
         has_tools_here = options.tools_in_process and plays_in_our_chat_here(self.env)
-        self._local_tools = LocalTools(self.env) if has_tools_here else None
+        self._local_tools = LocalTools(self.env, has_tools_here)
         check_tool_servers(self.env, has_tools_here)
         raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         self.renderer = Renderer(options.tokenizer)
@@ -116,7 +115,7 @@ class V1TaskRunner:
 
         async def serve() -> None:  # the task that opens a context must also close it
             try:
-                tools = nullcontext() if self._local_tools is None else self._local_tools.open()
+                tools = self._local_tools.open()
                 # Rollouts share their connections to the endpoint.
                 connector = aiohttp.TCPConnector(limit=0)
                 self.endpoint_http = http = aiohttp.ClientSession(connector=connector)
@@ -141,18 +140,13 @@ class V1TaskRunner:
     async def close(self) -> None:
         if self._serving is not None:
             self._stopping.set()
-            _, late = await asyncio.wait([self._serving], timeout=EXIT_S)
-            for task in late:
-                logger.warning("environment %r: not closed within %g s", self.name, EXIT_S)
-                task.cancel()
+            await asyncio.wait([self._serving], timeout=EXIT_S)
 
     async def run_task(self, task: vf.Task, request: GroupRequest) -> list[Rollout]:
         """Run the episodes of one task. Each gives a rollout for each trace of a trained agent. An
         error fails only its own episode.
         """
-        if self._local_tools is not None:
-            task = self._local_tools.of_task(task)
-        play = partial(self._play, task, request)
+        play = partial(self._play, self._local_tools.of_task(task), request)
         runs = [request.play(number, play) for number in range(request.num_rollouts)]
         return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
 
