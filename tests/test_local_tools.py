@@ -25,7 +25,8 @@ def calls(*names_and_arguments):
         done = prompt.count("<|tool|>")
         if done < len(names_and_arguments):
             name, arguments = names_and_arguments[done]
-            return {"name": name, "arguments": json.dumps(arguments)}
+            is_text = isinstance(arguments, str)
+            return {"name": name, "arguments": arguments if is_text else json.dumps(arguments)}
         return prompt.split("<|tool|>")[-1].split("<|end|>")[0]
 
     return say
@@ -72,12 +73,17 @@ def test_a_tool_that_fails_answers_the_model(tokenizer, tmp_path, is_interrupted
             (rollout,), _ = play(env, tokenizer, tmp_path, calls((name, {})), **ROOM)
             assert said in str(rollout.error) and not rollout.samples
         return
-    say = calls(("own_fail", {"what": "ab"}), ("own_fail", {"times": "x"}), ("own_halve", {}))
+    wrong = [("own_fail", "[1]"), ("own_fail", "{"), ("own_halve", {})]
+    say = calls(("own_fail", {"what": "ab"}), ("own_fail", {"times": "x"}), *wrong)
     (rollout,), _ = play(load("many_tools"), tokenizer, tmp_path, say, **ROOM)
     assert rollout.error is None, rollout.error
     assert tool_results(rollout)[0] == "Error executing tool fail: 'abab'"
     assert "Field required" in rollout.completion and "valid integer" in rollout.completion
-    assert tool_results(rollout)[-1] == "error: there is no tool 'own_halve'"
+    assert tool_results(rollout)[-3:] == [
+        "error: the arguments must be a JSON object, not [1]",
+        "error: the arguments must be a JSON object, not '{'",
+        "error: there is no tool 'own_halve'",
+    ]
 
 
 def test_toolsets_that_cannot_be_set_up_are_named(tokenizer, tmp_path):
