@@ -401,10 +401,10 @@ def test_a_stream_keeps_few_tasks_in_memory_and_makes_each_once():
 
     stream = TaskStream(iterate, num_skipped=10)
     for position in (0, 5, NUM_KEPT + 100, NUM_KEPT + 50):
-        assert stream.at(position) == position + 10
+        assert stream[position] == position + 10
     assert len(stream._kept) == NUM_KEPT and num_made == NUM_KEPT + 111
-    assert stream.at(5) == 15 and num_made == NUM_KEPT + 111 + 16  # begun anew
-    assert stream.at(NUM_KEPT + 101) == NUM_KEPT + 111 and len(stream._kept) <= NUM_KEPT
+    assert stream[5] == 15 and num_made == NUM_KEPT + 111 + 16  # begun anew
+    assert stream[NUM_KEPT + 101] == NUM_KEPT + 111 and len(stream._kept) <= NUM_KEPT
 
 
 def test_a_stream_that_ends_says_after_how_many_tasks(tmp_path):

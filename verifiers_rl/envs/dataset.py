@@ -46,12 +46,13 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
 
     def __init__(
         self,
-        rows: list[Mapping[str, Any]],
+        dataset: Any,
         reward_fn: Callable[..., Any],
         system_prompt: str | None,
-        what: str,
+        name: str,
     ) -> None:
         super().__init__(vf.TasksetConfig())
+        rows, what = _examples_of(dataset, name), f"env_from: {name}"
         self.reward_fn = reward_fn  # a worker that gets the taskset imports the function's script
         parameters = _parameters_from(reward_fn, rows, what)
         self.tasks: list[ExampleTask] = []
@@ -110,14 +111,10 @@ def env_from(
         raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
     if not callable(reward_fn):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
-    taskset = ExampleTaskset(
-        _examples_of(dataset, "dataset"), reward_fn, system_prompt, "env_from: dataset"
-    )
+    taskset = ExampleTaskset(dataset, reward_fn, system_prompt, "dataset")
     if eval_dataset is not None:
-        rows = _examples_of(eval_dataset, "eval_dataset")
-        taskset.eval_taskset = ExampleTaskset(
-            rows, reward_fn, system_prompt, "env_from: eval_dataset"
-        )
+        of_evaluation = ExampleTaskset(eval_dataset, reward_fn, system_prompt, "eval_dataset")
+        taskset.eval_taskset = of_evaluation
     return taskset
 
 

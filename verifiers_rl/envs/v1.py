@@ -25,7 +25,6 @@ from typing import Any
 import aiohttp
 import verifiers.v1 as vf
 
-from verifiers_rl.data import ENDLESS
 from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, pickle_for_worker
 from verifiers_rl.envs.local_tools import LocalTools
@@ -203,26 +202,24 @@ class V1Environment(V1TaskRunner):
         self._given = env
 
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
-        taskset = self.taskset
-        num_eval_tasks, limit = self.options.num_eval_tasks, self.options.max_prompt_len
+        taskset, num_eval_tasks = self.taskset, self.options.num_eval_tasks
         self._tasks: list[vf.Task] | TaskStream
         if taskset.bounded:
-            self._tasks = self._eval_tasks = first = list(self._iterate(taskset))
+            self._tasks = self._eval_tasks = list(self._iterate(taskset))
         else:
             num_held_out = 0 if of_evaluation is not None else num_eval_tasks
             self._eval_tasks = list(itertools.islice(self._iterate(taskset), num_held_out))
             self._tasks = TaskStream(lambda: self._iterate(taskset), len(self._eval_tasks))
-            first = [self._tasks.at(0)]
+            self._tasks[0]  # raises if there is none
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
             self._eval_tasks = list(itertools.islice(self._iterate(of_evaluation), stop))
-        left_out = f"; {self.num_overlong_prompts} prompts longer than max_prompt_len={limit}"
-        if not first:
-            raise InvalidEnvironmentError(
-                "it has no tasks" + (left_out if self.num_overlong_prompts else "")
-            )
-        if self.num_overlong_prompts:
+        left_out = ""
+        if num := self.num_overlong_prompts:
+            left_out = f"; {num} prompts longer than max_prompt_len={self.options.max_prompt_len}"
             logger.warning("environment %r%s left out", self.name, left_out)
+        if not self._tasks:
+            raise InvalidEnvironmentError(f"it has no tasks{left_out}")
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
@@ -247,8 +244,7 @@ class V1Environment(V1TaskRunner):
 
     def sizes(self, split: Split) -> list[int]:
         """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""
-        tasks = self._tasks if split == "train" else self._eval_tasks
-        return [ENDLESS if isinstance(tasks, TaskStream) else len(tasks)]
+        return [len(self._tasks if split == "train" else self._eval_tasks)]
 
     def _describe(self) -> str:
         """Return one line for the start of a run."""
@@ -260,8 +256,7 @@ class V1Environment(V1TaskRunner):
         return f"{which}: {describe(self.env)}; {tasks}, {num_eval_tasks} for evaluations"
 
     def recipe(self) -> Callable[[], V1TaskRunner]:
-        first = self._tasks.at(0) if isinstance(self._tasks, TaskStream) else self._tasks[0]
-        for task in (first, *self._eval_tasks[:1]):
+        for task in (self._tasks[0], *self._eval_tasks[:1]):
             pickle_for_worker(task)
         if isinstance(self._given, vf.Taskset):
             return partial(V1TaskRunner, without_tasks(self._given), self.options)
@@ -276,14 +271,13 @@ class V1Environment(V1TaskRunner):
         return await self.run_task(await self.task(request.split, request.index), request)
 
     async def task(self, split: Split, index: int) -> vf.Task:
-        if split == "eval":
-            return self._eval_tasks[index]
-        if not isinstance(self._tasks, TaskStream):
-            return self._tasks[index]
+        tasks = self._tasks if split == "train" else self._eval_tasks
+        if not isinstance(tasks, TaskStream):
+            return tasks[index]
         deadline_s = max(self.options.timeout_s, LOAD_S)
         try:
             # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
-            return await asyncio.wait_for(asyncio.to_thread(self._tasks.at, index), deadline_s)
+            return await asyncio.wait_for(asyncio.to_thread(tasks.__getitem__, index), deadline_s)
         except TimeoutError as error:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: task {index} of its stream did not come within "

@@ -196,9 +196,9 @@ def _prompt_ids(
     if before is not None:  # prompt and reply of the turn before
         last = turn.prefix_node_ids[-1]
         was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
-        so_far, num_new = [*before[0], *before[1]], len(turn.tail)
+        so_far, num_new = [*before[0], *before[1]], 0 if was_cut else len(turn.tail)
         extended = runner.renderer.extend(so_far, messages, num_new, **template)
-        if extended is not None and not was_cut:
+        if extended is not None:
             return extended
     return runner.renderer.render(messages, **template)
 

@@ -12,6 +12,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
+from verifiers_rl.data import ENDLESS
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.rendering import as_vllm_renders
 
@@ -69,7 +70,10 @@ class TaskStream:
         self._kept: dict[int, vf.Task] = {}
         self._lock = threading.Lock()
 
-    def at(self, position: int) -> vf.Task:
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, position: int) -> vf.Task:
         """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
         with self._lock:
             if position not in self._kept and not 0 <= self._next <= position:
