@@ -327,9 +327,10 @@ class _Route(ServerClient):
         if not is_generate and cast_to is not httpx.Response:  # of the environment's own code
             return await super().post(path, cast_to=cast_to, **kwargs)
         if is_generate:  # its options are those of a chat, in a field
-            rest = {key: body[key] for key in body if key not in ("token_ids", "sampling_params")}
-            prompt, body = body["token_ids"], {**rest, **body["sampling_params"]}
-            body.pop("routed_experts_prompt_start", None)
+            body = {**body, **body["sampling_params"]}
+            prompt = body.pop("token_ids")
+            for name in ("sampling_params", "routed_experts_prompt_start"):
+                body.pop(name, None)
         else:
             prompt = self._prompt_of(body)
         reply = await self.reply_to(body, prompt)

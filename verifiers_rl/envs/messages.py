@@ -22,15 +22,11 @@ _JSON = [f.name for f in fields(Rollout) if f.name not in ("samples", "error", "
 
 
 class WorkerError(RuntimeError):
-    """A rollout failed in a worker; the traceback from there is a note of this error.
+    """A rollout failed in a worker; the traceback from there is a note of this error."""
 
-    Attributes:
-        is_lost: the worker process has ended, or was ended because it did not answer.
-    """
 
-    def __init__(self, message: str, is_lost: bool = False) -> None:
-        super().__init__(message)
-        self.is_lost = is_lost
+class WorkerLostError(WorkerError):
+    """The worker process has ended, or was ended because it did not answer."""
 
 
 def frame(message: dict[str, Any], content: bytes = b"") -> list[bytes]:

@@ -46,7 +46,13 @@ from verifiers_rl.envs.base import (
     needs_script,
     pickle_for_worker,
 )
-from verifiers_rl.envs.messages import WorkerError, frame, receive, unpack_group
+from verifiers_rl.envs.messages import (
+    WorkerError,
+    WorkerLostError,
+    frame,
+    receive,
+    unpack_group,
+)
 from verifiers_rl.inference import ServerLostError, SessionLostError
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout
@@ -124,7 +130,7 @@ class WorkerEnvironment:
                     Rollout(index, f"example {index}", error=error)
                     for _ in range(request.num_rollouts)
                 ]
-                if not error.is_lost:
+                if not isinstance(error, WorkerLostError):
                     break
         for rollout in group:
             rollout.num_restarts = num_restarts
@@ -259,7 +265,7 @@ class Worker:
                 )
                 for group in self.groups.values():
                     if not group.result.done():
-                        group.result.set_exception(WorkerError(problem, is_lost=True))
+                        group.result.set_exception(WorkerLostError(problem))
                 if self._num_deaths == MAX_DEATHS:
                     raise InvalidEnvironmentError(
                         f"environment {self._names!r}: a worker died {MAX_DEATHS} times and "
