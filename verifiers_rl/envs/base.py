@@ -102,11 +102,6 @@ def module_name(env_id: str) -> str:
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
-def how_to_install(env_id: str) -> str:
-    """Return how to install an environment of verifiers' hub; "" for an id without an owner."""
-    return f"install it: prime env install {env_id}" if "/" in env_id else ""
-
-
 def check_logprobs(logprobs: Any) -> None:
     """Refuse logprobs of sampled tokens that are no numbers. NaN would mean that no policy sampled
     them, see `Sample`.

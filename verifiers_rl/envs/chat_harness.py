@@ -112,7 +112,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 return ProgramResult(0, "", "")
             for call in message["tool_calls"]:
                 if is_gated:  # the taskset may refuse calls
-                    decision = await post(GATE, _gate_request(call))
+                    function = call["function"]
+                    asked = {"tool_call_id": call["id"], "name": function["name"]}
+                    decision = await post(GATE, asked | {"arguments": _arguments(function)})
                     if decision["action"] == "stop":
                         return ProgramResult(1, "", decision["reason"])
                     if decision["action"] == "deny":
@@ -164,13 +166,6 @@ def _arguments(function: dict[str, Any]) -> Any:
         return json.loads(function["arguments"] or "{}")
     except json.JSONDecodeError:
         return function["arguments"]
-
-
-def _gate_request(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call in the form that verifiers' interception expects."""
-    function = call["function"]
-    named = {"tool_call_id": call["id"], "name": function["name"]}
-    return named | {"arguments": _arguments(function)}
 
 
 class _Tools:

@@ -92,16 +92,14 @@ class ForeignEnvironment:
             "folders": [str(folder) for folder in folders],
             "options": vars(options) | {"tokenizer": tokenizer},
         }
-        try:
-            json.dumps(table)
-        except TypeError as error:
-            raise InvalidEnvironmentError(
-                f"environment {self.name!r}: its table has no form in JSON: {error}"
-            ) from error
         # A worker says how many examples there are. An event loop may run here, so it has a thread.
         thread, worker = LoopThread("describing"), Worker(options.timeout_s, python, is_quiet=False)
         try:
             (facts,) = thread.run(worker.open([self._recipe])).result()
+        except TypeError as error:
+            raise InvalidEnvironmentError(
+                f"environment {self.name!r}: its table has no form in JSON: {error}"
+            ) from error
         finally:
             thread.stop(worker.close)
         self._sizes: dict[Split, list[int]] = facts["sizes"]

@@ -43,7 +43,6 @@ from verifiers_rl.envs.v1_samples import rollout_of_trace
 from verifiers_rl.envs.v1_tasks import (
     MAX_OVERLONG,
     TaskStream,
-    check_text_only,
     first_messages,
     without_tasks,
 )
@@ -227,7 +226,6 @@ class V1Environment(V1TaskRunner):
         num_in_a_row = 0
         for task in taskset:
             prompt = first_messages(task)
-            check_text_only(task, prompt)
             if limit is None or self.options.tokenizer is None:
                 yield task
             elif len(self.renderer.render(prompt, **template)) <= limit:

@@ -27,7 +27,6 @@ from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     add_folders,
-    how_to_install,
     module_name,
 )
 from verifiers_rl.envs.local_tools import runs_here
@@ -120,7 +119,9 @@ def _describe_missing(error: ModuleNotFoundError, folders: Sequence[Path]) -> st
     beside = f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
     hint = ""
     if module_name(plugin_id) not in known:  # else it imports what is missing
-        hint = how_to_install(plugin_id) or did_you_mean(plugin_id, known)
+        hint = did_you_mean(plugin_id, known)
+        if "/" in plugin_id:  # of verifiers' hub
+            hint = f"install it: prime env install {plugin_id}"
     return f"{said}{beside}: {error.__cause__ or error}" + (f"; {hint}" if hint else "")
 
 

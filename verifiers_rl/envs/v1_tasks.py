@@ -23,21 +23,20 @@ MAX_OVERLONG = 1000  # overlong prompts in a row after which no shorter one is e
 
 
 def first_messages(task: vf.Task) -> list[dict[str, Any]]:
-    """Return the first prompt as messages for a chat template."""
-    data = task.data
+    """Return the first prompt as messages for a chat template. Raises InvalidEnvironmentError if it
+    has an image.
+    """
+    data, prompt = task.data, task.data.prompt
     messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
-    if isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": data.prompt}]
-    return messages + [message_to_wire(message) for message in data.prompt or []]
-
-
-def check_text_only(task: vf.Task, prompt: list[dict[str, Any]]) -> None:
-    """Raise InvalidEnvironmentError for a first prompt with an image."""
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    messages += [message_to_wire(message) for message in prompt or []]
     try:
-        for message in prompt:
+        for message in messages:
             as_vllm_renders(message)
     except ValueError as error:
-        raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
+        raise InvalidEnvironmentError(f"task {data.idx}: {error}") from error
+    return messages
 
 
 def without_tasks(taskset: vf.Taskset) -> vf.Taskset:
