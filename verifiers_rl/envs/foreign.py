@@ -93,7 +93,7 @@ class ForeignEnvironment:
             "options": vars(options) | {"tokenizer": tokenizer},
         }
         # A worker says how many examples there are. An event loop may run here, so it has a thread.
-        thread, worker = LoopThread("describing"), Worker(options.timeout_s, python, is_quiet=False)
+        thread, worker = LoopThread("describing"), Worker(options.timeout_s, python)
         try:
             (facts,) = thread.run(worker.open([self._recipe])).result()
         except TypeError as error:

@@ -209,8 +209,8 @@ def _turn_tokens(prompt_ids: list[int], reply: ChatReply) -> vf.TurnTokens:
     (token_ids, logprobs), mask, rows = reply.sampled, reply.mask, reply.experts
     routed_experts = None
     if rows is not None:
-        routed_experts = {"data": b64encode(rows.tobytes()), "dtype": "int16", "start": 0}
-        routed_experts["shape"] = rows.shape
+        data = b64encode(rows.tobytes())
+        routed_experts = {"data": data, "dtype": "int16", "start": 0, "shape": rows.shape}
     return vf.TurnTokens.model_construct(  # it would drop the dtype of the experts
         prompt_ids=prompt_ids,
         completion_ids=token_ids.tolist(),

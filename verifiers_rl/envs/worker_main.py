@@ -59,9 +59,8 @@ def _run(connection: socket.socket, setup: dict[str, Any]) -> None:
     runners: list[Any] = []
     try:
         multiprocessing.spawn.prepare(setup["process"])  # imports the script, if it is named
-        if setup["is_quiet"]:
-            logging.disable(logging.WARNING)
         for recipe in recipes:
+            logging.disable(logging.WARNING if recipe.get("is_quiet") else logging.NOTSET)
             # Outside the event loop, because an environment may run its own loop to load its data.
             where = f"environment {recipe['name']!r}: " if len(recipes) > 1 else ""
             pickled = base64.b64decode(recipe.get("pickled", ""))

@@ -164,7 +164,8 @@ class WorkerPool:
                 "pickled": base64.b64encode(pickled).decode(),
                 "script": needs_script(pickled),
             }
-        self._recipes.append({"name": env.name, **recipe})
+        # What it logs as it is made was said when it was made the first time.
+        self._recipes.append({"name": env.name, "is_quiet": True, **recipe})
         return len(self._recipes) - 1
 
     async def open(self) -> None:
@@ -211,15 +212,14 @@ class Worker:
 
     Args:
         timeout_s, python: see `WorkerPool`.
-        is_quiet: what the environments log as they are made is left out, because it was said.
 
     Attributes:
         groups: those that it was given and has not returned, by their number.
     """
 
-    def __init__(self, timeout_s: float, python: str, is_quiet: bool = True) -> None:
+    def __init__(self, timeout_s: float, python: str) -> None:
         self.groups: dict[int, _Group] = {}
-        self._python, self._is_quiet = python, is_quiet
+        self._python = python
         self._load_s, self._silent_s = max(timeout_s, LOAD_S), max(timeout_s, BLOCKED_S)
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
@@ -281,7 +281,7 @@ class Worker:
         Raises:
             InvalidEnvironmentError: it could not make its environments.
         """
-        process, ours = start_process(self._python, self._recipes, self._is_quiet)
+        process, ours = start_process(self._python, self._recipes)
         self._process, self._num_silent = process, 0
         reader, writer = await asyncio.open_connection(sock=ours)
         watching = asyncio.create_task(self._watch(process, reader))
@@ -419,7 +419,7 @@ class Worker:
 
 
 def start_process(
-    python: str, recipes: Sequence[dict[str, Any]], is_quiet: bool
+    python: str, recipes: Sequence[dict[str, Any]]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a worker process for environments of these recipes; see `Worker`. Return it with our
     end of its connection.
@@ -433,7 +433,6 @@ def start_process(
         "process": {name: ours[name] for name in names if name in ours},
         "alive_s": ALIVE_S,
         "blocked_s": BLOCKED_S,
-        "is_quiet": is_quiet,
     }
     text = json.dumps(setup).encode()
     connection, theirs = socket.socketpair()
