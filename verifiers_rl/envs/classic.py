@@ -112,8 +112,8 @@ def samples_from_trajectory(
     for *columns, masks, experts in chains:
         extras = {ALLOWED_TOKENS: join_column(masks)}
         extras[ROUTED_EXPERTS] = join_experts(len(columns[0]), experts)
-        extras = {name: column for name, column in extras.items() if column is not None}
-        samples.append(Sample(*columns, extras=extras))
+        given = {name: column for name, column in extras.items() if column is not None}
+        samples.append(Sample(*columns, extras=given))
     return samples
 
 

@@ -57,7 +57,9 @@ def pack_group(group: Sequence[Rollout]) -> tuple[list[dict[str, Any]], bytes]:
     """
     samples = [sample for rollout in group for sample in rollout.samples]
     num_tokens = sum(len(sample.token_ids) for sample in samples)
-    columns = {name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()}
+    columns: dict[str, Any] = {
+        name: np.empty(num_tokens, dtype) for name, dtype in columns_of(samples).items()
+    }
     join_samples(samples, columns)
     np.savez(content := io.BytesIO(), **columns)
     rollouts = []
