@@ -110,8 +110,7 @@ class TokenClient(vf.Client):
     """Passes model calls from the endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
 
     def __init__(self, config: TokenClientConfig) -> None:
-        timeout_s = config._runner.options.timeout_s
-        self._http = ServerClient(f"{config.base_url}/v1", timeout_s)
+        self._http = ServerClient(f"{config.base_url}/v1", config._runner.options.timeout_s)
 
     async def get_response(
         self,
@@ -159,8 +158,9 @@ class TokenClient(vf.Client):
         except openai.OpenAIError as error:
             if "context length" in str(error):
                 raise _prompt_too_long(turn, str(error)) from error
-            status = getattr(error, "status_code", 503)
-            raise ProviderError(str(error), status_code=status) from error
+            raise ProviderError(
+                str(error), status_code=getattr(error, "status_code", 503)
+            ) from error
         response = dialect.parse_response(dialect.validate_response(reply.completion))
         response.raw = reply.completion
         response.message = AssistantMessage(

@@ -122,8 +122,10 @@ class WorkerEnvironment:
         given = {name: getattr(request, name) for name in SENT}
         message = {"env": self._number, "request": given}
         for num_restarts in range(MAX_ATTEMPTS):  # noqa: B007 - counted below
+            # The worker with the least to do.
+            worker = min(self.pool.workers, key=lambda one: (one.is_blocked, len(one.groups)))
             try:
-                group = await self.pool.best_worker().run_group(request, message, pickled)
+                group = await worker.run_group(request, message, pickled)
                 break
             except WorkerError as error:
                 group = [
@@ -184,12 +186,8 @@ class WorkerPool:
         """End the workers."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
-    def best_worker(self) -> Worker:
-        """Return the worker with the least to do."""
-        return min(self.workers, key=lambda worker: (worker.is_blocked, len(worker.groups)))
 
-
-@dataclass(eq=False)
+@dataclass
 class _Group:
     """A group that a worker was given and has not returned.
 

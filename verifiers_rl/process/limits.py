@@ -10,19 +10,13 @@ import resource
 FILES_OF_ROLLOUT = 16
 
 
-def raise_open_files(num_wanted: int) -> int:
+def raise_open_files(num_wanted: int) -> None:
     """Raise this process's soft limit of open files so that `num_wanted` more files can be opened,
     or fewer if the hard limit is lower.
-
-    Returns:
-        how many more files can be opened.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return num_wanted
-    num_open = len(os.listdir("/dev/fd"))
-    if soft < num_open + num_wanted:
+    wanted = len(os.listdir("/dev/fd")) + num_wanted
+    if soft != resource.RLIM_INFINITY and soft < wanted:
         is_bounded = hard != resource.RLIM_INFINITY
-        soft = min(num_open + num_wanted, hard) if is_bounded else num_open + num_wanted
+        soft = min(wanted, hard) if is_bounded else wanted
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return soft - num_open
