@@ -123,7 +123,7 @@ def positional(answer, /):
         ([{"prompt": "", "answer": ""}], exact, "row 0: the prompt is empty"),
         ([["a"]], exact, "row 0 is a list"),
         ("abc", exact, "not a str"),
-        (DatasetDict(train=Dataset.from_list(ROWS)), exact, "the keys 'train'; pass one of its"),
+        (DatasetDict(train=Dataset.from_list(ROWS)), exact, "of a DatasetDict, pass one of its"),
         (Dataset.from_list(ROWS).to_iterable_dataset(), exact, r"pass list\(stream.take\(n\)\)"),
         ([{"prompt": [{"role": "system", "content": "a"}], "answer": ""}], exact, "leave system_p"),
     ],

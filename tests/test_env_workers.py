@@ -268,20 +268,10 @@ def test_examples_and_a_reward_function_go_to_a_worker(tokenizer, tmp_path):
     assert rewards == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("env", "reason"),
-    [
-        (
-            lambda: env_from(["say yes"], lambda completion: 1.0),
-            "cannot be sent to another process",
-        ),
-    ],
-)
-def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(
-    tokenizer, tmp_path, capfd, env, reason
-):
+def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(tokenizer, tmp_path, capfd):
+    env, reason = env_from(["a"], lambda completion: 1.0), "cannot be sent to another process"
     args = RLConfig(output_dir=str(tmp_path))
-    runner = make_runner(env(), "http://unused", tokenizer, args)
+    runner = make_runner(env, "http://unused", tokenizer, args)
     assert not isinstance(only_runner(runner), WorkerEnvironment)
     (line,) = [
         line for line in capfd.readouterr().out.splitlines() if "in a thread of the trainer" in line
@@ -289,7 +279,7 @@ def test_what_cannot_be_made_again_runs_here_and_one_line_says_why(
     assert reason in line
     args = RLConfig(output_dir=str(tmp_path), env_workers=1)
     with pytest.raises(InvalidEnvironmentError, match=f"env_workers=1: .*{reason}.*env_workers=0"):
-        make_runner(env(), "http://unused", tokenizer, args)
+        make_runner(env, "http://unused", tokenizer, args)
 
 
 SCRIPT = """

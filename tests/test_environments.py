@@ -151,4 +151,4 @@ def test_a_classic_environment_in_this_python_says_what_to_install(tmp_path, mon
         EnvTable("old-one").load(tmp_path)
     said = str(caught.value)
     assert "id='old-one' is a classic environment" in said
-    assert "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3'`, and python =" in said
+    assert "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3', and set python =" in said

@@ -137,10 +137,10 @@ def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(
     old = write_python(tmp_path / "old", "echo '[[3, 10], []]'")
     broken = write_python(tmp_path / "broken", "exit 3")
     for python, expected in (
-        (tmp_path / "none", r"No such file or directory; make a Python for it: `uv venv NAME"),
-        (bare / "bin" / "python", r"has no verifiers, numpy, .*; install .* --python .*verifiers"),
-        (old, r"is Python 3\.10; use 3\.11 or a later one"),
-        (broken, "does not run as a Python does"),
+        (tmp_path / "none", r"No such file or directory; make a Python .*: `uv venv NAME"),
+        (bare / "bin" / "python", r"has no verifiers, numpy, .*; make .* --python .*verifiers"),
+        (old, r"is Python 3\.10; make a Python of 3\.11 or later"),
+        (broken, "does not run as a Python does; make a Python"),
     ):
         with pytest.raises(InvalidEnvironmentError, match=expected) as caught:
             check_python(str(python))
@@ -150,7 +150,7 @@ def test_a_python_that_cannot_run_workers_is_one_line_that_says_what_to_install(
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        ({"id": "no_such"}, r"'e', in python=.*: .*no module 'no_such' is installed"),
+        ({"id": "no_such"}, r"'e', in python=.*: .*taskset 'no_such' not found"),
         (3, r"'e': with python=.*, env must be an id or a dict such as .* not int"),
         ({"id": "small_tasks", "args": {"a": {1}}}, "'e': its table has no form in JSON"),
     ],

@@ -174,7 +174,7 @@ def made_of(play, num):
     """An environment of this many examples, each played by `await play(number)`."""
 
     class Played:
-        name, files_per_rollout = "played", 1
+        name = "played"
 
         def sizes(self, split):
             return [num]

@@ -8,13 +8,9 @@ import pytest
 import verifiers.v1 as vf
 
 from tests import test_environments_v1 as v1
-from tests.helpers import only_runner
 from tests.test_environments_v1 import check_tokens, load, play
-from verifiers_rl import RLConfig
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, runs_here
-from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.v1_loading import tool_servers
 
 tokenizer, on_the_path = v1.tokenizer, v1.on_the_path  # fixtures
 ROOM = {"max_tokens": 200, "max_seq_len": 2000}
@@ -29,7 +25,8 @@ def calls(*names_and_arguments):
         done = prompt.count("<|tool|>")
         if done < len(names_and_arguments):
             name, arguments = names_and_arguments[done]
-            return {"name": name, "arguments": json.dumps(arguments)}
+            is_text = isinstance(arguments, str)
+            return {"name": name, "arguments": arguments if is_text else json.dumps(arguments)}
         return prompt.split("<|tool|>")[-1].split("<|end|>")[0]
 
     return say
@@ -76,12 +73,17 @@ def test_a_tool_that_fails_answers_the_model(tokenizer, tmp_path, is_interrupted
             (rollout,), _ = play(env, tokenizer, tmp_path, calls((name, {})), **ROOM)
             assert said in str(rollout.error) and not rollout.samples
         return
-    say = calls(("own_fail", {"what": "ab"}), ("own_fail", {"times": "x"}), ("own_halve", {}))
+    wrong = [("own_fail", "[1]"), ("own_fail", "{"), ("own_halve", {})]
+    say = calls(("own_fail", {"what": "ab"}), ("own_fail", {"times": "x"}), *wrong)
     (rollout,), _ = play(load("many_tools"), tokenizer, tmp_path, say, **ROOM)
     assert rollout.error is None, rollout.error
     assert tool_results(rollout)[0] == "Error executing tool fail: 'abab'"
     assert "Field required" in rollout.completion and "valid integer" in rollout.completion
-    assert tool_results(rollout)[-1] == "error: there is no tool 'own_halve'"
+    assert tool_results(rollout)[-3:] == [
+        "error: the arguments must be a JSON object, not [1]",
+        "error: the arguments must be a JSON object, not '{'",
+        "error: there is no tool 'own_halve'",
+    ]
 
 
 def test_toolsets_that_cannot_be_set_up_are_named(tokenizer, tmp_path):
@@ -144,23 +146,13 @@ def test_tools_in_process_decides_whether_there_is_a_process(tokenizer, tmp_path
     for tools_in_process in (True, False):
         options = ROOM | {"tools_in_process": tools_in_process}
         env = load("glossary_like")
-        runner = only_runner(
-            make_runner(
-                env,
-                "http://unused",
-                tokenizer,
-                RLConfig(output_dir=str(tmp_path), env_workers=0, **options),
-            )
-        )
-        assert len(tool_servers(runner.env, tools_in_process)) == (not tools_in_process)
-        assert runner.files_per_rollout == (1 if tools_in_process else 5)
         say = calls(("double", {"x": 4}))
         (rollout,), requests = play(env, tokenizer, tmp_path, say, **options)
         assert rollout.error is None and tool_results(rollout) == ["8"], rollout.error
         check_tokens([rollout], requests)
-    env = load("many_tools")
-    (rollout,), _ = play(env, tokenizer, tmp_path, calls(("own_process", {})), **options)
-    assert tool_results(rollout) != [str(os.getpid())]
+        say = calls(("own_process", {}))
+        (rollout,), _ = play(load("many_tools"), tokenizer, tmp_path, say, **options)
+        assert (tool_results(rollout) == [str(os.getpid())]) == tools_in_process
 
 
 def test_tools_may_be_defined_in_the_script_that_runs(tokenizer, tmp_path, monkeypatch):

@@ -440,10 +440,9 @@ class Routing:
         self.lost, self.callbacks, self.taken = [], [], []
 
     def take(self, policy_version):
-        able = [url for url in self.running if url not in self.lost]
-        if not able:
+        if not self.running:
             raise ServerLostError("no server")
-        url = min(able, key=self.running.__getitem__)
+        url = min(self.running, key=lambda one: (one in self.lost, self.running[one]))
         self.running[url] += 1
         self.taken.append(url)
         return url
@@ -566,6 +565,23 @@ def check_tokens_of_version(group, version):
     for rollout in group:
         for sample in rollout.samples:
             assert {*sample.policy_versions.tolist()} == {-1, version}
+
+
+def test_a_rollout_that_fails_everywhere_moves_three_times_and_then_has_an_error():
+    router, sessions = Routing("abcde"), []
+
+    async def fail(session):
+        sessions.append(session)
+        session.fail()
+        return [Rollout(0, ""), Rollout(0, "")]
+
+    async def main():
+        return await make_request(places=Places(1, router)).play(0, fail)
+
+    (rollout,) = asyncio.run(main())
+    assert "is lost, after 3 moves" in str(rollout.error) and rollout.num_moves == 3
+    assert len({session.url for session in sessions}) == len(sessions) == 4
+    assert set(router.running.values()) == {0}
 
 
 @pytest.mark.parametrize("env_workers", [0, pytest.param(1, marks=pytest.mark.slow)])

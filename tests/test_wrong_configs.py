@@ -141,8 +141,9 @@ def test_a_wrong_configuration_is_one_line_that_says_what_to_change(said, tmp_pa
     [
         (
             '[env]\nid = "someone/no-such-game"\n',
-            "[env] id='someone/no-such-game': no module 'no_such_game' is installed nor beside the "
-            "TOML in {folder}; install it: prime env install someone/no-such-game",
+            "taskset 'someone/no-such-game' not found (tried to import 'no_such_game') nor beside "
+            "the TOML in {folder}: No module named 'no_such_game'; install it: prime env install "
+            "someone/no-such-game",
         ),
         (
             '[env.taskset]\nid = "someone/no-such-game@1.2"\n',

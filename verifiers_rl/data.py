@@ -16,14 +16,6 @@ from verifiers_rl.types import Rollout
 ENDLESS = 2**60
 
 
-def describe_sizes(sizes: Sequence[int]) -> str:
-    """Describe how many examples these environments have, as text for people."""
-    num_streams = sum(size >= ENDLESS for size in sizes)
-    streams = {0: [], 1: ["a stream"]}.get(num_streams, [f"{num_streams} streams"])
-    num_examples = sum(size for size in sizes if size < ENDLESS)
-    return " and ".join([*streams, *([str(num_examples)] if num_examples or not streams else [])])
-
-
 def example_index(position: int, num_examples: int, shuffle: bool, seed: int) -> int:
     """Return the example at this position of an endless run. Every epoch has each example once, in
     another order. A stream has its own order and a single epoch.

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
-from verifiers_rl.inference import RolloutSession, ServerLostError, SessionLostError
+from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.types import Rollout, Split
+
+MAX_MOVES = 3  # of one rollout, to other servers
 
 
 class Router(Protocol):
@@ -54,7 +55,7 @@ class GroupRequest:
         model: the model name in requests to the server.
         policy_version: version of tokens for which the server reports none.
         sampling_args: sampling options of a request, unless the environment has its own.
-        places: gives each rollout a place and a server; see `begin`.
+        places: gives each rollout a place and a server, as `Places` does; see `begin`.
         timeout_s: deadline of one rollout, seconds.
         seed: of the group, for `deterministic`; None: its requests have no seeds.
         progress: counts its rollouts.
@@ -66,7 +67,7 @@ class GroupRequest:
     model: str
     policy_version: int
     sampling_args: dict[str, Any]
-    places: HasPlaces
+    places: Any
     timeout_s: float = 600.0
     seed: int | None = None
     progress: Progress = field(default_factory=Progress)
@@ -84,45 +85,47 @@ class GroupRequest:
         """
         async with self.places.take(self, number) as session:
             yield session
-        self.progress.num_done += 1
+        self.progress.num_done += not session.is_lost  # else it begins again
 
     async def play(
         self, number: int, play: Callable[[RolloutSession], Awaitable[list[Rollout]]]
     ) -> list[Rollout]:
-        """Play a rollout of the group in its place. If its server is lost, play all of it again at
-        another one, also if the environment has gone on without its last reply.
+        """Play a rollout of the group in its place. If its server is lost, play all of it again in
+        a new place at another server, also if the environment has gone on without its last reply.
 
         Args:
             number: of the rollout in its group.
-            play: returns at least one rollout.
+            play: returns at least one rollout. What it waits for is inside `session.limited`.
+
+        Raises:
+            ServerLostError: there is no server.
         """
-        async with self.begin(number) as session:
-            while True:
-                rollouts = await play(session)
-                try:
-                    if not await session.move():
-                        break
-                except SessionLostError as error:
-                    rollouts[0].error = rollouts[0].error or error
-                    del rollouts[1:]
-                    break
-        for rollout in rollouts:
-            rollout.num_moves = session.num_moves
-        return rollouts
-
-
-class HasPlaces(Protocol):
-    """Bounds the rollouts that use the server at a time, and gives each of them its session."""
-
-    def take(
-        self, request: GroupRequest, number: int
-    ) -> AbstractAsyncContextManager[RolloutSession]:
-        """Wait for a place of this rollout of the group, and hold it."""
-        ...
+        rollouts: list[Rollout] = []
+        lost: str | None = None
+        for num_moves in range(MAX_MOVES + 1):
+            async with self.begin(number) as session:
+                if rollouts and session.url == lost:
+                    break  # no other one is there
+                rollouts, lost = await play(session), session.url
+            for rollout in rollouts:
+                rollout.num_moves = num_moves
+                if session.is_cause_of(rollout.error):
+                    rollout.num_lost_tokens = session.num_lost_tokens
+                    rollout.error = TimeoutError(
+                        f"a rollout took longer than generation_timeout ({self.timeout_s:g} s)"
+                    )
+            if not session.is_lost:
+                return rollouts
+        failed = rollouts[0]
+        failed.error = failed.error or SessionLostError(
+            f"the server at {lost} is lost, after {failed.num_moves} moves to others"
+        )
+        return [failed]
 
 
 class Places:
-    """The `HasPlaces` of the orchestrator. On one event loop.
+    """Bounds the rollouts that use the server at a time, and gives each of them its session. On one
+    event loop.
 
     Args:
         num: of rollouts at a time.
@@ -144,40 +147,31 @@ class Places:
         router, version = self._router, request.policy_version
         async with self._slots:
             url = router.take(version) if router is not None else None
-            find_other = partial(self._find_other, version)
-            session = RolloutSession(version, url, find_other, request.seed, number)
+            session = RolloutSession(version, url, request.seed, number)
             self._sessions.add(session)
             try:
                 yield session
             finally:
                 self._sessions.discard(session)
-                if router is not None and session.url is not None:
-                    router.release(session.url)
-
-    async def _find_other(self, policy_version: int, url: str) -> str | None:
-        """Return another server for a rollout that has lost this one; None if there is none."""
-        assert self._router is not None
-        self._router.report_lost(url)
-        try:
-            other = self._router.take(policy_version)
-        except ServerLostError:
-            return None
-        self._router.release(url)
-        return other if other != url else None
+                if router is not None and url is not None:
+                    router.release(url)
+                    if session.is_lost:
+                        router.report_lost(url)
 
     def lose(self, url: str) -> None:
         """End the requests that wait for this server, which is lost."""
         for session in self._sessions:
-            session.lose(url)
+            if session.url == url:
+                session.fail()
 
 
 class EnvRunner(Protocol):
     """Runs rollouts of one environment, or of several mixed. `RLTrainer(env=...)` takes an object
     with these members as it is; `envs/` has a class for each kind of environment.
 
-    Examples are numbered consecutively over all its environments. A runner sets `Rollout.env` to
-    the name of its environment, and `Rollout.example_id`, ends each rollout at
-    `GroupRequest.timeout_s`, and returns at least one rollout for a group. The run's
+    Examples are numbered consecutively over all its environments. A runner of several sets
+    `Rollout.env` to the name of the environment, and `Rollout.example_id`. A runner ends each
+    rollout at `GroupRequest.timeout_s`, and returns at least one rollout for a group. The run's
     `max_prompt_len`, `mask_env_responses` and `client_type` do not reach a runner that a user
     passes.
 

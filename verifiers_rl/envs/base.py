@@ -10,6 +10,7 @@ make.py     chooses the kind for what a user passes as `env`, and mixes several
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import pickle
@@ -27,8 +28,12 @@ from verifiers_rl.requests import EnvRunner, GroupScorer
 from verifiers_rl.types import Split
 
 logger = logging.getLogger(__name__)
-# The last verifiers with classic environments, and what works with it.
-CLASSIC_PACKAGES = "'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' 'openai<3'"
+# For errors. A classic environment gets the last verifiers that has those, and what works with it.
+HOW_TO_MAKE_PYTHON = (
+    "make a Python of 3.11 or later for it: `uv venv NAME && uv pip install --python NAME "
+    "verifiers`, or for a classic environment 'verifiers>=0.3.1,<0.4' 'renderers==0.1.10' "
+    "'openai<3', and set python = \"NAME/bin/python\""
+)
 
 
 class NotPortableError(Exception):
@@ -82,21 +87,19 @@ def check_importable(script: Any) -> None:
         )
 
 
+def add_folders(folders: Sequence[Path]) -> None:
+    """Make the modules in these folders importable, first those of the first folder."""
+    for folder in reversed(folders):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+
+
 def module_name(env_id: str) -> str:
     """Return the module of an id: that of verifiers' hub, owner/name@version, is installed as name,
     with underscores.
     """
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-
-
-def how_to_install(env_id: str) -> str:
-    """Return how to install an environment of verifiers' hub; "" for an id without an owner."""
-    return f"install it: prime env install {env_id}" if "/" in env_id else ""
-
-
-def beside(folders: Sequence[Path]) -> str:
-    """Return where a module was looked for, beside those that are installed, for an error."""
-    return f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
 
 
 def check_logprobs(logprobs: Any) -> None:
@@ -122,11 +125,6 @@ def versions_of_tokens(spans: Sequence[tuple[int, int]], num_tokens: int) -> np.
     return np.repeat(versions, np.diff(ends, prepend=0))
 
 
-def field_of(message: Any, name: str) -> Any:
-    """Return a field of a message, or of a part of one: a dict, or an object."""
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
-
-
 @dataclass(frozen=True)
 class RunnerOptions:
     """Options for running an environment.
@@ -141,7 +139,7 @@ class RunnerOptions:
         timeout_s: deadline of one rollout, seconds.
         client_type: for classic environments, see `classic.py`.
         name: prefix of its metrics.
-        max_concurrent: rollouts at a time; fewer if a process may not open files for so many.
+        max_concurrent: rollouts at a time, for which files must be opened.
         num_eval_tasks: tasks of a stream that evaluations use.
         tools_in_process: call Python tools of verifiers.v1 in the process of the environment.
         chat_template_kwargs: variables of the chat template, for measuring prompts. Those of a

@@ -19,7 +19,7 @@ from verifiers.v1 import Harness, HarnessConfig, HarnessError, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import HarnessSession
 
-from verifiers_rl.envs.endpoint import Post, post_in_memory
+from verifiers_rl.envs.endpoint import Post, RefusedError, post_in_memory, reply_of
 from verifiers_rl.envs.local_tools import LocalServer, LocalUrl, open_tools
 
 CHAT, GATE = "/v1/chat/completions", "/tool"  # model calls; questions whether a tool may be called
@@ -92,6 +92,8 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 await tools.connect_all(stack, mcp_urls)
                 is_gated = tool_interception_url is not None
                 return await self._chat(post, ctx.model, data, tools, is_gated)
+        except RefusedError as refused:
+            return ProgramResult(1, "", str(refused))
         except BaseExceptionGroup as group:  # from a session's task group; it contains the cause
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -113,19 +115,15 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             body = {"model": model, "messages": messages}
             if tools.schemas:
                 body["tools"] = tools.schemas
-            status, reply = await post(CHAT, body)
-            if status != 200:
-                return _failed(status, reply)
-            message = json.loads(reply)["choices"][0]["message"]
+            message = (await post(CHAT, body))["choices"][0]["message"]
             messages.append(message)
             if not message.get("tool_calls"):
                 return ProgramResult(0, "", "")
             for call in message["tool_calls"]:
                 if is_gated:  # the taskset may refuse calls
-                    status, reply = await post(GATE, _gate_request(call))
-                    if status != 200:
-                        return _failed(status, reply)
-                    decision = json.loads(reply)
+                    function = call["function"]
+                    asked = {"tool_call_id": call["id"], "name": function["name"]}
+                    decision = await post(GATE, asked | {"arguments": _arguments(function)})
                     if decision["action"] == "stop":
                         return ProgramResult(1, "", decision["reason"])
                     if decision["action"] == "deny":
@@ -149,21 +147,20 @@ class _ChatSession(HarnessSession):
 
 async def _post(
     http: aiohttp.ClientSession, root: str, secret: str, path: str, body: dict[str, Any]
-) -> tuple[int, bytes]:
-    """Post to verifiers' interception endpoint; return the reply's status and body.
+) -> Any:
+    """Post to verifiers' interception endpoint; return its reply.
 
     Args:
         root: the endpoint's address without /v1.
         secret: the rollout's.
+
+    Raises:
+        RefusedError: the endpoint refuses the request.
     """
     headers = {"Authorization": f"Bearer {secret}"}
     timeout = aiohttp.ClientTimeout(total=None)  # the rollout has a deadline
     async with http.post(root + path, json=body, headers=headers, timeout=timeout) as reply:
-        return reply.status, await reply.read()
-
-
-def _failed(status: int, reply: bytes) -> ProgramResult:
-    return ProgramResult(1, "", f"{status}: {reply.decode(errors='replace')}")
+        return reply_of(reply.status, await reply.read())
 
 
 def _arguments(function: dict[str, Any]) -> Any:
@@ -172,13 +169,6 @@ def _arguments(function: dict[str, Any]) -> Any:
         return json.loads(function["arguments"] or "{}")
     except json.JSONDecodeError:
         return function["arguments"]
-
-
-def _gate_request(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call in the form that verifiers' interception expects."""
-    function = call["function"]
-    named = {"tool_call_id": call["id"], "name": function["name"]}
-    return named | {"arguments": _arguments(function)}
 
 
 class _Tools:

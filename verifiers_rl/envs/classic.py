@@ -21,36 +21,30 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httpx
-import verifiers as vf
-from jinja2 import TemplateError
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.clients.renderer_client import RendererClient
-from verifiers.legacy.errors import EmptyModelResponseError
 from verifiers.legacy.utils.async_utils import maybe_call_with_named_args
 
 from verifiers_rl.envs.base import (
     InvalidEnvironmentError,
     RunnerOptions,
     check_logprobs,
-    how_to_install,
     versions_of_tokens,
 )
 from verifiers_rl.envs.records import record_of_state, text_of
 from verifiers_rl.envs.rendering import Renderer, as_vllm_renders
 from verifiers_rl.inference import (
+    ChatReply,
     RolloutSession,
     ServerClient,
     allowed_tokens,
-    pack_ids,
-    unpack_experts,
-    unpack_mask,
-    unpack_sampled,
 )
-from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import (
     ALLOWED_TOKENS,
@@ -63,19 +57,6 @@ from verifiers_rl.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-def load_environment(env_id: str, args: dict[str, Any]) -> Any:
-    """Do as `verifiers.load_environment`; all that it raises is an InvalidEnvironmentError."""
-    try:
-        return vf.load_environment(env_id.split("@", 1)[0], **args)
-    except (ValueError, RuntimeError) as error:
-        cause = error.__cause__ or error
-        hint = how_to_install(env_id) if isinstance(cause, ImportError) else ""
-        raise InvalidEnvironmentError(
-            f"id={env_id!r} with args {args}: {type(cause).__name__}: {cause}"
-            + (f"; {hint}" if hint else "")
-        ) from error
 
 
 # --- From turns to samples ------------------------------------------------------------------------
@@ -92,7 +73,7 @@ def samples_from_trajectory(
     one sample, after exactly the tokens that were its context when it was sampled.
 
     Args:
-        steps: the trajectory. Each has `tokens`, and what `_KeepsAll` adds to its `response`.
+        steps: the trajectory. Each has `tokens`, and a `response` with what `_KeepsAll` adds.
         policy_version: version for steps whose response has none.
         mask_env_responses: leave tokens that the environment put between turns out of the loss.
 
@@ -102,7 +83,8 @@ def samples_from_trajectory(
     chains: list[Any] = []  # for each sample, a list for each of its columns
     so_far: list[int] = []
     for turn, step in enumerate(steps):
-        tokens, response = step["tokens"], step.get("response")
+        tokens = step["tokens"]
+        known: ChatReply | None = getattr(step.get("response"), "reply", None)
         if tokens is None:
             raise ValueError(f"turn {turn}: the server returned no token ids or logprobs")
         prompt, reply = tokens["prompt_ids"], tokens["completion_ids"]
@@ -120,23 +102,29 @@ def samples_from_trajectory(
         in_loss += [trains_added] * num_added + [True] * num
         # NaN: no policy sampled these. The trainer's logprob is used, so ratio 1.
         logprobs += [math.nan if trains_added else 0.0] * num_added + list(new_logprobs)
-        spans = getattr(response, "policy_versions", None) or [(0, policy_version)]
+        spans = (known and known.policy_versions) or [(0, policy_version)]
         versions += [-1] * num_added + versions_of_tokens(spans, num).tolist()
-        mask = getattr(response, "sampling_mask", None)
         # verifiers may have cut the reply.
-        allowed = None if mask is None else allowed_tokens(*mask)[:num]
+        allowed = allowed_tokens(*known.mask)[:num] if known and known.mask else None
         masks += [(num_added, None), (num, allowed)]
-        experts.append(getattr(response, "experts", None))
+        experts.append(known and known.experts)
     samples = []
     for *columns, masks, experts in chains:
         extras = {ALLOWED_TOKENS: join_column(masks)}
         extras[ROUTED_EXPERTS] = join_experts(len(columns[0]), experts)
-        known = {name: column for name, column in extras.items() if column is not None}
-        samples.append(Sample(*columns, extras=known))
+        given = {name: column for name, column in extras.items() if column is not None}
+        samples.append(Sample(*columns, extras=given))
     return samples
 
 
 # --- Rollouts -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Played(Rollout):
+    """A rollout with verifiers' own state; None if the environment raised an error."""
+
+    state: Any = None
 
 
 class ClassicEnvironment:
@@ -153,8 +141,7 @@ class ClassicEnvironment:
         self.env, self.options, self.name = env, options, options.name
         self.num_overlong_prompts = 0
         self.weights = [1.0]
-        # Each rollout holds a connection to the server.
-        self._slots = asyncio.Semaphore(rollouts_at_once(options.max_concurrent, 1))
+        raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         env.set_max_seq_len(options.max_seq_len)
         _keep_reward_errors(env.rubric)
         try:
@@ -187,8 +174,18 @@ class ClassicEnvironment:
         return [len(self._examples[split])]
 
     async def open(self) -> None:
-        """Make the HTTP client; called on the event loop that will use it."""
-        self._client = make_client(self.options)
+        """Make the client of the options' `client_type`; called on the event loop that will use
+        it.
+        """
+        options, kind = self.options, self.options.client_type
+        renderer = Renderer(options.tokenizer) if kind.endswith("_token") else None
+        route = _Route(f"{options.base_url}/v1", options.timeout_s, renderer)
+        self._client: Any = ChatClient(route)
+        if kind == "renderer":
+            from renderers import create_renderer
+
+            made = create_renderer(options.tokenizer)
+            self._client = ExactRendererClient(route, renderer=made)
 
     async def close(self) -> None:
         await self._client.close()
@@ -200,13 +197,10 @@ class ClassicEnvironment:
         exception in one of them (for example in a tool) would lose the whole group.
         """
         row = {"example_id": request.index, **self._examples[request.split][request.index]}
-        states: dict[int, Any] = {}  # verifiers' own, of the rollouts that have one
-        runs = [
-            request.play(n, partial(self._play, row, request, states, n))
-            for n in range(request.num_rollouts)
-        ]
-        group = [rollout for (rollout,) in await asyncio.gather(*runs)]
-        scored = [state for n, state in states.items() if group[n].error is None]
+        play: Any = partial(self._play, row, request)
+        runs = [request.play(number, play) for number in range(request.num_rollouts)]
+        group: list[Any] = [rollout for (rollout,) in await asyncio.gather(*runs)]
+        scored = [rollout.state for rollout in group if rollout.error is None]
         late = f"scoring a group took longer than generation_timeout ({request.timeout_s:g} s)"
         try:
             async with asyncio.timeout(request.timeout_s) as deadline:
@@ -218,32 +212,27 @@ class ClassicEnvironment:
             is_late = deadline.expired() and isinstance(error, TimeoutError)
             for rollout in group:
                 rollout.error = rollout.error or (TimeoutError(late) if is_late else error)
-        for number, state in states.items():
+        for rollout in group:
             try:
-                self._complete(group[number], state, request.policy_version)
+                if rollout.state is not None:
+                    self._complete(rollout, rollout.state, request.policy_version)
             except (ValueError, TypeError) as error:
-                group[number].error = error
+                rollout.error = error
         return group
 
     async def _play(
-        self,
-        row: dict[str, Any],
-        request: GroupRequest,
-        states: dict[int, Any],
-        number: int,
-        session: RolloutSession,
-    ) -> list[Rollout]:
-        rollout = Rollout(request.index, text_of(row["prompt"][-1:]), env=self.name)
+        self, row: dict[str, Any], request: GroupRequest, session: RolloutSession
+    ) -> list[_Played]:
+        rollout = _Played(request.index, text_of(row["prompt"][-1:]), env=self.name)
         client, sampling = self._client.of_rollout(session), {**request.sampling_args}
         sampling |= sampling.pop("extra_body", {})
         start = time.monotonic()
-        states.pop(number, None)  # of the time before, at a server that was lost
         try:
-            async with self._slots, session.limited(request.timeout_s) as deadline:
+            async with session.limited(request.timeout_s):
                 # verifiers' clients pass all of extra_body on, and drop some of the others.
                 options = {"extra_body": sampling}
                 state = await self.env.rollout(row, client, request.model, options)
-            states[number], rollout.generation_s = state, time.monotonic() - start
+            rollout.state, rollout.generation_s = state, time.monotonic() - start
             if state.get("timed_out"):
                 raise TimeoutError(
                     "the environment's own timeout_seconds passed, or its code raised TimeoutError"
@@ -251,12 +240,6 @@ class ClassicEnvironment:
             rollout.error = state.get("error")
         except Exception as error:  # whatever the environment's own code raises
             rollout.error = error
-        # The environment may have hidden that the server has ended a reply.
-        rollout.num_lost_tokens = deadline.num_lost_tokens
-        if deadline.is_cause_of(rollout.error or RuntimeError()):
-            rollout.error = TimeoutError(
-                f"a rollout took longer than generation_timeout ({request.timeout_s:g} s)"
-            )
         return [rollout]
 
     def _complete(self, rollout: Rollout, state: Any, policy_version: int) -> None:
@@ -320,17 +303,16 @@ def _plain(message: Any) -> dict[str, Any]:
 
 class _Route(ServerClient):
     """Sends the requests of verifiers' clients. If it has a renderer, they go to the token route of
-    `vf-vllm`: messages become tokens here. A conversation that cannot be rendered here goes on as
-    messages.
+    `vf-vllm`: messages become tokens here.
 
     Attributes:
-        replies: what a chat's form has no place for, by the id of the reply.
+        replies: by their ids.
     """
 
     def __init__(self, base_url: str, timeout_s: float, renderer: Renderer | None) -> None:
         super().__init__(base_url, timeout_s)
         self._renderer = renderer
-        self.replies: dict[str, dict[str, Any]] = {}
+        self.replies: dict[str, ChatReply] = {}
         # Of the rollout: each turn's messages with its reply, and their tokens.
         self._turns: list[tuple[list[Any], list[int]]] = []
 
@@ -345,31 +327,20 @@ class _Route(ServerClient):
         if not is_generate and cast_to is not httpx.Response:  # of the environment's own code
             return await super().post(path, cast_to=cast_to, **kwargs)
         if is_generate:  # its options are those of a chat, in a field
-            rest = {key: body[key] for key in body if key not in ("token_ids", "sampling_params")}
-            prompt, body = body["token_ids"], {**rest, **body["sampling_params"]}
-            body.pop("routed_experts_prompt_start", None)
+            body = {**body, **body["sampling_params"]}
+            prompt = body.pop("token_ids")
+            for name in ("sampling_params", "routed_experts_prompt_start"):
+                body.pop(name, None)
         else:
             prompt = self._prompt_of(body)
-        wants_experts, messages = body.get("routed_experts", False), body.get("messages", [])
-        if prompt:
-            # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
-            short = [{"role": "user", "content": "."}]
-            packed = {"tokens": pack_ids(prompt), "packed_tokens": True, "messages": short}
-            path, body = "/chat/completions/tokens", {**body, **packed}
-            body.pop("routed_experts", None)  # the server's flag returns them
-        reply = await super().post(path, cast_to=httpx.Response, **kwargs | {"body": body})
-        completion = json.loads(reply.content)
-        (choice,) = completion["choices"]
-        experts, packed = choice.pop("routed_experts", None), completion.pop("packed_tokens", {})
-        self.replies[completion["id"]] = {
-            "policy_versions": reply.extensions["policy_versions"],
-            "sampling_mask": unpack_mask(packed),
-            "experts": unpack_experts(experts) if wants_experts and experts is not None else None,
-        }
-        if packed:
-            token_ids, logprobs = (values.tolist() for values in unpack_sampled(packed))
+        reply = await self.reply_to(body, prompt)
+        completion = reply.completion
+        self.replies[completion["id"]] = reply
+        if reply.sampled is not None:
+            (choice,) = completion["choices"]
+            token_ids, logprobs = (values.tolist() for values in reply.sampled)
             if choice["finish_reason"] != "length":  # what ends the reply is among its tokens
-                said = [*map(_plain, messages), _plain(choice.get("message", {}))]
+                said = [*map(_plain, [*body.get("messages", []), choice.get("message", {})])]
                 self._turns.append((said, prompt + token_ids))
             # As the clients read them, in the form of a chat or of `renderers`.
             choice["token_ids"], choice["logprobs"] = token_ids, {"content": []}
@@ -380,29 +351,23 @@ class _Route(ServerClient):
         return httpx.Response(200, content=json.dumps(completion).encode())
 
     def _prompt_of(self, body: dict[str, Any]) -> list[int]:
-        """Return the tokens so far and those of new messages, or all of them rendered; none if only
-        the server shall render them.
+        """Return the tokens so far and those of new messages, or all of them rendered; none if the
+        server shall render them.
+
+        Raises:
+            jinja2.TemplateError, ValueError: they cannot be rendered.
         """
         if self._renderer is None:
             return []
         template = {"tools": body.get("tools"), **body.get("chat_template_kwargs", {})}
         messages = [_plain(message) for message in body["messages"]]
-        try:
-            for said, tokens in reversed(self._turns):
-                new = messages[len(said) :]
-                if (
-                    new
-                    and messages[: len(said)] == said
-                    and all(m["role"] != "assistant" for m in new)
-                ):
-                    added = self._renderer.render_after_reply(
-                        body["messages"], len(new), tokens[-1], **template
-                    )
-                    if added is not None:
-                        return tokens + added
-            return self._renderer.render(body["messages"], **template)
-        except (TemplateError, ValueError):  # the server says what is wrong, or renders an image
-            return []
+        for said, tokens in reversed(self._turns):
+            num_new = len(messages) - len(said)
+            if num_new > 0 and messages[: len(said)] == said:
+                extended = self._renderer.extend(tokens, body["messages"], num_new, **template)
+                if extended is not None:
+                    return extended
+        return self._renderer.render(body["messages"], **template)
 
 
 class _KeepsAll:
@@ -423,16 +388,11 @@ class _KeepsAll:
         return client
 
     async def raise_from_native_response(self, response: Any) -> None:
-        try:
-            await super().raise_from_native_response(response)  # type: ignore[misc]
-        except EmptyModelResponseError:
-            if response is None or not (isinstance(response, dict) or response.choices):
-                raise
+        """Accept it."""
 
     async def from_native_response(self, response: Any) -> Any:
         parsed = await super().from_native_response(response)  # type: ignore[misc]
-        for name, value in self.client.replies.pop(parsed.id).items():
-            setattr(parsed, name, value)
+        parsed.reply = self.client.replies.pop(parsed.id)
         if parsed.message.content is None and not parsed.message.tool_calls:
             parsed.message.content = ""
         return parsed
@@ -444,17 +404,3 @@ class ChatClient(_KeepsAll, OpenAIChatCompletionsClient):
 
 class ExactRendererClient(_KeepsAll, RendererClient):
     """Sends tokens that the `renderers` package makes."""
-
-
-def make_client(options: RunnerOptions) -> Any:
-    """Make a client of the options' `client_type`, see the head of this module. Called on the event
-    loop that will use it.
-    """
-    sends_tokens = options.client_type == "openai_chat_completions_token"
-    renderer = Renderer(options.tokenizer) if sends_tokens else None
-    route = _Route(f"{options.base_url}/v1", options.timeout_s, renderer)
-    if options.client_type != "renderer":
-        return ChatClient(route)
-    from renderers import create_renderer
-
-    return ExactRendererClient(route, renderer=create_renderer(options.tokenizer))

@@ -46,12 +46,13 @@ class ExampleTaskset(vf.Taskset[ExampleTask, vf.TasksetConfig]):
 
     def __init__(
         self,
-        rows: list[Mapping[str, Any]],
+        dataset: Any,
         reward_fn: Callable[..., Any],
         system_prompt: str | None,
-        what: str,
+        name: str,
     ) -> None:
         super().__init__(vf.TasksetConfig())
+        rows, what = _examples_of(dataset, name), f"env_from: {name}"
         self.reward_fn = reward_fn  # a worker that gets the taskset imports the function's script
         parameters = _parameters_from(reward_fn, rows, what)
         self.tasks: list[ExampleTask] = []
@@ -110,29 +111,20 @@ def env_from(
         raise InvalidEnvironmentError(f"env_from: system_prompt={system_prompt!r} is no string")
     if not callable(reward_fn):
         raise InvalidEnvironmentError(f"env_from: reward_fn={reward_fn!r} is no function")
-    taskset = ExampleTaskset(
-        _examples_of(dataset, "dataset"), reward_fn, system_prompt, "env_from: dataset"
-    )
+    taskset = ExampleTaskset(dataset, reward_fn, system_prompt, "dataset")
     if eval_dataset is not None:
-        rows = _examples_of(eval_dataset, "eval_dataset")
-        taskset.eval_taskset = ExampleTaskset(
-            rows, reward_fn, system_prompt, "env_from: eval_dataset"
-        )
+        of_evaluation = ExampleTaskset(eval_dataset, reward_fn, system_prompt, "eval_dataset")
+        taskset.eval_taskset = of_evaluation
     return taskset
 
 
 def _examples_of(dataset: Any, name: str) -> list[Mapping[str, Any]]:
-    if isinstance(dataset, Mapping):
-        raise InvalidEnvironmentError(
-            f"env_from: {name} is a {type(dataset).__name__} with the keys "
-            f"{', '.join(map(repr, dataset))}; pass one of its splits, {name}[...]"
-        )
-    if isinstance(dataset, str) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
-    ):
+    is_listed = hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
+    if isinstance(dataset, str | Mapping) or not is_listed:
         raise InvalidEnvironmentError(
             f"env_from: {name} must be a list of dicts, a datasets.Dataset or a list of strings, "
-            f"not a {type(dataset).__name__}; of a stream, pass list(stream.take(n))"
+            f"not a {type(dataset).__name__}; of a DatasetDict, pass one of its splits, "
+            f"{name}[...]; of a stream, pass list(stream.take(n))"
         )
     rows = [{"prompt": row} if isinstance(row, str) else row for row in dataset]
     if not rows:

@@ -19,10 +19,25 @@ from aiohttp.http import HttpVersion11, RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-# Takes a path and the JSON body of a request; returns the reply's status and body.
-Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
+# Takes a path and the JSON body of a request; returns the reply, JSON too, or raises RefusedError.
+Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
 # Requests must have a protocol. One for each server does, because it is never connected.
 _protocols: WeakKeyDictionary[web.Server, web.RequestHandler] = WeakKeyDictionary()
+
+
+class RefusedError(Exception):
+    """The endpoint refuses the next request of the rollout; its status and reason."""
+
+
+def reply_of(status: int, body: bytes) -> Any:
+    """Return the JSON of a reply.
+
+    Raises:
+        RefusedError: it is an error.
+    """
+    if status != 200:
+        raise RefusedError(f"{status}: {body.decode(errors='replace')}")
+    return json.loads(body)
 
 
 def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
@@ -54,15 +69,15 @@ def post_in_memory(runner: web.AppRunner, secret: str) -> Post:
         request = server.request_factory(message, payload, protocol, writer, task)
         return await server.request_handler(request)
 
-    async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    async def post(path: str, body: dict[str, Any]) -> Any:
         caller: Any = asyncio.current_task()
         task = asyncio.create_task(call(path, json.dumps(body).encode()))
         try:
             response = await task
         except asyncio.CancelledError:
             if task.cancelled() and not caller.cancelling():
-                return 409, b"the rollout has ended"
+                raise RefusedError("409: the rollout has ended") from None
             raise
-        return response.status, response.body
+        return reply_of(response.status, response.body)
 
     return post

@@ -4,7 +4,7 @@ environment finds the older verifiers that it needs, and others find packages th
 trainer process                                  rollout worker, in the other Python
 check_python ── are the packages there? ───►
 ForeignEnvironment ── its table, as JSON ──►     tables.make_environment, with its examples
-                   ◄── how many, ... ──────      tables.facts_of
+                   ◄── how many, ... ──────      worker_main.facts_of
                    ── request ─────────────►     rollouts, as in any worker
 
 The other Python needs neither this package, which comes from the trainer's, nor torch and vLLM.
@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.envs.base import CLASSIC_PACKAGES, InvalidEnvironmentError, RunnerOptions
-from verifiers_rl.envs.workers import clean_environment, start_process, unloadable, wait_for_end
-from verifiers_rl.types import LOAD_S, Split
+from verifiers_rl.envs.base import HOW_TO_MAKE_PYTHON, InvalidEnvironmentError, RunnerOptions
+from verifiers_rl.envs.workers import Worker, clean_environment
+from verifiers_rl.process.loop_thread import LoopThread
+from verifiers_rl.types import Split
 
 # What our code in a worker imports; verifiers brings all of it.
 PACKAGES = ("verifiers", "numpy", "aiohttp", "httpx", "openai", "jinja2", "transformers")
@@ -37,7 +38,7 @@ print(json.dumps([sys.version_info[:2], missing]))
 
 def check_python(python: str) -> None:
     """Raise InvalidEnvironmentError unless rollout workers can run in this interpreter."""
-    what = f"python={python!r}"
+    reason = ""
     try:
         done = subprocess.run(
             [python, "-c", PROBE, *PACKAGES],
@@ -46,23 +47,16 @@ def check_python(python: str) -> None:
             env=clean_environment(),
         )
         found, missing = json.loads(done.stdout)
+        if found < [3, 11]:
+            reason = f"it is Python {found[0]}.{found[1]}"
+        elif missing:
+            reason = f"it has no {', '.join(missing)}"
     except OSError as error:
-        raise InvalidEnvironmentError(
-            f"{what}: {error.strerror}; make a Python for it: `uv venv NAME && uv pip install "
-            f"--python NAME verifiers`, or {CLASSIC_PACKAGES} for a classic environment, and set "
-            'python = "NAME/bin/python"'
-        ) from error
-    except (ValueError, subprocess.TimeoutExpired) as error:
-        raise InvalidEnvironmentError(f"{what}: it does not run as a Python does") from error
-    if found < [3, 11]:
-        raise InvalidEnvironmentError(
-            f"{what} is Python {found[0]}.{found[1]}; use 3.11 or a later one"
-        )
-    if missing:
-        raise InvalidEnvironmentError(
-            f"{what} has no {', '.join(missing)}; install there what the environment needs: uv pip "
-            f"install --python {python} verifiers, or {CLASSIC_PACKAGES} for a classic environment"
-        )
+        reason = str(error.strerror)
+    except (ValueError, subprocess.TimeoutExpired):
+        reason = "it does not run as a Python does"
+    if reason:
+        raise InvalidEnvironmentError(f"python={python!r}: {reason}; {HOW_TO_MAKE_PYTHON}")
 
 
 class ForeignEnvironment:
@@ -98,38 +92,19 @@ class ForeignEnvironment:
             "folders": [str(folder) for folder in folders],
             "options": vars(options) | {"tokenizer": tokenizer},
         }
-        facts = self._ask(python)
-        self._sizes: dict[Split, list[int]] = facts["sizes"]
-        self.description: str = facts["description"]
-        self.weights = [1.0]
-
-    def _ask(self, python: str) -> dict[str, Any]:
-        """Let a worker make the environment; return what it says of it.
-
-        Raises:
-            InvalidEnvironmentError: it cannot, or not within the deadline.
-        """
-        deadline_s = max(self.options.timeout_s, LOAD_S)
+        # A worker says how many examples there are. An event loop may run here, so it has a thread.
+        thread, worker = LoopThread("describing"), Worker(options.timeout_s, python)
         try:
-            process, connection = start_process(python, [self._recipe], only_describes=True)
+            (facts,) = thread.run(worker.open([self._recipe])).result()
         except TypeError as error:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: its table has no form in JSON: {error}"
             ) from error
-        with connection, connection.makefile("rb") as stream:
-            connection.settimeout(deadline_s)
-            try:
-                said = json.loads(stream.read()[12:])  # after the frame's two lengths
-                problem = said["problem"]
-            except TimeoutError:
-                process.kill()
-                problem = f"not loaded within {deadline_s:g} s; raise generation_timeout"
-            except ValueError:
-                problem = "the worker process has ended; see its output above"
-        wait_for_end(process)
-        if problem is not None:
-            raise unloadable(self.name, python, problem)
-        return said["facts"]
+        finally:
+            thread.stop(worker.close)
+        self._sizes: dict[Split, list[int]] = facts["sizes"]
+        self.description: str = facts["description"]
+        self.weights = [1.0]
 
     def sizes(self, split: Split) -> list[int]:
         return self._sizes[split]

@@ -156,15 +156,18 @@ def _with_local_url(toolset: Any) -> Any:
 
 
 class LocalTools:
-    """Has the tools of an environment called in this process. All its agents must play in our chat
-    on this machine.
+    """Has the tools of an environment called in this process.
 
     Args:
         env: gets a taskset whose `toolsets` returns toolsets with `LocalUrl`s.
+        has_tools_here: all its agents play in our chat on this machine; else nothing is done.
     """
 
-    def __init__(self, env: vf.Env) -> None:
-        self._shared = [_with_local_url(one) for one in env.taskset.toolsets(env.taskset.config)]
+    def __init__(self, env: vf.Env, has_tools_here: bool) -> None:
+        self._has_tools_here, self._shared = has_tools_here, list[Any]()
+        if has_tools_here:
+            given = env.taskset.toolsets(env.taskset.config)
+            self._shared = [_with_local_url(one) for one in given]
         if self._shared:
             taskset: Any = copy.copy(env.taskset)
             taskset.toolsets = lambda config: self._shared  # hides the class's
@@ -172,6 +175,8 @@ class LocalTools:
 
     def of_task(self, task: vf.Task) -> vf.Task:
         """Return the task with toolsets that have `LocalUrl`s."""
+        if not self._has_tools_here:
+            return task
         seen: Any = copy.copy(task)
         # Hides the class's.
         seen.toolsets = lambda config: [_with_local_url(one) for one in task.toolsets(config)]

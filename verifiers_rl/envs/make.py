@@ -82,10 +82,11 @@ class Environments:
         return [size for part in self.parts[split] for size in part.sizes(split)]
 
     async def open(self) -> None:
-        await asyncio.gather(*(one.open() for one in self._opened))
+        # A set, because workers that several environments share are opened and closed once.
+        await asyncio.gather(*(open_one() for open_one in {one.open for one in self._opened}))
 
     async def close(self) -> None:
-        await asyncio.gather(*(one.close() for one in self._opened))
+        await asyncio.gather(*(close_one() for close_one in {one.close for one in self._opened}))
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run the group in its environment, and let the scorer of that environment score it."""
@@ -194,12 +195,11 @@ def make_runner(
             one.scorer.connect(options, sampled, example)
         # Another Python has one worker at least.
         if number := count_workers(args.env_workers) or int(bool(one.python)):
-            if one.python not in pools:
-                pools[one.python] = WorkerPool(number, args.generation_timeout, one.python)
+            pool = WorkerPool(number, args.generation_timeout, one.python)
             try:
                 if not hasattr(runner, "recipe"):
                     raise NotPortableError(f"{type(runner).__name__} has no method `recipe`")
-                runner = WorkerEnvironment(runner, pools[one.python])
+                runner = WorkerEnvironment(runner, pools.setdefault(one.python, pool))
             except NotPortableError as error:
                 which = "environment" if one.name == "env" else f"environment {one.name!r}"
                 if args.env_workers != "auto":

@@ -59,9 +59,7 @@ class PlayedEnvironment(V1Environment):
         Raises:
             Exception: whatever the environment's own code raises.
         """
-        task = await self.task(split, number)
-        if self._local_tools is not None:
-            task = self._local_tools.of_task(task)
+        task = self._local_tools.of_task(await self.task(split, number))
         (slot,) = self.env.slots(task)
         async with asyncio.timeout(self.options.timeout_s):
             episode = await self.env.run_slot(slot, self._context)
@@ -96,6 +94,6 @@ class PlayedEnvironment(V1Environment):
         return row, is_cut or trace.stop_condition == "context_length"
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or ""}
-    return {"type": "function", "function": {**function, "parameters": tool.parameters}}
+def _tool(tool: vf.Tool) -> dict[str, Any]:
+    function = tool.model_dump(include={"name", "description", "parameters"})
+    return {"type": "function", "function": function}

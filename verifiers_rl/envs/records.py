@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verifiers_rl.envs.base import field_of
 from verifiers_rl.json_text import as_json
 
 
@@ -24,6 +23,10 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
     branches = [branch.nodes for branch in trace.branches]
     nodes = branches.pop() if branches else []
     place_of = {id(node): place for place, node in enumerate(nodes)}
+    num_tokens: list[int] = []  # of each node and of those before it on its path
+    for node in trace.nodes:
+        num_before = 0 if node.parent is None else num_tokens[node.parent]
+        num_tokens.append(num_before + len(node.token_ids))
     turns = []
     for call in trace.calls:
         if call.node is None:
@@ -35,7 +38,7 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
                 "message": place_of.get(id(node)),
                 "begin_s": call.time.start - begin if call.time.start else None,
                 "end_s": call.time.end - begin if call.time.end else None,
-                "num_prompt_tokens": _num_tokens_up_to(trace, call.node) - len(node.logprobs),
+                "num_prompt_tokens": num_tokens[call.node] - len(node.logprobs),
                 "num_sampled_tokens": len(node.logprobs),
                 "policy_version": own[-1][1],
                 "finish_reason": call.finish_reason,
@@ -53,20 +56,10 @@ def record_of_trace(trace: Any, policy_version: int) -> bytes:
 
 def record_of_state(state: Mapping[str, Any]) -> bytes:
     """Return the record of a classic environment's state: its messages, without turns."""
-    timing = state.get("timing") or {}
     messages = _messages(state.get("prompt"), "user")
     messages += _messages(state.get("completion"), "assistant")
-    begun_at = field_of(timing, "start_time") or field_of(timing, "start") or None
+    begun_at = state["timing"].start_time
     return as_json({"begun_at": begun_at, "messages": messages, "turns": []})
-
-
-def _num_tokens_up_to(trace: Any, place: int | None) -> int:
-    """Return the tokens of a node and of those before it on its path."""
-    num_tokens = 0
-    while place is not None:
-        num_tokens += len(trace.nodes[place].token_ids)
-        place = trace.nodes[place].parent
-    return num_tokens
 
 
 def _messages(messages: Any, role: str) -> list[dict[str, Any]]:
@@ -76,17 +69,18 @@ def _messages(messages: Any, role: str) -> list[dict[str, Any]]:
 
 
 def message_of(message: Any) -> dict[str, Any]:
-    """Return a message as OpenAI's chat API has it, with its content as one text."""
-    result: dict[str, Any] = {
-        "role": field_of(message, "role"),
-        "content": _text(field_of(message, "content")),
-    }
-    if reasoning := field_of(message, "reasoning_content"):
-        result["reasoning_content"] = str(reasoning)
-    if calls := field_of(message, "tool_calls"):
-        result["tool_calls"] = [_call(call) for call in calls]
-    if call_id := field_of(message, "tool_call_id"):
-        result["tool_call_id"] = str(call_id)
+    """Return a message as OpenAI's chat API has it, with its content as one text.
+
+    Args:
+        message: a dict or an object of pydantic, as are its parts.
+    """
+    given = dict(message)
+    result: dict[str, Any] = {"role": given["role"], "content": _text(given.get("content"))}
+    for name in ("reasoning_content", "tool_call_id"):
+        if value := given.get(name):
+            result[name] = str(value)
+    if calls := given.get("tool_calls"):
+        result["tool_calls"] = [_call(dict(call)) for call in calls]
     return result
 
 
@@ -102,18 +96,15 @@ def text_of(messages: Any) -> str:
     return "\n".join(lines)
 
 
-def _call(call: Any) -> dict[str, Any]:
-    function = field_of(call, "function") or call  # as OpenAI has it, or verifiers
-    named = {name: str(field_of(function, name)) for name in ("name", "arguments")}
-    return {"id": str(field_of(call, "id")), "type": "function", "function": named}
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or call)  # as OpenAI has it, or verifiers
+    named = {name: str(function.get(name)) for name in ("name", "arguments")}
+    return {"id": str(call.get("id")), "type": "function", "function": named}
 
 
 def _text(content: Any) -> str:
     """Return a message's content as text; an image is named and not kept."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = []
-    for part in content if isinstance(content, list | tuple) else [content]:
-        text = part if isinstance(part, str) else field_of(part, "text")
-        parts.append(str(text) if text is not None else f"[{field_of(part, 'type')}]")
-    return "\n".join(parts)
+    parts = [dict(part) for part in content]
+    return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)

@@ -7,6 +7,8 @@ import json
 from array import array
 from typing import Any
 
+from jinja2 import TemplateError
+
 NUM_KEPT = 256  # renderings in memory, 4 bytes a token; the rollouts of a group share a prompt
 
 
@@ -61,29 +63,32 @@ class Renderer:
             return []
         return self._render_json(json.dumps([messages, is_prompt, template])).tolist()
 
-    def render_after_reply(
-        self, messages: list[Any], num_new: int, last_token: int, **template: Any
+    def extend(
+        self, tokens: list[int], messages: list[Any], num_new: int, **template: Any
     ) -> list[int] | None:
-        """Return what the template writes after a reply whose tokens ended with `last_token`, for
-        the last `num_new` messages; None if it cannot be told.
+        """Return the tokens of a conversation so far, which end with a reply, and behind them what
+        the template writes for the last `num_new` messages; None if it cannot be told.
 
         A short reply stands in for the real one. The tokens of the real one are known, and the
         template may render it otherwise than it was sampled. A reply that ended with no special
         token, as one does at a `stop` string, is followed by the token that ends the template's
         replies.
-
-        Raises:
-            jinja2.TemplateError: the template refuses such a conversation.
         """
-        is_ended = last_token in self._special_ids
-        end = last_token if is_ended else self._tokenizer.eos_token_id
+        new = messages[len(messages) - num_new :]
+        if not new or any(message["role"] == "assistant" for message in new):
+            return None
+        is_ended = tokens[-1] in self._special_ids
+        end = tokens[-1] if is_ended else self._tokenizer.eos_token_id
         question = {"role": "user", "content": "?"}
         reply = {**messages[-num_new - 1], "content": "."}
         reply = {k: reply[k] for k in ("role", "content", "tool_calls") if reply.get(k)}
-        num_before = self.render([question], is_prompt=False, **template).count(end)
-        after = self.render([question, reply, *messages[-num_new:]], **template)
+        try:
+            num_before = self.render([question], is_prompt=False, **template).count(end)
+            after = self.render([question, reply, *new], **template)
+        except TemplateError:  # it refuses such a conversation
+            return None
         ends = [at for at, token in enumerate(after) if token == end]
-        return after[ends[num_before] + is_ended :] if len(ends) > num_before else None
+        return tokens + after[ends[num_before] + is_ended :] if len(ends) > num_before else None
 
     @functools.cached_property
     def _special_ids(self) -> set[int]:

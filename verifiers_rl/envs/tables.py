@@ -8,32 +8,21 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verifiers_rl.did_you_mean import did_you_mean
 from verifiers_rl.envs.base import (
-    CLASSIC_PACKAGES,
+    HOW_TO_MAKE_PYTHON,
     InvalidEnvironmentError,
     RunnerOptions,
-    beside,
-    how_to_install,
+    add_folders,
     module_name,
 )
-
-
-def add_folders(folders: Sequence[Path]) -> None:
-    """Make the modules in these folders importable, first those of the first folder."""
-    for folder in reversed(folders):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
 
 
 def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
@@ -51,27 +40,13 @@ def load_table(table: Mapping[str, Any], folders: Sequence[Path] = ()) -> Any:
         return load_v1_environment(table, *folders)
     add_folders(folders)
     env_id = table["id"]
-    module = module_name(env_id)
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise InvalidEnvironmentError(
-                f"id={env_id!r}: its module imports {error.name!r}, which is missing"
-            ) from error
-        if find_spec(f"verifiers.v1.tasksets.{module}") is None:
-            known = [one.name for one in pkgutil.iter_modules([str(path) for path in folders])]
-            hint = did_you_mean(module, known, "install it, or correct the id")
-            raise InvalidEnvironmentError(
-                f"[env] id={env_id!r}: no module {module!r} is installed{beside(folders)}; "
-                f"{how_to_install(env_id) or hint}"
-            ) from error
-        found = None  # verifiers' own
+    found: Any = None
+    with suppress(ModuleNotFoundError):  # `load_v1_environment` says what is missing
+        found = importlib.import_module(module_name(env_id))
     if hasattr(found, "load_environment") and not hasattr(found, "__all__"):
         raise InvalidEnvironmentError(
-            f"[env] id={env_id!r} is a classic environment, which needs a Python with an older "
-            f"verifiers: `uv venv NAME && uv pip install --python NAME {CLASSIC_PACKAGES}`, and "
-            'python = "NAME/bin/python" beside the id'
+            f"[env] id={env_id!r} is a classic environment, which needs an older verifiers; "
+            f"{HOW_TO_MAKE_PYTHON} beside the id"
         )
     return load_v1_environment({"taskset": {"id": env_id, **table.get("args", {})}}, *folders)
 
@@ -85,6 +60,7 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
 
     Raises:
         InvalidEnvironmentError: it cannot be made here.
+        Exception: whatever the loading of a classic one raises.
     """
     options = RunnerOptions(**recipe["options"])
     if options.tokenizer:
@@ -101,13 +77,10 @@ def make_environment(recipe: Mapping[str, Any]) -> Any:
         raise InvalidEnvironmentError(
             f"a taskset needs verifiers 0.4 or later, and this Python has {version('verifiers')}"
         )
-    from verifiers_rl.envs.classic import ClassicEnvironment, load_environment
+    from verifiers_rl.envs.classic import ClassicEnvironment
 
     add_folders(folders)
-    return ClassicEnvironment(load_environment(table["id"], table.get("args", {})), options)
-
-
-def facts_of(env: Any) -> dict[str, Any]:
-    """Return what the trainer needs to know of an environment that it does not have, for JSON."""
-    sizes = {split: env.sizes(split) for split in ("train", "eval")}
-    return {"sizes": sizes, "description": env.description}
+    verifiers: Any = importlib.import_module("verifiers")
+    env_id: str = table["id"]
+    env = verifiers.load_environment(env_id.split("@", 1)[0], **table.get("args", {}))
+    return ClassicEnvironment(env, options)

@@ -18,14 +18,12 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
 
-from verifiers_rl.data import ENDLESS, describe_sizes
 from verifiers_rl.envs import v1_changes as v1_changes
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions, pickle_for_worker
 from verifiers_rl.envs.local_tools import LocalTools
@@ -33,24 +31,22 @@ from verifiers_rl.envs.records import record_of_trace
 from verifiers_rl.envs.rendering import Renderer
 from verifiers_rl.envs.v1_client import TokenClientConfig
 from verifiers_rl.envs.v1_loading import (
-    IN_PROCESS,
+    check_tool_servers,
     describe,
     environment_of,
     let_tool_servers_import_from,
     plays_in_our_chat_here,
-    tool_servers,
     with_local_chat,
 )
 from verifiers_rl.envs.v1_samples import rollout_of_trace
 from verifiers_rl.envs.v1_tasks import (
     MAX_OVERLONG,
     TaskStream,
-    check_text_only,
     first_messages,
     without_tasks,
 )
 from verifiers_rl.inference import RolloutSession
-from verifiers_rl.process.limits import rollouts_at_once
+from verifiers_rl.process.limits import FILES_OF_ROLLOUT, raise_open_files
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout, Split
 
@@ -94,10 +90,9 @@ class V1TaskRunner:
             let_tool_servers_import_from(folder)
         self.env = with_local_chat(environment_of(env) if env is self.taskset else env)
         has_tools_here = options.tools_in_process and plays_in_our_chat_here(self.env)
-        self._local_tools = LocalTools(self.env) if has_tools_here else None
-        self.files_per_rollout = self._files_per_rollout()
-        at_once = rollouts_at_once(options.max_concurrent, self.files_per_rollout)
-        self._slots = asyncio.Semaphore(at_once)
+        self._local_tools = LocalTools(self.env, has_tools_here)
+        check_tool_servers(self.env, has_tools_here)
+        raise_open_files(FILES_OF_ROLLOUT * options.max_concurrent)
         self.renderer = Renderer(options.tokenizer)
         self.warned: set[tuple[str, str]] = set()  # agents and options that bias logprobs
         self._serving: asyncio.Task[None] | None = None
@@ -105,18 +100,6 @@ class V1TaskRunner:
     @staticmethod
     def can_run(env: Any) -> bool:
         return isinstance(env, vf.Env | vf.Taskset)
-
-    def _files_per_rollout(self) -> int:
-        """Return how many sockets and pipes a rollout holds in this process at most: one connection
-        to the server, and those of tool servers and of an agent's program. A program also has a
-        connection to the endpoint, with both ends here.
-        """
-        config = self.env.config
-        harnesses = config.agent_harnesses().values()
-        num_files = 1 + 4 * len(tool_servers(self.env, self._local_tools is not None))
-        if any(harness.id != IN_PROCESS for harness in harnesses):
-            num_files += 7
-        return num_files * (config.max_concurrent_agents or len(harnesses))
 
     async def open(self) -> None:
         """Start what the environment shares between episodes.
@@ -129,7 +112,7 @@ class V1TaskRunner:
 
         async def serve() -> None:  # the task that opens a context must also close it
             try:
-                tools = nullcontext() if self._local_tools is None else self._local_tools.open()
+                tools = self._local_tools.open()
                 async with tools, self.env.serving():
                     if not is_up.done():  # nobody waits for it any more
                         is_up.set_result(None)
@@ -152,26 +135,15 @@ class V1TaskRunner:
     async def close(self) -> None:
         if self._serving is not None:
             self._stopping.set()
-            _, late = await asyncio.wait([self._serving], timeout=EXIT_S)
-            for task in late:
-                logger.warning("environment %r: not closed within %g s", self.name, EXIT_S)
-                task.cancel()
+            await asyncio.wait([self._serving], timeout=EXIT_S)
 
     async def run_task(self, task: vf.Task, request: GroupRequest) -> list[Rollout]:
         """Run the episodes of one task. Each gives a rollout for each trace of a trained agent. An
         error fails only its own episode.
         """
-        if self._local_tools is not None:
-            task = self._local_tools.of_task(task)
-        runs = [self._run(task, request, number) for number in range(request.num_rollouts)]
-        rollouts = [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
-        for rollout in rollouts:
-            rollout.env, rollout.example_id = self.name, request.index
-        return rollouts
-
-    async def _run(self, task: vf.Task, request: GroupRequest, number: int) -> list[Rollout]:
-        async with self._slots:  # who waits here holds no place of another environment
-            return await request.play(number, partial(self._play, task, request))
+        play = partial(self._play, self._local_tools.of_task(task), request)
+        runs = [request.play(number, play) for number in range(request.num_rollouts)]
+        return [rollout for episode in await asyncio.gather(*runs) for rollout in episode]
 
     async def _play(
         self, task: vf.Task, request: GroupRequest, session: RolloutSession
@@ -180,7 +152,7 @@ class V1TaskRunner:
         client = TokenClientConfig.of_episode(self, request, session)
         version = request.policy_version
         try:
-            async with session.limited(request.timeout_s) as deadline:
+            async with session.limited(request.timeout_s):
                 context = vf.ModelContext(model=request.model, client=client)
                 traces = trained_traces(await self.env.run_slot(slot, context))
             for trace in traces:
@@ -189,11 +161,6 @@ class V1TaskRunner:
             return [rollout_of_trace(trace, version, masks_env) for trace in traces]
         except Exception as error:  # whatever the environment's own code raises
             failed = Rollout(0, task.data.prompt_text, error=error)
-            if deadline.is_cause_of(error):
-                failed.num_lost_tokens = deadline.num_lost_tokens
-                failed.error = TimeoutError(
-                    f"an episode took longer than generation_timeout ({request.timeout_s:g} s)"
-                )
             if slot.traces:
                 failed.record = record_of_trace(slot.traces[-1], version)
             return [failed]
@@ -228,31 +195,27 @@ class V1Environment(V1TaskRunner):
         except (ValueError, TypeError) as error:
             raise InvalidEnvironmentError(f"environment {options.name!r}: {error}") from error
         self.description = self._describe()
-        self._make: Any = partial(_make_again, type(env), getattr(env, "config", None))
-        if isinstance(env, vf.Taskset):
-            self._make = partial(V1TaskRunner, without_tasks(env))
+        self._given = env
 
     def _take_tasks(self, of_evaluation: vf.Taskset | None) -> None:
-        taskset = self.taskset
-        num_eval_tasks, limit = self.options.num_eval_tasks, self.options.max_prompt_len
+        taskset, num_eval_tasks = self.taskset, self.options.num_eval_tasks
         self._tasks: list[vf.Task] | TaskStream
         if taskset.bounded:
-            self._tasks = self._eval_tasks = first = list(self._iterate(taskset))
+            self._tasks = self._eval_tasks = list(self._iterate(taskset))
         else:
             num_held_out = 0 if of_evaluation is not None else num_eval_tasks
             self._eval_tasks = list(itertools.islice(self._iterate(taskset), num_held_out))
             self._tasks = TaskStream(lambda: self._iterate(taskset), len(self._eval_tasks))
-            first = [self._tasks.at(0)]
+            self._tasks[0]  # raises if there is none
         if of_evaluation is not None:
             stop = None if of_evaluation.bounded else num_eval_tasks
             self._eval_tasks = list(itertools.islice(self._iterate(of_evaluation), stop))
-        left_out = f"; {self.num_overlong_prompts} prompts longer than max_prompt_len={limit}"
-        if not first:
-            raise InvalidEnvironmentError(
-                "it has no tasks" + (left_out if self.num_overlong_prompts else "")
-            )
-        if self.num_overlong_prompts:
+        left_out = ""
+        if num := self.num_overlong_prompts:
+            left_out = f"; {num} prompts longer than max_prompt_len={self.options.max_prompt_len}"
             logger.warning("environment %r%s left out", self.name, left_out)
+        if not self._tasks:
+            raise InvalidEnvironmentError(f"it has no tasks{left_out}")
 
     def _iterate(self, taskset: Any) -> Iterator[vf.Task]:
         """Yield the taskset's tasks, without those whose first prompt is too long."""
@@ -260,7 +223,6 @@ class V1Environment(V1TaskRunner):
         num_in_a_row = 0
         for task in taskset:
             prompt = first_messages(task)
-            check_text_only(task, prompt)
             if limit is None or self.options.tokenizer is None:
                 yield task
             elif len(self.renderer.render(prompt, **template)) <= limit:
@@ -277,23 +239,23 @@ class V1Environment(V1TaskRunner):
 
     def sizes(self, split: Split) -> list[int]:
         """Return the number of tasks of this split, as a list of one; `ENDLESS` for a stream."""
-        tasks = self._tasks if split == "train" else self._eval_tasks
-        return [ENDLESS if isinstance(tasks, TaskStream) else len(tasks)]
+        return [len(self._tasks if split == "train" else self._eval_tasks)]
 
     def _describe(self) -> str:
         """Return one line for the start of a run."""
-        is_same = self._eval_tasks is self._tasks
-        of_evaluation = f", {'also' if is_same else len(self._eval_tasks)} for evaluations"
-        tasks = describe_sizes(self.sizes("train"))
-        tasks += " of tasks, in its order" if isinstance(self._tasks, TaskStream) else " tasks"
+        tasks = "a stream of tasks, in its order"
+        if not isinstance(self._tasks, TaskStream):
+            tasks = f"{len(self._tasks)} tasks"
+        num_eval_tasks = "also" if self._eval_tasks is self._tasks else len(self._eval_tasks)
         which = "environment" if self.name == "env" else f"environment {self.name!r}"
-        return f"{which}: {describe(self.env)}; {tasks}{of_evaluation}"
+        return f"{which}: {describe(self.env)}; {tasks}, {num_eval_tasks} for evaluations"
 
     def recipe(self) -> Callable[[], V1TaskRunner]:
-        first = self._tasks.at(0) if isinstance(self._tasks, TaskStream) else self._tasks[0]
-        for task in (first, *self._eval_tasks[:1]):
+        for task in (self._tasks[0], *self._eval_tasks[:1]):
             pickle_for_worker(task)
-        return partial(self._make, self.options)
+        if isinstance(self._given, vf.Taskset):
+            return partial(V1TaskRunner, without_tasks(self._given), self.options)
+        return partial(_make_again, type(self._given), self._given.config, self.options)
 
     async def example(self, split: Split, index: int) -> dict[str, Any]:
         """Return the fields of an example, by their names."""
@@ -304,14 +266,13 @@ class V1Environment(V1TaskRunner):
         return await self.run_task(await self.task(request.split, request.index), request)
 
     async def task(self, split: Split, index: int) -> vf.Task:
-        if split == "eval":
-            return self._eval_tasks[index]
-        if not isinstance(self._tasks, TaskStream):
-            return self._tasks[index]
+        tasks = self._tasks if split == "train" else self._eval_tasks
+        if not isinstance(tasks, TaskStream):
+            return tasks[index]
         deadline_s = max(self.options.timeout_s, LOAD_S)
         try:
             # On a thread: a resumed run makes all earlier tasks, and a stream may read files.
-            return await asyncio.wait_for(asyncio.to_thread(self._tasks.at, index), deadline_s)
+            return await asyncio.wait_for(asyncio.to_thread(tasks.__getitem__, index), deadline_s)
         except TimeoutError as error:
             raise InvalidEnvironmentError(
                 f"environment {self.name!r}: task {index} of its stream did not come within "

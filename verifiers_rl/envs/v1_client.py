@@ -7,10 +7,8 @@ from base64 import b64encode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import openai
 import verifiers.v1 as vf
-from jinja2 import TemplateError
 from pydantic import Field, PrivateAttr
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import ChatDialect
@@ -20,14 +18,7 @@ from verifiers.v1.interception import server as interception
 from verifiers.v1.types import SamplingMask
 
 from verifiers_rl.envs.v1_loading import IN_PROCESS
-from verifiers_rl.inference import (
-    RolloutSession,
-    ServerClient,
-    pack_ids,
-    unpack_experts,
-    unpack_mask,
-    unpack_sampled,
-)
+from verifiers_rl.inference import ChatReply, RolloutSession, ServerClient
 
 if TYPE_CHECKING:
     from verifiers_rl.envs.v1 import V1TaskRunner
@@ -114,8 +105,7 @@ class TokenClient(vf.Client):
     """Passes model calls from the endpoint to `vf-vllm`'s `/v1/chat/completions/tokens`."""
 
     def __init__(self, config: TokenClientConfig) -> None:
-        timeout_s = config._runner.options.timeout_s
-        self._http = ServerClient(f"{config.base_url}/v1", timeout_s)
+        self._http = ServerClient(f"{config.base_url}/v1", config._runner.options.timeout_s)
 
     async def get_response(
         self,
@@ -149,38 +139,29 @@ class TokenClient(vf.Client):
         if room < 1:
             tokens = f"{len(prompt_ids)} tokens fill max_seq_len={max_seq_len}"
             raise _prompt_too_long(turn, f"maximum context length: {tokens}")
-        request = body | options | {"tokens": pack_ids(prompt_ids), "packed_tokens": True}
+        request = body | options
         # If a program asks for a stream, verifiers makes one from the whole reply. The only
         # limit is max_tokens below.
         for name in ("stream", "stream_options", "max_completion_tokens"):
             request.pop(name, None)
-        wants_experts = request.pop("routed_experts", False)  # the server's flag returns them
         if request.get("sampling_mask") and request.get("top_k") in (None, -1, 0):
             request["top_k"] = episode._sampling["top_k"]  # an agent has taken the limit away
         episode.warn_of_bias(turn.trace.agent.name, request)
         request["max_tokens"] = min(options.get("max_tokens") or room, room)
-        # The tokens are the prompt. vLLM renders messages all the same, so it gets a short one.
-        request["messages"] = [{"role": "user", "content": "."}]
-        http = self._http.of_rollout(episode._session)
         try:
-            reply = await http.post(
-                "/chat/completions/tokens", cast_to=httpx.Response, body=request
-            )
+            reply = await self._http.of_rollout(episode._session).reply_to(request, prompt_ids)
         except openai.OpenAIError as error:
             if "context length" in str(error):
                 raise _prompt_too_long(turn, str(error)) from error
-            status = getattr(error, "status_code", 503)
-            raise ProviderError(str(error), status_code=status) from error
-        completion = reply.json()
-        (choice,) = completion["choices"]
-        packed = completion.pop("packed_tokens")
-        experts = choice.pop("routed_experts", None) if wants_experts else None
-        response = dialect.parse_response(dialect.validate_response(completion))
-        response.raw = completion
+            raise ProviderError(
+                str(error), status_code=getattr(error, "status_code", 503)
+            ) from error
+        response = dialect.parse_response(dialect.validate_response(reply.completion))
+        response.raw = reply.completion
         response.message = AssistantMessage(
-            **dict(response.message), policy_versions=reply.extensions["policy_versions"]
+            **dict(response.message), policy_versions=reply.policy_versions
         )
-        response.tokens = _turn_tokens(prompt_ids, packed, experts)
+        response.tokens = _turn_tokens(prompt_ids, reply)
         return response
 
     async def relay(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,33 +189,23 @@ def _prompt_ids(
     """Return the tokens so far and those of new messages; render all again if that fails."""
     before = turn.previous_renderer_token_ids()
     if before is not None:  # prompt and reply of the turn before
-        tokens = [*before[0], *before[1]]
         last = turn.prefix_node_ids[-1]
         was_cut = any(c.node == last and c.finish_reason == "length" for c in turn.trace.calls)
-        all_new = turn.tail and all(message.role != "assistant" for message in turn.tail)
-        if all_new and not was_cut:
-            try:
-                added = runner.renderer.render_after_reply(
-                    messages, len(turn.tail), tokens[-1], **template
-                )
-            except TemplateError:
-                added = None
-            if added is not None:
-                return tokens + added
+        so_far, num_new = [*before[0], *before[1]], 0 if was_cut else len(turn.tail)
+        extended = runner.renderer.extend(so_far, messages, num_new, **template)
+        if extended is not None:
+            return extended
     return runner.renderer.render(messages, **template)
 
 
-def _turn_tokens(
-    prompt_ids: list[int], packed: Mapping[str, Any], experts: str | None
-) -> vf.TurnTokens:
+def _turn_tokens(prompt_ids: list[int], reply: ChatReply) -> vf.TurnTokens:
     """Return a reply's tokens as verifiers keeps them in the nodes of a trace."""
-    token_ids, logprobs = unpack_sampled(packed)
+    assert reply.sampled is not None  # tokens were sent
+    (token_ids, logprobs), mask, rows = reply.sampled, reply.mask, reply.experts
     routed_experts = None
-    if experts is not None:
-        rows = unpack_experts(experts)
-        routed_experts = {"data": b64encode(rows.tobytes()), "dtype": "int16", "start": 0}
-        routed_experts["shape"] = rows.shape
-    mask = unpack_mask(packed)
+    if rows is not None:
+        data = b64encode(rows.tobytes())
+        routed_experts = {"data": data, "dtype": "int16", "start": 0, "shape": rows.shape}
     return vf.TurnTokens.model_construct(  # it would drop the dtype of the experts
         prompt_ids=prompt_ids,
         completion_ids=token_ids.tolist(),

@@ -24,7 +24,11 @@ from verifiers.v1.utils import loaders
 from verifiers.v1.utils.prime import ensure_prime_auth
 
 from verifiers_rl.did_you_mean import did_you_mean
-from verifiers_rl.envs.base import InvalidEnvironmentError, beside, how_to_install
+from verifiers_rl.envs.base import (
+    InvalidEnvironmentError,
+    add_folders,
+    module_name,
+)
 from verifiers_rl.envs.local_tools import runs_here
 
 IN_PROCESS = "verifiers_rl"  # id of `chat_harness.ChatHarness`
@@ -45,9 +49,8 @@ def load_v1_environment(given: Mapping[str, Any], *folders: Path) -> vf.Env:
         InvalidEnvironmentError: an id is not installed, or verifiers refuses a key or a value; one
             line names it.
     """
+    add_folders(folders)
     for folder in reversed(folders):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
         let_tool_servers_import_from(folder)
     table = copy.deepcopy(dict(given))
     of_evaluation = table.pop("eval_taskset", None)
@@ -113,8 +116,13 @@ def _describe_missing(error: ModuleNotFoundError, folders: Sequence[Path]) -> st
     _, plugin_id, *_ = [*said.split("'"), ""]
     own = [f"{vf.__path__[0]}/{kind}" for kind in ("tasksets", "envs", "harnesses")]
     known = [module.name for module in (*pkgutil.iter_modules(), *pkgutil.iter_modules(own))]
-    hint = how_to_install(plugin_id) or did_you_mean(plugin_id, known)
-    return f"{said}{beside(folders)}: {error.__cause__ or error}" + (f"; {hint}" if hint else "")
+    beside = f" nor beside the TOML in {', '.join(map(str, folders))}" if folders else ""
+    hint = ""
+    if module_name(plugin_id) not in known:  # else it imports what is missing
+        hint = did_you_mean(plugin_id, known)
+        if "/" in plugin_id:  # of verifiers' hub
+            hint = f"install it: prime env install {plugin_id}"
+    return f"{said}{beside}: {error.__cause__ or error}" + (f"; {hint}" if hint else "")
 
 
 # --- From a taskset -------------------------------------------------------------------------------
@@ -231,14 +239,12 @@ def plays_in_our_chat_here(env: vf.Env) -> bool:
     )
 
 
-def tool_servers(env: vf.Env, has_tools_here: bool) -> list[vf.Toolset]:
-    """Return the toolsets that verifiers will start a process for.
+def check_tool_servers(env: vf.Env, has_tools_here: bool) -> None:
+    """Raise InvalidEnvironmentError if verifiers would start a process for a toolset that is
+    defined in the script that runs.
 
     Args:
         has_tools_here: `local_tools.LocalTools` has those that can run in this process.
-
-    Raises:
-        InvalidEnvironmentError: such a toolset is defined in the script that runs.
     """
     taskset = env.taskset
     toolsets = [*taskset.toolsets(taskset.config)]
@@ -251,7 +257,6 @@ def tool_servers(env: vf.Env, has_tools_here: bool) -> list[vf.Toolset]:
             f"the module of its class; move {in_script[0]} into a file beside the script, which "
             f"ends in `if __name__ == '__main__': {in_script[0]}.run()`, and import it from there"
         )
-    return servers
 
 
 def describe(env: vf.Env) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
+from verifiers_rl.data import ENDLESS
 from verifiers_rl.envs.base import InvalidEnvironmentError
 from verifiers_rl.envs.rendering import as_vllm_renders
 
@@ -22,21 +23,20 @@ MAX_OVERLONG = 1000  # overlong prompts in a row after which no shorter one is e
 
 
 def first_messages(task: vf.Task) -> list[dict[str, Any]]:
-    """Return the first prompt as messages for a chat template."""
-    data = task.data
+    """Return the first prompt as messages for a chat template. Raises InvalidEnvironmentError if it
+    has an image.
+    """
+    data, prompt = task.data, task.data.prompt
     messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
-    if isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": data.prompt}]
-    return messages + [message_to_wire(message) for message in data.prompt or []]
-
-
-def check_text_only(task: vf.Task, prompt: list[dict[str, Any]]) -> None:
-    """Raise InvalidEnvironmentError for a first prompt with an image."""
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    messages += [message_to_wire(message) for message in prompt or []]
     try:
-        for message in prompt:
+        for message in messages:
             as_vllm_renders(message)
     except ValueError as error:
-        raise InvalidEnvironmentError(f"task {task.data.idx}: {error}") from error
+        raise InvalidEnvironmentError(f"task {data.idx}: {error}") from error
+    return messages
 
 
 def without_tasks(taskset: vf.Taskset) -> vf.Taskset:
@@ -69,7 +69,10 @@ class TaskStream:
         self._kept: dict[int, vf.Task] = {}
         self._lock = threading.Lock()
 
-    def at(self, position: int) -> vf.Task:
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, position: int) -> vf.Task:
         """Return one task. Raises InvalidEnvironmentError if the stream ends before it."""
         with self._lock:
             if position not in self._kept and not 0 <= self._next <= position:

@@ -24,7 +24,7 @@ from typing import Any
 
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.messages import frame, pack_group, receive
-from verifiers_rl.envs.tables import facts_of, make_environment
+from verifiers_rl.envs.tables import make_environment
 from verifiers_rl.inference import RolloutSession
 from verifiers_rl.process import parent as parent_of_worker
 from verifiers_rl.requests import GroupRequest
@@ -55,26 +55,21 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _run(connection: socket.socket, setup: dict[str, Any]) -> None:
-    recipes, only_describes = setup["recipes"], setup["only_describes"]
+    recipes, problem, where = setup["recipes"], "", ""
     runners: list[Any] = []
-    said: dict[str, Any] = {"problem": None}
-    where = ""
     try:
         multiprocessing.spawn.prepare(setup["process"])  # imports the script, if it is named
-        if not only_describes:
-            logging.disable(logging.WARNING)  # what is to be said of them has been said
         for recipe in recipes:
+            logging.disable(logging.WARNING if recipe.get("is_quiet") else logging.NOTSET)
             # Outside the event loop, because an environment may run its own loop to load its data.
             where = f"environment {recipe['name']!r}: " if len(recipes) > 1 else ""
             pickled = base64.b64decode(recipe.get("pickled", ""))
             runners.append(pickle.loads(pickled)() if pickled else make_environment(recipe))
-        if only_describes:
-            said["facts"] = facts_of(runners[0])
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
-        said["problem"] = where + describe_error(error)
+        problem = where + describe_error(error)
     logging.disable(logging.NOTSET)
-    if only_describes or said["problem"] is not None:
-        connection.sendall(b"".join(frame(said)))
+    if problem:
+        connection.sendall(b"".join(frame({"problem": problem})))
         return
     # Ctrl-C may reach us too, but the trainer decides when we end. Set after the environments are
     # made, because environments set a handler of their own.
@@ -84,8 +79,14 @@ def _run(connection: socket.socket, setup: dict[str, Any]) -> None:
     asyncio.run(_serve(connection, runners, setup))
 
 
+def facts_of(env: Any) -> dict[str, Any]:
+    """Return what the trainer needs to know of an environment that has its examples here."""
+    sizes = {split: env.sizes(split) for split in ("train", "eval")}
+    return {"sizes": sizes, "description": env.description}
+
+
 class _Places:
-    """The `HasPlaces` of one group: asks the orchestrator's process.
+    """The `requests.Places` of one group: asks the orchestrator's process.
 
     Args:
         send: sends a message about this group to the orchestrator's process.
@@ -93,34 +94,28 @@ class _Places:
 
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
-        self._answers: dict[int, asyncio.Queue[str | None]] = {}
+        self._servers: dict[int, asyncio.Queue[str | None]] = {}
         self._sessions: dict[int, RolloutSession] = {}
 
     @asynccontextmanager
     async def take(self, request: GroupRequest, number: int) -> AsyncIterator[RolloutSession]:
         """Wait for a place of this rollout of the group, and hold it."""
-        self._answers[number] = asyncio.Queue()
-        find_other = partial(self._ask, number, "server")
-        url = await self._ask(number, "place")
-        session = RolloutSession(request.policy_version, url, find_other, request.seed, number)
+        answer = self._servers[number] = asyncio.Queue()
+        self._send(rollout=number, begins=True)
+        url = await answer.get()
+        session = RolloutSession(request.policy_version, url, request.seed, number)
         self._sessions[number] = session
         try:
             yield session
         finally:
-            del self._sessions[number]
-            self._send(rollout=number, needs="nothing")
-
-    async def _ask(self, number: int, needs: str, lost: str = "") -> str | None:
-        """Return the rollout's server; None: the only one, or there is no other than `lost`."""
-        self._send(rollout=number, needs=needs)
-        return await self._answers[number].get()
+            self._send(rollout=number, begins=False, is_lost=session.is_lost)
 
     def take_message(self, rollout: int, server: str | None = None, is_lost: bool = False) -> None:
-        """Take an answer, or that the server of a rollout is lost."""
+        """Take the server of a rollout that begins, or that its server is lost."""
         if not is_lost:
-            self._answers[rollout].put_nowait(server)
-        elif (session := self._sessions.get(rollout)) is not None:
-            session.lose(str(session.url))
+            self._servers[rollout].put_nowait(server)
+        elif rollout in self._sessions:
+            self._sessions[rollout].fail()
 
 
 async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str, Any]) -> None:
@@ -136,7 +131,7 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
         send(problem=describe_error(error))
         await writer.drain()
         return
-    send(problem=None)
+    send(problem="", facts=[facts_of(runner) for runner in runners if hasattr(runner, "sizes")])
     running: dict[int, tuple[asyncio.Task[None], _Places]] = {}
     is_alive = asyncio.create_task(_say_alive(send, setup["alive_s"], setup["blocked_s"]))
 
@@ -146,8 +141,8 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
                 group = await runners[env].run_task(pickle.loads(task), request)
             else:  # the environment has its examples here
                 group = await runners[env].run_group(request)
-            rollouts, arrays = pack_group(group)
-            answer = frame({"group": number, "rollouts": rollouts}, arrays)
+            rollouts, content = pack_group(group)
+            answer = frame({"group": number, "rollouts": rollouts}, content)
         except Exception as error:  # sent, so that the trainer does not wait forever
             answer = frame({"group": number, "problem": describe_error(error)})
         finally:
@@ -157,12 +152,12 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
 
     try:
         while True:
-            message, arrays = await receive(reader)
+            message, content = await receive(reader)
             number = message.pop("group")
             if "request" in message:
                 places = _Places(partial(send, group=number))
                 request = GroupRequest(**message["request"], places=places)
-                work = run(number, message["env"], request, arrays["task"].tobytes())
+                work = run(number, message["env"], request, content)
                 running[number] = asyncio.create_task(work), places
             elif number not in running:
                 pass  # the group has ended

@@ -4,13 +4,13 @@ from the trainer.
     trainer process                                     worker process (worker_main.py)
     WorkerEnvironment ── group: example, request ──►    the environment's rollouts
                       ◄── rollout: needs a place ──     each asks before it begins
-                      ── its server ──────────────►     (and again if that server is lost)
+                      ── its server ──────────────►     (and again if its server is lost)
                       ◄── rollout: has ended ──────
                       ◄── Rollouts, as arrays ─────
 
 So places, servers and what is done of a batch are counted in the trainer's process alone. A worker
 makes each environment again from its recipe. If parts of it are defined in the script that runs,
-the worker imports the script, as multiprocessing's "spawn" does. Messages are JSON and arrays
+the worker imports the script, as multiprocessing's "spawn" does. Messages are JSON and bytes
 (messages.py), on a pair of sockets that no other process can reach; recipes and tasks in them are
 pickles. Workers may run in another Python than the trainer's, see foreign.py: then nothing is
 pickled.
@@ -38,8 +38,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 import verifiers_rl
 from verifiers_rl.data import describe_error
 from verifiers_rl.envs.base import (
@@ -48,7 +46,13 @@ from verifiers_rl.envs.base import (
     needs_script,
     pickle_for_worker,
 )
-from verifiers_rl.envs.messages import WorkerError, frame, receive, unpack_group
+from verifiers_rl.envs.messages import (
+    WorkerError,
+    WorkerLostError,
+    frame,
+    receive,
+    unpack_group,
+)
 from verifiers_rl.inference import ServerLostError, SessionLostError
 from verifiers_rl.requests import GroupRequest
 from verifiers_rl.types import LOAD_S, Rollout
@@ -112,25 +116,26 @@ class WorkerEnvironment:
         Raises:
             NotPortableError: the example cannot be sent.
         """
-        index, num_restarts = request.index, 0
+        index = request.index
         task = await self.env.task(request.split, index)
         pickled = b"" if task is None else pickle_for_worker(task)
         given = {name: getattr(request, name) for name in SENT}
-        parts = {"env": self._number, "request": given}, {"task": np.frombuffer(pickled, np.uint8)}
-        while True:
+        message = {"env": self._number, "request": given}
+        for num_restarts in range(MAX_ATTEMPTS):  # noqa: B007 - counted below
+            # The worker with the least to do.
+            worker = min(self.pool.workers, key=lambda one: (one.is_blocked, len(one.groups)))
             try:
-                group = await self.pool.best_worker().run_group(request, *parts)
+                group = await worker.run_group(request, message, pickled)
+                break
             except WorkerError as error:
-                if error.is_lost and num_restarts + 1 < MAX_ATTEMPTS:
-                    num_restarts += 1
-                    continue
                 group = [
-                    Rollout(index, f"example {index}", env=self.env.name, error=error)
+                    Rollout(index, f"example {index}", error=error)
                     for _ in range(request.num_rollouts)
                 ]
-            break
+                if not isinstance(error, WorkerLostError):
+                    break
         for rollout in group:
-            rollout.example_id, rollout.num_restarts = index, num_restarts
+            rollout.num_restarts = num_restarts
         return group
 
 
@@ -147,7 +152,6 @@ class WorkerPool:
     def __init__(self, num_workers: int, timeout_s: float, python: str = "") -> None:
         self.workers = [Worker(timeout_s, python) for _ in range(num_workers)]
         self._recipes: list[dict[str, Any]] = []
-        self._opening: asyncio.Task[None] | None = None
 
     def add(self, env: PortableEnvironment) -> int:
         """Take up an environment; return its number.
@@ -162,21 +166,16 @@ class WorkerPool:
                 "pickled": base64.b64encode(pickled).decode(),
                 "script": needs_script(pickled),
             }
-        self._recipes.append({"name": env.name, **recipe})
+        # What it logs as it is made was said when it was made the first time.
+        self._recipes.append({"name": env.name, "is_quiet": True, **recipe})
         return len(self._recipes) - 1
 
     async def open(self) -> None:
-        """Start the workers, and wait until all have made all environments. Each environment opens
-        the pool; the first one starts it.
+        """Start the workers, and wait until all have made all environments.
 
         Raises:
             InvalidEnvironmentError: a worker could not make an environment.
         """
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open())
-        await asyncio.shield(self._opening)
-
-    async def _open(self) -> None:
         try:
             await asyncio.gather(*(worker.open(self._recipes) for worker in self.workers))
         except Exception:
@@ -184,29 +183,25 @@ class WorkerPool:
             raise
 
     async def close(self) -> None:
-        """End the workers. Each environment closes the pool; the first one ends it."""
-        self._opening = None
+        """End the workers."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
-    def best_worker(self) -> Worker:
-        """Return the worker with the least to do."""
-        return min(self.workers, key=lambda worker: (worker.is_blocked, len(worker.groups)))
 
-
-@dataclass(eq=False)
+@dataclass
 class _Group:
     """A group that a worker was given and has not returned.
 
     Attributes:
         request: for it.
         result: its rollouts.
-        said: what each of its rollouts says, by its number; it has begun to wait for a place.
+        ended: by number of a rollout that has asked for a place: that it has ended there, with
+            whether its server was lost.
         tasks: those that hold the places of its rollouts.
     """
 
     request: GroupRequest
     result: asyncio.Future[list[Rollout]]
-    said: dict[int, asyncio.Queue[str]] = field(default_factory=dict)
+    ended: dict[int, asyncio.Queue[bool]] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
@@ -228,8 +223,9 @@ class Worker:
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []  # one reads, one watches
+        self._running: asyncio.Task[None] | None = None
+        # What the process says when it has made its environments; of the next one if it has ended.
+        self._ready: asyncio.Future[list[dict[str, Any]]]
         self._numbers = itertools.count()
 
     @property
@@ -239,40 +235,100 @@ class Worker:
         """
         return self._num_silent * ALIVE_S >= BLOCKED_S
 
-    async def open(self, recipes: Sequence[dict[str, Any]]) -> None:
+    async def open(self, recipes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Start the process, and wait until it has opened these environments.
+
+        Returns:
+            What it knows of those that have their examples there, see `worker_main.facts_of`.
 
         Raises:
             InvalidEnvironmentError: it could not make one, or not within the deadline.
         """
         self._recipes, self._names = recipes, ", ".join(recipe["name"] for recipe in recipes)
-        self._starting = asyncio.create_task(self._start())
-        await self._starting
+        self._ready = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._run())
+        return await asyncio.shield(self._ready)
 
-    async def _start(self) -> None:
+    async def _run(self) -> None:
+        """Run a process, and another one whenever it has ended."""
+        try:
+            while True:
+                problem = await self._run_process()
+                # From here on, new groups wait for the new process.
+                self._ready = asyncio.get_running_loop().create_future()
+                self._num_deaths += 1
+                logger.warning(
+                    "environment %r: %s; another one is started, and its %d groups begin again",
+                    *(self._names, problem, len(self.groups)),
+                )
+                for group in self.groups.values():
+                    if not group.result.done():
+                        group.result.set_exception(WorkerLostError(problem))
+                if self._num_deaths == MAX_DEATHS:
+                    raise InvalidEnvironmentError(
+                        f"environment {self._names!r}: a worker died {MAX_DEATHS} times and "
+                        f"returned no group in between; at last {problem}"
+                    )
+        except Exception as error:  # whatever keeps a process from starting
+            self._ready.set_exception(error)
+            self._ready.exception()  # nobody may need the worker any more
+
+    async def _run_process(self) -> str:
+        """Start the process and take its messages until it has ended. Return why it has.
+
+        Raises:
+            InvalidEnvironmentError: it could not make its environments.
+        """
         process, ours = start_process(self._python, self._recipes)
         self._process, self._num_silent = process, 0
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        watching = asyncio.create_task(self._watch(process, reader))
+        problem = ""
         try:
-            said, _ = await asyncio.wait_for(receive(self._reader), self._load_s)
+            said, _ = await asyncio.wait_for(receive(reader), self._load_s)
             problem = said["problem"]
+            if not problem:
+                self._writer = writer
+                self._ready.set_result(said["facts"])
+            while not problem:
+                message, content = await receive(reader)
+                self._num_silent = 0
+                self._take_message(message, content)
         except TimeoutError:
             process.kill()
             problem = f"not loaded within {self._load_s:g} s; raise generation_timeout"
         except (EOFError, OSError):
-            problem = f"{await self._how_it_ended()}; see its output above"
-        if problem is not None:
-            await self._end()
-            raise unloadable(self._names, self._python, problem)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+            pass  # it has ended
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"unreadable message: {describe_error(error)}"
+        except asyncio.CancelledError:
+            if not self._ready.done():
+                process.kill()  # it would make its environments first
+            raise
+        finally:
+            watching.cancel()
+            self._writer = None
+            writer.close()  # makes the process end
+            if self.is_blocked:
+                process.kill()  # it would not notice that the connection is closed
+            status = await asyncio.to_thread(wait_for_end, process)
+        end = f"the worker process {process.pid} ended with status {status}"
+        if not self._ready.done():
+            where = f"python={self._python!r}" if self._python else "a worker"
+            raise InvalidEnvironmentError(
+                f"environment {self._names!r}, in {where}: "
+                f"{problem or f'{end}; see its output above'}"
+            )
+        return problem or end
 
     async def run_group(
-        self, request: GroupRequest, message: dict[str, Any], arrays: dict[str, np.ndarray]
+        self, request: GroupRequest, message: dict[str, Any], task: bytes
     ) -> list[Rollout]:
         """Run one group.
 
         Args:
-            message, arrays: the environment's number, the request's fields, the pickled task.
+            message: the environment's number and the request's fields.
+            task: pickled; b"" if the worker has the examples.
 
         Raises:
             WorkerError: the worker has ended, or could not run the group.
@@ -283,9 +339,8 @@ class Worker:
         group = _Group(request, asyncio.get_running_loop().create_future())
         self.groups[number] = group
         try:
-            assert self._starting is not None, "the pool is not open"
-            await asyncio.shield(self._starting)
-            self._send({"group": number, **message}, arrays)
+            await asyncio.shield(self._ready)
+            self._send({"group": number, **message}, task)
             rollouts = await group.result
             self._num_deaths = 0
             return rollouts
@@ -294,11 +349,11 @@ class Worker:
             raise
         finally:
             del self.groups[number]
-            for task in group.tasks:
-                task.cancel()  # without effect on those of rollouts that have ended
+            for holding in group.tasks:
+                holding.cancel()  # without effect on those of rollouts that have ended
 
     async def _hold_place(self, number: int, rollout: int) -> None:
-        """Hold the place of a rollout that runs in the worker, until it has ended."""
+        """Hold the place of a rollout that runs in the worker, until it has ended there."""
         group = self.groups[number]
 
         def tell(**what: Any) -> None:
@@ -306,15 +361,11 @@ class Worker:
 
         try:
             async with group.request.begin(rollout) as session:
-                session.on_lost = lambda: tell(is_lost=True)
                 tell(server=session.url)
-                while await group.said[rollout].get() == "server":  # it needs another one
-                    session.fail()
-                    try:
-                        await session.move()
-                        tell(server=session.url)
-                    except SessionLostError:
-                        tell(server=None)
+                async with session.watching():
+                    session.is_lost = await group.ended[rollout].get()
+        except SessionLostError:
+            tell(is_lost=True)
         except Exception as error:  # the group cannot go on, whatever it is
             if not group.result.done():
                 group.result.set_exception(error)
@@ -323,114 +374,53 @@ class Worker:
         if self._writer is not None:
             self._writer.writelines(frame(*parts))
 
-    async def _read(self) -> None:
-        """Receive what the worker says. When it has ended, start it again."""
-        try:
-            while True:
-                message, arrays = await receive(self._reader)
-                self._num_silent = 0
-                self._take_message(message, arrays)
-        except (EOFError, OSError):
-            problem = await self._how_it_ended()
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"unreadable message: {describe_error(error)}"
-        self._num_deaths += 1
-        logger.warning(
-            "environment %r: %s; another one is started, and its %d groups begin again",
-            *(self._names, problem, len(self.groups)),
-        )
-        # From here on, new groups wait for the new process. Whoever runs the next gets its error.
-        self._starting = asyncio.create_task(self._start_again(problem))
-        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        for group in self.groups.values():
-            if not group.result.done():
-                group.result.set_exception(WorkerError(problem, is_lost=True))
-
-    def _take_message(self, message: dict[str, Any], arrays: dict[str, Any]) -> None:
+    def _take_message(self, message: dict[str, Any], content: bytes) -> None:
         group = self.groups.get(message.get("group", -1))
         if group is None or group.result.done():
             return  # it says that it is alive, or its group was cancelled
         if "rollouts" in message:
-            group.result.set_result(unpack_group(message["rollouts"], arrays))
+            group.result.set_result(unpack_group(message["rollouts"], content))
         elif "problem" in message:
             group.result.set_exception(WorkerError(message["problem"]))
-        elif message["needs"] == "place":
-            group.said[message["rollout"]] = asyncio.Queue()
+        elif message["begins"]:
+            group.ended[message["rollout"]] = asyncio.Queue()
             holding = self._hold_place(message["group"], message["rollout"])
             group.tasks.append(asyncio.create_task(holding))
         else:
-            group.said[message["rollout"]].put_nowait(message["needs"])
+            group.ended[message["rollout"]].put_nowait(message["is_lost"])
 
-    async def _start_again(self, problem: str) -> None:
-        await self._end()
-        if self._num_deaths == MAX_DEATHS:
-            raise InvalidEnvironmentError(
-                f"environment {self._names!r}: a worker died {MAX_DEATHS} times and returned no "
-                f"group in between; at last {problem}"
-            )
-        await self._start()
-
-    async def _watch(self) -> None:
+    async def _watch(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
         """Report a process that is blocked, and end it after `_silent_s`."""
-        assert self._process is not None
+        await asyncio.shield(self._ready)
         was_blocked = False
         while self._num_silent * ALIVE_S < self._silent_s:
             await asyncio.sleep(ALIVE_S)
             self._num_silent += 1
-            if self._process.poll() is not None:
+            if process.poll() is not None:
                 # It may have started others, which hold its end of the connection open.
-                self._reader.feed_eof()
+                reader.feed_eof()
                 return
             if self.is_blocked and not was_blocked:
                 logger.warning(
                     "environment %r: worker %d has not answered for %g s; other workers get its "
                     "new groups. Its output says where its event loop is blocked",
-                    *(self._names, self._process.pid, BLOCKED_S),
+                    *(self._names, process.pid, BLOCKED_S),
                 )
             was_blocked = self.is_blocked
-        logger.warning("environment %r: worker %d is ended", self._names, self._process.pid)
-        self._process.kill()
-
-    async def _how_it_ended(self) -> str:
-        assert self._process is not None
-        status = await asyncio.to_thread(wait_for_end, self._process)
-        return f"the worker process {self._process.pid} ended with status {status}"
+        logger.warning("environment %r: worker %d is ended", self._names, process.pid)
+        process.kill()
 
     async def close(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-        await self._end()
-
-    async def _end(self) -> None:
-        """End the process, and what it has left behind."""
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        process, self._process = self._process, None
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()  # makes the process end
-        if process is not None:
-            if self.is_blocked:
-                process.kill()  # it would not notice that the connection is closed
-            await asyncio.to_thread(wait_for_end, process)
-
-
-def unloadable(names: str, python: str, problem: str) -> InvalidEnvironmentError:
-    """Return the error of a worker that could not make its environments."""
-    where = f"python={python!r}" if python else "a worker"
-    return InvalidEnvironmentError(f"environment {names!r}, in {where}: {problem}")
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
 
 
 def start_process(
-    python: str, recipes: Sequence[dict[str, Any]], only_describes: bool = False
+    python: str, recipes: Sequence[dict[str, Any]]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a worker process. Return it with our end of its connection.
-
-    Args:
-        python: see `WorkerPool`.
-        recipes: of its environments.
-        only_describes: it says what it knows of its environment, and ends.
+    """Start a worker process for environments of these recipes; see `Worker`. Return it with our
+    end of its connection.
     """
     names = ["sys_path", "sys_argv", "orig_dir", "dir"]  # what "spawn" prepares
     if any(recipe.get("script") for recipe in recipes):
@@ -441,7 +431,6 @@ def start_process(
         "process": {name: ours[name] for name in names if name in ours},
         "alive_s": ALIVE_S,
         "blocked_s": BLOCKED_S,
-        "only_describes": only_describes,
     }
     text = json.dumps(setup).encode()
     connection, theirs = socket.socketpair()

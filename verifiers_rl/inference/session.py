@@ -1,7 +1,8 @@
 """What the requests of one rollout share: their server, their seeds and their deadline.
 
 All turns of a rollout use one server, because that server has the rollout's tokens so far in its
-prefix cache. If the server is lost, the whole rollout begins again at another one.
+prefix cache. If the server is lost, the whole rollout begins again with another session, see
+`requests.GroupRequest.play`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-
-MAX_MOVES = 3  # of one rollout, to other servers
 
 
 class SessionLostError(RuntimeError):
@@ -26,46 +25,68 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class RolloutDeadline:
-    """A deadline for the code inside it, which stands still while a request of the rollout waits in
-    the server's queue. Without that, long replies of a busy server would time out first, and the
-    policy would be trained on short ones.
+class RolloutSession:
+    """The server, the seeds and the deadline of one rollout.
 
-    From the first token of a reply on, the server keeps the deadline (`X-Reply-Timeout-S`).
+    The deadline stands still while a request of the rollout waits in the server's queue. Without
+    that, long replies of a busy server would time out first, and the policy would be trained on
+    short ones. From the first token of a reply on, the server keeps the deadline
+    (`X-Reply-Timeout-S`).
 
     Args:
-        timeout_s: seconds, without those in the queue.
+        policy_version: all tokens must be of this version of the policy, or of a later one.
+        url: of the server, without /v1. None: all rollouts use one server, which their client
+            knows.
+        group_seed: seed of its group; None: its requests have no seeds of ours.
+        number: of the rollout in its group.
 
     Attributes:
-        left_s: seconds that are left, when the time began to run or stood still.
-        has_passed: whether it has ended the code inside.
+        is_lost: the server does not answer, or has lost the policy; the rollout must begin again.
+        left_s: seconds until the deadline, when the time began to run or stood still; inf without
+            one.
+        has_passed: whether the deadline has ended the code inside `limited`.
         num_lost_tokens: tokens of the reply that the server ended at the deadline; None if it ended
             none.
     """
 
-    def __init__(self, timeout_s: float = math.inf) -> None:
-        self.left_s = timeout_s
+    def __init__(
+        self,
+        policy_version: int,
+        url: str | None = None,
+        group_seed: int | None = None,
+        number: int = 0,
+    ) -> None:
+        self.policy_version = policy_version
+        self.url = url
+        self.is_lost = False
+        self.left_s = math.inf
         self.has_passed = False
         self.num_lost_tokens: int | None = None
-        self._timeout: asyncio.Timeout | None = None  # while the code inside runs
+        self._group_seed, self._number, self._num_seeds = group_seed, number, 0
+        self._requests: set[asyncio.Timeout] = set()
+        self._timeout: asyncio.Timeout | None = None  # while the code in `limited` runs
         self._since = 0.0  # when the time began to run, or stood still
         self._num_requests = 0
         self._longest_s = 0.0  # without the queue, of the requests since the time stood still
 
-    async def __aenter__(self) -> RolloutDeadline:
-        self._since = asyncio.get_running_loop().time()
-        self._timeout = asyncio.timeout(self.left_s)
-        await self._timeout.__aenter__()
-        return self
+    @asynccontextmanager
+    async def limited(self, timeout_s: float) -> AsyncIterator[RolloutSession]:
+        """Inside, the rollout has this deadline, seconds without those in the queue. Raises
+        TimeoutError when it has passed.
+        """
+        self.left_s, self._since = timeout_s, asyncio.get_running_loop().time()
+        timeout = self._timeout = asyncio.timeout(timeout_s)
+        try:
+            async with timeout:
+                yield self
+        finally:
+            self._timeout, self.has_passed = None, timeout.expired()
+            self.left_s = math.inf  # for requests that score it
 
-    async def __aexit__(self, *error: Any) -> None:
-        timeout, self._timeout = self._timeout, None
-        assert timeout is not None
-        self.has_passed = timeout.expired()
-        await timeout.__aexit__(*error)  # raises TimeoutError if it has passed
-
-    def is_cause_of(self, error: BaseException) -> bool:
-        """Return whether the error is there because the deadline has passed."""
+    def is_cause_of(self, error: BaseException | None) -> bool:
+        """Return whether a rollout with this error failed because its deadline has passed. It may
+        have none, if the environment has hidden that the server ended a reply.
+        """
         is_ours = self.has_passed and isinstance(error, TimeoutError)
         return is_ours or self.num_lost_tokens is not None
 
@@ -94,87 +115,21 @@ class RolloutDeadline:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(when)
 
-
-class RolloutSession:
-    """The server, the seeds and the deadline of one rollout.
-
-    Args:
-        policy_version: all tokens must be of this version of the policy, or of a later one.
-        url: of the server, without /v1. None: all rollouts use one server, which their client
-            knows.
-        find_other: takes the URL of a lost server, and returns another one's, or None.
-        group_seed: seed of its group; None: its requests have no seeds of ours.
-        number: of the rollout in its group.
-
-    Attributes:
-        is_lost: the server does not answer, or has lost the policy.
-        has_failed: a request of the rollout has failed by that, so the rollout must begin again.
-        num_moves: how often the rollout has begun again at another server.
-        on_lost: called when the server is lost, on the event loop; None: not called.
-        deadline: of the rollout, while it is played.
-    """
-
-    def __init__(
-        self,
-        policy_version: int,
-        url: str | None = None,
-        find_other: Callable[[str], Awaitable[str | None]] | None = None,
-        group_seed: int | None = None,
-        number: int = 0,
-    ) -> None:
-        self.policy_version = policy_version
-        self.url = url
-        self.is_lost = False
-        self.has_failed = False
-        self.num_moves = 0
-        self.on_lost: Callable[[], None] | None = None
-        self.deadline = RolloutDeadline()
-        self._find_other = find_other
-        self._group_seed, self._number, self._num_seeds = group_seed, number, 0
-        self._requests: set[asyncio.Timeout] = set()
-
-    @asynccontextmanager
-    async def limited(self, timeout_s: float) -> AsyncIterator[RolloutDeadline]:
-        """Inside, the rollout has this deadline. Raises TimeoutError when it has passed."""
-        self.deadline = deadline = RolloutDeadline(timeout_s)
-        try:
-            async with deadline:
-                yield deadline
-        finally:
-            self.deadline = RolloutDeadline()
-
     def with_seed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of the rollout's next request with its seed, unless it has its own.
-        Requests of /inference/v1/generate have their sampling options in a field.
-        """
+        """Return the body of the rollout's next request with its seed, unless it has its own."""
         if self._group_seed is None:
             return body
         self._num_seeds += 1
-        seed = derive_seed(self._group_seed, self._number, self._num_seeds)
-        if isinstance(sampling := body.get("sampling_params"), dict):
-            return {**body, "sampling_params": {"seed": seed, **sampling}}
-        return {"seed": seed, **body}
-
-    def lose(self, url: str) -> None:
-        """If the server at this URL is the rollout's, mark it as lost, and end the requests that
-        wait for it. On the event loop.
-        """
-        if url != self.url:
-            return
-        self.is_lost = True
-        if self.on_lost is not None:
-            self.on_lost()
-        for request in self._requests:
-            if not request.expired():
-                request.reschedule(asyncio.get_running_loop().time())
+        return {"seed": derive_seed(self._group_seed, self._number, self._num_seeds), **body}
 
     def fail(self) -> None:
-        """Mark the server as lost, and let the rollout begin again. Without effect if there is only
-        one server.
+        """Mark the server as lost, and end the requests that wait for it. Without effect if there
+        is only one server. On the event loop.
         """
-        if self.url is not None:
-            self.has_failed = True
-            self.lose(self.url)
+        self.is_lost = self.url is not None
+        for request in self._requests if self.is_lost else ():
+            if not request.expired():
+                request.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -211,23 +166,3 @@ class RolloutSession:
             f"the server at {self.url} replied with {said} of the policy, not with version "
             f"{self.policy_version}: has it started anew?"
         )
-
-    async def move(self) -> bool:
-        """Take another server if the rollout must begin again. Return whether it has one.
-
-        Raises:
-            SessionLostError: there is no other server, or the rollout has moved `MAX_MOVES` times.
-        """
-        if not self.has_failed:
-            return False
-        assert self.url is not None and self._find_other is not None
-        url = await self._find_other(self.url) if self.num_moves < MAX_MOVES else None
-        if url is None:
-            moves = f" after {self.num_moves} moves" if self.num_moves else ""
-            raise SessionLostError(
-                f"the server at {self.url} is lost, and no other one is there{moves}"
-            )
-        self.url, self.is_lost, self.has_failed = url, False, False
-        self._num_seeds = 0
-        self.num_moves += 1
-        return True

@@ -36,7 +36,6 @@ from verifiers_rl.cli.local import LOGS, ThisMachine
 from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
-from verifiers_rl.process.limits import rollouts_at_once
 from verifiers_rl.types import Split
 
 if TYPE_CHECKING:
@@ -244,6 +243,7 @@ def make_players(
             args.max_seq_len,
             name=one.name,
             timeout_s=args.generation_timeout,
+            max_concurrent=args.max_concurrent,
             num_eval_tasks=args.eval_examples,
         )
         sampling = sampling_of(args.with_sampling(one.sampling_args), endpoint.is_vllm)
@@ -296,8 +296,7 @@ async def _write(
 
         try:
             for player in players:
-                num_at_once = rollouts_at_once(max_concurrent, player.files_per_rollout)
-                said = await write_rows(player, options, num_at_once, write, check)
+                said = await write_rows(player, options, max_concurrent, write, check)
                 print(f"vf-rl generate: {player.name}: {said}", flush=True)
         finally:
             if not num_kept:
