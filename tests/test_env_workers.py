@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,14 @@ from verifiers_rl.config import ConfigError
 from verifiers_rl.envs import workers
 from verifiers_rl.envs.base import InvalidEnvironmentError, needs_script, pickle_for_worker
 from verifiers_rl.envs.make import make_runner
-from verifiers_rl.envs.messages import WorkerError, frame, pack_group, receive, unpack_group
+from verifiers_rl.envs.messages import (
+    Outbox,
+    WorkerError,
+    frame,
+    pack_group,
+    receive,
+    unpack_group,
+)
 from verifiers_rl.envs.workers import WorkerEnvironment, WorkerPool, count_workers
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.requests import Places, Progress
@@ -441,3 +449,27 @@ def test_only_what_the_script_defines_needs_the_script(monkeypatch):
     code = 'if __name__ == "__main__":\n    main()'  # a task of a dataset of programs
     assert not needs_script(pickle.dumps({"prompt": code}))
     assert pickle.loads(pickle_for_worker({"prompt": code})) == {"prompt": code}
+
+
+def test_messages_of_one_turn_of_the_loop_are_one_write():
+    """Each write gives the interpreter's lock away, which a trainer that computes holds long."""
+    writes = []
+
+    async def send():
+        outbox = Outbox(types.SimpleNamespace(write=writes.append))
+        for number in range(3):
+            outbox.send({"n": number})
+        assert not writes
+        await asyncio.sleep(0)
+        outbox.send({"n": 3}, b"content")
+        await asyncio.sleep(0)
+
+    async def read(data):
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        return [await receive(reader) for _ in range(4)]
+
+    asyncio.run(send())
+    assert len(writes) == 2
+    expected = [({"n": 0}, b""), ({"n": 1}, b""), ({"n": 2}, b""), ({"n": 3}, b"content")]
+    assert asyncio.run(read(b"".join(writes))) == expected

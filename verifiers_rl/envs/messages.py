@@ -39,6 +39,26 @@ def frame(message: dict[str, Any], content: bytes = b"") -> list[bytes]:
     return [len(text).to_bytes(8, "little"), len(content).to_bytes(8, "little"), text, content]
 
 
+class Outbox:
+    """Sends frames. All of one turn of the event loop are written at once: each write gives the
+    interpreter's lock away, and a trainer that computes takes milliseconds to give it back.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._frames = writer, list[bytes]()
+
+    def send(self, message: dict[str, Any], content: bytes = b"") -> None:
+        """Send a frame. Raises as `frame` does."""
+        parts = frame(message, content)
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._frames += parts
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        self._writer.write(b"".join(frames))
+
+
 async def receive(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
     """Read one frame.
 

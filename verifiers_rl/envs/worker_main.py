@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from verifiers_rl.data import describe_error
-from verifiers_rl.envs.messages import frame, pack_group, receive
+from verifiers_rl.envs.messages import Outbox, frame, pack_group, receive
 from verifiers_rl.envs.tables import make_environment
 from verifiers_rl.inference import RolloutSession
 from verifiers_rl.process import parent as parent_of_worker
@@ -94,17 +94,15 @@ class _Places:
 
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
-        self._servers: dict[int, asyncio.Queue[str | None]] = {}
-        self._sessions: dict[int, RolloutSession] = {}
+        self._sessions: dict[int, tuple[RolloutSession, asyncio.Event]] = {}
 
     @asynccontextmanager
     async def take(self, request: GroupRequest, number: int) -> AsyncIterator[RolloutSession]:
         """Wait for a place of this rollout of the group, and hold it."""
-        answer = self._servers[number] = asyncio.Queue()
+        session = RolloutSession(request.policy_version, None, request.seed, number)
+        self._sessions[number] = session, (has_place := asyncio.Event())
         self._send(rollout=number, begins=True)
-        url = await answer.get()
-        session = RolloutSession(request.policy_version, url, request.seed, number)
-        self._sessions[number] = session
+        await has_place.wait()
         try:
             yield session
         finally:
@@ -112,23 +110,26 @@ class _Places:
 
     def take_message(self, rollout: int, server: str | None = None, is_lost: bool = False) -> None:
         """Take the server of a rollout that begins, or that its server is lost."""
-        if not is_lost:
-            self._servers[rollout].put_nowait(server)
-        elif rollout in self._sessions:
-            self._sessions[rollout].fail()
+        session, has_place = self._sessions[rollout]
+        if is_lost:
+            session.fail()
+        else:
+            session.url = server
+            has_place.set()
 
 
 async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str, Any]) -> None:
     """Run groups until the connection ends."""
     reader, writer = await asyncio.open_connection(sock=connection)
+    outbox = Outbox(writer)
 
     def send(**message: Any) -> None:
-        writer.writelines(frame(message))
+        outbox.send(message)
 
     try:
         await asyncio.gather(*(runner.open() for runner in runners))
     except Exception as error:  # whatever the environment's own code raises
-        send(problem=describe_error(error))
+        writer.writelines(frame({"problem": describe_error(error)}))
         await writer.drain()
         return
     send(problem="", facts=[facts_of(runner) for runner in runners if hasattr(runner, "sizes")])
@@ -142,13 +143,11 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
             else:  # the environment has its examples here
                 group = await runners[env].run_group(request)
             rollouts, content = pack_group(group)
-            answer = frame({"group": number, "rollouts": rollouts}, content)
+            outbox.send({"group": number, "rollouts": rollouts}, content)
         except Exception as error:  # sent, so that the trainer does not wait forever
-            answer = frame({"group": number, "problem": describe_error(error)})
+            send(group=number, problem=describe_error(error))
         finally:
             del running[number]
-        writer.writelines(answer)
-        await writer.drain()
 
     try:
         while True:
@@ -165,7 +164,6 @@ async def _serve(connection: socket.socket, runners: list[Any], setup: dict[str,
                 running[number][0].cancel()
             else:
                 running[number][1].take_message(**message)
-                await asyncio.sleep(0)  # the rollout takes its answer before the next message
     except (EOFError, OSError):
         pass  # the trainer has closed its end, or is gone
     tasks = [is_alive, *(task for task, _ in running.values())]

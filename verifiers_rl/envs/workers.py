@@ -47,9 +47,9 @@ from verifiers_rl.envs.base import (
     pickle_for_worker,
 )
 from verifiers_rl.envs.messages import (
+    Outbox,
     WorkerError,
     WorkerLostError,
-    frame,
     receive,
     unpack_group,
 )
@@ -222,7 +222,7 @@ class Worker:
         self._num_deaths = 0  # since it returned a group
         self._num_silent = 0  # times `ALIVE_S` in which it has said nothing
         self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._outbox: Outbox | None = None
         self._running: asyncio.Task[None] | None = None
         # What the process says when it has made its environments; of the next one if it has ended.
         self._ready: asyncio.Future[list[dict[str, Any]]]
@@ -288,7 +288,7 @@ class Worker:
             said, _ = await asyncio.wait_for(receive(reader), self._load_s)
             problem = said["problem"]
             if not problem:
-                self._writer = writer
+                self._outbox = Outbox(writer)
                 self._ready.set_result(said["facts"])
             while not problem:
                 message, content = await receive(reader)
@@ -307,7 +307,7 @@ class Worker:
             raise
         finally:
             watching.cancel()
-            self._writer = None
+            self._outbox = None
             writer.close()  # makes the process end
             if self.is_blocked:
                 process.kill()  # it would not notice that the connection is closed
@@ -371,8 +371,8 @@ class Worker:
                 group.result.set_exception(error)
 
     def _send(self, *parts: Any) -> None:
-        if self._writer is not None:
-            self._writer.writelines(frame(*parts))
+        if self._outbox is not None:
+            self._outbox.send(*parts)
 
     def _take_message(self, message: dict[str, Any], content: bytes) -> None:
         group = self.groups.get(message.get("group", -1))
