@@ -608,7 +608,7 @@ def check_tokens_on_both_sides(kind, folder, server, connect, in_flight, num_req
 def test_every_way_to_generate_is_cut_where_a_push_meets_it(full_server, connect):
     folder, server = full_server
     model, sync = load(folder), connect(server)
-    chat = {"model": sync.model_name, "messages": [{"role": "user", "content": "a"}]}
+    chat = {"model": sync.client.served_model_name, "messages": [{"role": "user", "content": "a"}]}
     chat |= {"max_tokens": 80, "ignore_eos": True}
     bodies = {
         "/v1/completions": {**chat, "prompt": "a"},
