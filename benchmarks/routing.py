@@ -3,7 +3,7 @@
     python benchmarks/routing.py [--servers 8] [--rollouts 4096] [--concurrent 512] [--seeds 5]
 
 A simulation in virtual time, without a network. The servers are stand-ins; the function that
-chooses for "sticky, least loaded" is `sync.pool.choose`, with which the pool routes.
+chooses for "sticky, least loaded" is `sync.pool.least_loaded`, with which the pool routes.
 
     rollout   1 to 8 turns (uniform). The reply of each turn has lognormal tokens, the tool result
               after it 200. The prompt has 500.
@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from verifiers_rl.sync.pool import Replica, choose
+from verifiers_rl.sync.pool import Replica, least_loaded
 
 TOKEN_S, BATCH, PREFILL_S, CACHE = 0.015, 64, 0.0001, 400_000
 PROMPT, TOOL, MEDIAN, SIGMA = 500, 200, 200, 1.0
@@ -156,9 +156,7 @@ def ways(num_servers: int) -> dict[str, Callable[[int, int, list[Replica]], int]
 
     def sticky_least_loaded(rollout: int, turn: int, replicas: list[Replica]) -> int:
         if turn == 0:
-            chosen = choose(replicas, 0)
-            assert chosen is not None
-            sticky[rollout] = replicas.index(chosen)
+            sticky[rollout] = replicas.index(least_loaded(replicas))
         return sticky[rollout]
 
     def round_robin_of_rollouts(rollout: int, turn: int, replicas: list[Replica]) -> int:

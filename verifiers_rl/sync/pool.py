@@ -62,6 +62,14 @@ class Replica:
         self.error: InferenceServerError | None = None
 
 
+def least_loaded(replicas: Sequence[Replica]) -> Replica:
+    """Return the one with the fewest running rollouts, one in doubt only where all are; of equals,
+    any one.
+    """
+    mixed = random.sample(replicas, len(replicas))
+    return min(mixed, key=lambda one: (one.is_in_doubt, one.num_running))
+
+
 class ServerPool:
     """The `WeightSink` of a trainer. Rollouts ask it which server they use.
     All methods except `push` and `wait_for_server` may be called from any thread.
@@ -254,8 +262,7 @@ class ServerPool:
                 raise ServerLostError(
                     f"no server has version {policy_version} of the policy: {self._error_of_all()}"
                 )
-            random.shuffle(able)  # of equals, any one
-            replica = min(able, key=lambda one: (one.is_in_doubt, one.num_running))
+            replica = least_loaded(able)
             replica.num_running += 1
             return replica.url
 
