@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from tests.test_rollouts import read as read_rollouts
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, checkpoints
+from verifiers_rl.checkpoints import environment_names
 from verifiers_rl.config import ConfigError
-from verifiers_rl.hub import environment_names
 from verifiers_rl.process import disk
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import (

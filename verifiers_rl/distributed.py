@@ -30,12 +30,12 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
     if not distributed.is_initialized():  # one process
         assert batch is not None
         return batch
-    told: Any = None
+    message: Any = None
     if batch is not None:
         columns = [(n, d.base.str, d.shape) for n, d in batch.sizes.columns.items()]
         arrays = [array.tolist() for array in batch.sizes.arrays()]
-        told = (batch.step, batch.policy_version, columns, arrays)
-    step, policy_version, columns, arrays = _broadcast_json(told, device)
+        message = (batch.step, batch.policy_version, columns, arrays)
+    step, policy_version, columns, arrays = _broadcast_json(message, device)
     if batch is not None:
         return batch
     of_token = {name: np.dtype((base, tuple(shape))) for name, base, shape in columns}
@@ -100,11 +100,11 @@ def broadcast_outcome(
     if not distributed.is_initialized():  # one process
         return outcome if isinstance(outcome, dict) else {}
     signal = outcome.number if isinstance(outcome, Interrupted) else None
-    told = _broadcast_json(outcome if isinstance(outcome, dict) else signal, device)
-    if isinstance(told, dict) or distributed.get_rank() == 0:
-        return told if isinstance(told, dict) else {}
-    if told is not None:
-        raise Interrupted(told)
+    message = _broadcast_json(outcome if isinstance(outcome, dict) else signal, device)
+    if isinstance(message, dict) or distributed.get_rank() == 0:
+        return message if isinstance(message, dict) else {}
+    if message is not None:
+        raise Interrupted(message)
     raise RuntimeError("rank 0 has failed; its error is in its own output")
 
 

@@ -28,17 +28,21 @@ from verifiers_rl.config import RLConfig
 from verifiers_rl.types import BatchSource
 
 
-class Evaluations:
+class Evaluations(TrainerCallback):
     """The evaluation that is due, the one that runs, and the results of those that have ended.
     On rank 0; on the other ranks nothing is ever due.
 
     Args:
         args: options of the run.
+        finish: called when training ends.
     """
 
-    def __init__(self, args: RLConfig) -> None:
-        self.args = args
+    def __init__(self, args: RLConfig, finish: Callable[[], None]) -> None:
+        self.args, self.finish = args, finish
         self.forget()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.finish()
 
     def forget(self) -> None:
         """Forget the evaluations of a run before."""
@@ -116,13 +120,3 @@ def log_results(
             state.global_step, state.epoch = now
         current = metrics if is_current else current
     return current
-
-
-class AtTrainEnd(TrainerCallback):
-    """Calls a function when training ends, before the callbacks behind it close their files."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.finish()

@@ -306,7 +306,7 @@ def hidden_states_in_place_of_logits(
 
     If the model scales its logits (Granite, Cohere), it then scales the hidden states, with the
     same result. Gemma's soft cap of the logits would give another result, so it is removed from the
-    model and applied here. `model_trials.py` tests both for a given model.
+    model and applied here. `forward.py` tests both for a given model.
 
     Args:
         model: the causal LM.

@@ -255,8 +255,6 @@ class SFTTrainer(RLTrainer):
         rank calls this.
         """
         args, model = self.args, self.model_wrapped
-        if self.support is None:
-            self.support = self._try_model(model)
         batch = Batch(0, 0, self._held_out) if args.process_index == 0 else None
         batch = broadcast_batch(batch, args.device)
         sizes = batch.sizes

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from verifiers_rl.models import text_parameters
 from verifiers_rl.sync.adapters import check_adapter
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan
-from verifiers_rl.text_model import text_parameters
 
 
 class Source(NamedTuple):
