@@ -176,8 +176,8 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, capfd):
     """As with DeepSpeed, whose backward takes the optimizer's step."""
 
     class Failing(RLTrainer):
-        def _train_on(self, *args):
-            loss = super()._train_on(*args)
+        def train_on(self, *args):
+            loss = super().train_on(*args)
             if self.state.global_step == 1:
                 self.checkpoints.can_repeat_step = False
                 with self.checkpoints.saving_on_error():

@@ -55,7 +55,7 @@ from verifiers_rl.distributed import (
     raise_if_not_finite,
     scatter_samples,
 )
-from verifiers_rl.evaluation import Evaluations, log_results
+from verifiers_rl.evaluation import Evaluations
 from verifiers_rl.forward import predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
@@ -112,6 +112,9 @@ class RLTrainer(SavingTrainer):
 
     args: RLConfig
     config_class = RLConfig  # the class that `vf-train` makes from [trainer.args]
+    # On rank 0. The other ranks have neither.
+    orchestrator: BatchSource = cast(Any, None)
+    weight_sync: WeightSink = cast(Any, None)
 
     def __init__(
         self,
@@ -139,8 +142,6 @@ class RLTrainer(SavingTrainer):
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
         check_final(policy, args)
-        self.orchestrator: BatchSource | None = None  # on rank 0 only, like weight_sync
-        self.weight_sync: WeightSink | None = None
         if args.process_index == 0:
             self.orchestrator, self.weight_sync = make_source_and_sink(
                 policy, env, args, processing_class, replaced, Orchestrator
@@ -163,7 +164,7 @@ class RLTrainer(SavingTrainer):
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
         self._interrupts, self._window = Interrupts(), StepWindow()
-        self.evaluations = Evaluations(args, self._end_evaluations)
+        self.evaluations = Evaluations(self)
         self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
         if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
             self.checkpoints.kept["adaptive_kl"] = adaptive_kl
@@ -344,18 +345,21 @@ class RLTrainer(SavingTrainer):
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
         self._on_rank_0(self._take_batch, self._request_ahead)
-        is_here = self.orchestrator is not None
+        is_here = self.args.process_index == 0
         return broadcast_batch(self.batch if is_here else None, self.args.device)
 
-    def _take_batch(self, orchestrator: BatchSource) -> None:
-        if not orchestrator.num_pending:  # first step, lost server, or max_off_policy_steps = 0
+    def _take_batch(self) -> None:
+        """Wait for this step's batch. Request it first where none is pending: in the first step,
+        after a lost server, and in each step if max_off_policy_steps = 0.
+        """
+        if not self.orchestrator.num_pending:
             self._sync_weights()
             self._request(self.state.global_step)
         start = time.monotonic()
-        self.batch = orchestrator.get()
+        self.batch = self.orchestrator.get()
         self._metrics["wait_s"] = time.monotonic() - start
 
-    def _request_ahead(self, orchestrator: BatchSource) -> None:
+    def _request_ahead(self) -> None:
         """Send the weights that this step starts from. Request the batches of the next
         max_off_policy_steps steps, except those that are pending already.
         """
@@ -363,12 +367,11 @@ class RLTrainer(SavingTrainer):
         if num_ahead and self.evaluations.due is not None:  # also where no batch is requested
             self._sync_weights()
         last = min(step + num_ahead, self.args.max_steps - 1)
-        for ahead in range(step + 1 + orchestrator.num_pending, last + 1):
+        for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._sync_weights()
             self._request(ahead)
 
     def _request(self, step: int) -> None:
-        assert self.orchestrator is not None and self.weight_sync is not None
         version = self.weight_sync.policy_version or 0
         self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
@@ -377,16 +380,14 @@ class RLTrainer(SavingTrainer):
         evaluation that is due. The policy version is the step's number.
         """
         version = self.state.global_step
-        if self.weight_sync is None or self.orchestrator is None:
-            return
         if self.weight_sync.policy_version != version:
-            self.evaluations.end(self.orchestrator)  # all of its rollouts have one version
+            self.evaluations.end()  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
             # Requests that run meanwhile keep the keys and values of the tokens so far.
             runs = self.orchestrator.num_pending > 0
             in_flight: Literal["recompute", "keep"] = "keep" if runs else "recompute"
             self._metrics |= self.weight_sync.push(model, version, in_flight)
-        self.evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
+        self.evaluations.begin(version)
 
     # --- Evaluations ------------------------------------------------------------------------------
 
@@ -406,11 +407,11 @@ class RLTrainer(SavingTrainer):
         if eval_dataset is not None:
             raise ConfigError("evaluate() takes no dataset: env has its own")
 
-        def now(orchestrator: BatchSource) -> None:
-            orchestrator.wait()
+        def now() -> None:
+            self.orchestrator.wait()
             self.evaluations.due = self.state.global_step
             self._sync_weights()
-            self.evaluations.end(orchestrator)
+            self.evaluations.end()
 
         return self._on_rank_0(now, prefix=metric_key_prefix)
 
@@ -430,13 +431,13 @@ class RLTrainer(SavingTrainer):
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         return {}  # `_on_rank_0` logs the result later
 
-    def _end_evaluations(self) -> None:
-        """Wait for the evaluations that run or are due, and log them."""
+    def end_evaluations(self) -> None:
+        """Wait for the evaluations that run or are due, and log them. Every rank calls this."""
 
-        def end(orchestrator: BatchSource) -> None:
+        def end() -> None:
             if self.evaluations.due is not None:
                 self._sync_weights()
-            self.evaluations.end(orchestrator)
+            self.evaluations.end()
 
         if self.args.eval_strategy != "no":
             self._on_rank_0(end)
@@ -475,12 +476,12 @@ class RLTrainer(SavingTrainer):
                 self.checkpoints.save_unfinished()
                 raise
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
-            if is_best and self.weight_sync is not None:
+            if is_best and self.is_world_process_zero():
                 self.weight_sync.policy_version = None  # the server has the last weights
             # First, because the server may be lost below.
             self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
             with suppress(Interrupted):  # the model is saved; `handled` raises it
-                self._on_rank_0(lambda orchestrator: self._sync_weights())
+                self._on_rank_0(self._sync_weights)
         return result
 
     def _base_of(self, model: Any) -> Any:
@@ -523,7 +524,7 @@ class RLTrainer(SavingTrainer):
         """
         if self.checkpoints.can_repeat_step:
             self._interrupts.check_all(waits=False)
-        if self.orchestrator is not None and self.args.world_size == 1:
+        if self.args.world_size == 1:
             with self.checkpoints.saving_on_error():
                 self.orchestrator.raise_if_failed()
 
@@ -534,9 +535,7 @@ class RLTrainer(SavingTrainer):
         if self.is_deepspeed_enabled:
             self.checkpoints.can_repeat_step = False
 
-    def _on_rank_0(
-        self, *jobs: Callable[[BatchSource], None], prefix: str = "eval"
-    ) -> dict[str, float]:
+    def _on_rank_0(self, *jobs: Callable[[], None], prefix: str = "eval") -> dict[str, float]:
         """Do these jobs on rank 0, one after the other, while the other ranks help to gather split
         weights. Each is done again when the server was lost meanwhile and came back. An error is
         raised behind a checkpoint of the steps so far.
@@ -554,19 +553,17 @@ class RLTrainer(SavingTrainer):
             self._interrupts.check_all(waits=True)
             try:
                 with self._serving(), gathering(model, self._lora_sync):
-                    if self.orchestrator is not None:
-                        for job in jobs:
-                            self._retry_when_server_lost(partial(job, self.orchestrator))
+                    for job in jobs if self.is_world_process_zero() else ():
+                        self._retry_when_server_lost(job)
             except BaseException as error:
                 broadcast_outcome(error, self.args.device)  # the others wait
                 raise
             ended = broadcast_outcome(self.evaluations.take_ended(), self.args.device)
-        return log_results(self, ended, prefix)
+        return self.evaluations.log(ended, prefix)
 
     def log_ended_evaluations(self) -> None:
         """Log the evaluations that have ended on rank 0 by now. Every rank calls this."""
-        ended = broadcast_outcome(self.evaluations.take_ended(), self.args.device)
-        log_results(self, ended)
+        self.evaluations.log(broadcast_outcome(self.evaluations.take_ended(), self.args.device))
 
     def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
         """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
@@ -580,18 +577,18 @@ class RLTrainer(SavingTrainer):
             try:
                 return job()
             except ServerLostError as error:
-                if self.weight_sync is None or self.orchestrator is None or not attempts_left:
+                if not attempts_left:
                     raise
                 logger.warning("%s; waiting for it to come back", error)
                 self.orchestrator.discard()
-                self.evaluations.begin_again(self.state.global_step)
+                self.evaluations.begin_again()
                 self.weight_sync.wait_for_server()
                 logger.warning("the inference server is back; its weights are sent again")
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
         """Run the orchestrator during `train()`, or during an `evaluate()` outside of it."""
-        if self.orchestrator is None or self.weight_sync is None or self._is_serving:
+        if self._is_serving or not self.is_world_process_zero():
             yield
             return
         self._is_serving = True
