@@ -309,8 +309,9 @@ def test_flash_attention_gets_the_sequences_of_the_samples(monkeypatch):
     )
     inputs = forward.inputs_of_shared_rows(microbatch, "flash_attention_2")
     functions = forward.ALL_ATTENTION_FUNCTIONS
-    stand_in = forward._with_segments(sequences_by_hand, forward._in_sequences)
-    monkeypatch.setitem(functions._local_mapping, "sdpa", stand_in)
+    monkeypatch.setitem(functions._global_mapping, "flash_by_hand", sequences_by_hand)
+    forward.wrap_attention("flash_by_hand")
+    monkeypatch.setitem(functions._local_mapping, "sdpa", functions["flash_by_hand"])
     given = logits_of_samples(model, microbatch, inputs)
     for ours, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -155,34 +155,6 @@ def _is_cheaper_in_calls(microbatch: Microbatch, device: torch.device) -> bool:
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def _with_segments(
-    attend: Attention, attend_to_segments: Callable[..., tuple[Tensor, Tensor | None]]
-) -> Attention:
-    """Wrap an attention function: given `SampleSegments`, another one takes its place. Given
-    "whole rows", it gets no mask, so each row is one sequence.
-    """
-
-    @functools.wraps(attend)
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *args: Any,
-        sample_segments: SampleSegments | Literal["whole rows"] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(sample_segments, SampleSegments):
-            return attend_to_segments(
-                attend, sample_segments, module, query, key, value, *args, **kwargs
-            )
-        mask = None if sample_segments == "whole rows" else mask
-        return attend(module, query, key, value, mask, *args, **kwargs)
-
-    return attention
-
-
 def _in_calls(
     attend: Attention,
     segments: SampleSegments,
@@ -238,15 +210,34 @@ def _in_sequences(
 
 def wrap_attention(implementation: str) -> None:
     """Make this implementation of transformers understand `SampleSegments`, once per process.
-    Without them it does as before.
+    Given "whole rows", it gets no mask, so each row is one sequence. Else it does as before.
     """
     attend: Any = ALL_ATTENTION_FUNCTIONS[implementation]
-    if not hasattr(attend, "takes_segments"):
-        by_segment = _in_sequences if "flash" in implementation else _in_calls
-        # Compiled for its lists of lengths, it would be compiled anew for each microbatch.
-        wrapped: Any = _with_segments(attend, torch.compiler.disable(by_segment))
-        wrapped.takes_segments = True
-        AttentionInterface.register(implementation, wrapped)
+    if hasattr(attend, "takes_segments"):
+        return
+    # Compiled for its lists of lengths, it would be compiled anew for each microbatch.
+    by_segment = torch.compiler.disable(_in_sequences if "flash" in implementation else _in_calls)
+
+    @functools.wraps(attend)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        sample_segments: SampleSegments | Literal["whole rows"] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = query, key, value
+        if isinstance(sample_segments, SampleSegments):
+            return by_segment(attend, sample_segments, module, *tensors, *args, **kwargs)
+        mask = None if sample_segments == "whole rows" else mask
+        return attend(module, *tensors, mask, *args, **kwargs)
+
+    wrapped: Any = attention
+    wrapped.takes_segments = True
+    AttentionInterface.register(implementation, wrapped)
 
 
 def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport) -> dict[str, Any]:

@@ -120,12 +120,11 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
 
     every = [needs_of(function) for function in (loss_fn, *terms)]
-    inputs = frozenset[Need]().union(*every) - {"advantages"}
+    what = frozenset[Need]().union(*every)
+    if not all("advantages" in own for own in every):
+        what -= {"advantages"}  # one of them has a gradient without an advantage, so the sum has
     total.terms = terms  # type: ignore[attr-defined]
-    # Where one of them has a gradient without an advantage, their sum has one.
-    return needs(*inputs, *({"advantages"} if all("advantages" in own for own in every) else ()))(
-        total
-    )
+    return needs(*what)(total)
 
 
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:

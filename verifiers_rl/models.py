@@ -85,14 +85,12 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
         return model.float()
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = args.lora_target_modules or default_target_modules(model)
     peft_config = peft_config or LoraConfig(
         task_type="CAUSAL_LM",
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        # The command line gives this value as a list.
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=args.lora_target_modules or default_target_modules(model),
         modules_to_save=args.lora_modules_to_save,
         use_rslora=args.lora_use_rslora,
     )
