@@ -154,17 +154,16 @@ class Checkpoints(TrainerCallback):
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
         self._sync_files()
         states = {name: part.state_dict(step) for name, part in self.kept.items()}
-        folder = self._begin(f"checkpoint-{step}")
-        self.run_dir = str(folder.parent)
-        try:
-            write()
-        finally:
-            self.run_dir = None
-        self._find_best()
-        if args.should_save:
-            trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
-            (folder / RL_STATE).write_text(json.dumps(states))
-        self._finish(folder, partial(put_in_place, folder, self._folder / folder.name))
+        with self._complete(f"checkpoint-{step}") as folder:
+            self.run_dir = str(folder.parent)
+            try:
+                write()
+            finally:
+                self.run_dir = None
+            self._find_best()
+            if args.should_save:
+                trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
+                (folder / RL_STATE).write_text(json.dumps(states))
         self._saved_step = step
         if args.should_save:
             self._remove_old()
@@ -209,22 +208,20 @@ class Checkpoints(TrainerCallback):
         run. Every rank calls this.
         """
         trainer, args = self._trainer, self._trainer.args
-        folder = self._begin("final")
-        trainer.save_model(str(folder), _internal_call=True)
 
-        def place() -> None:
+        def place_files(folder: Path) -> None:
             # Without its configuration a model is none, so a part of one is not taken for it.
             for path in sorted(folder.iterdir(), key=lambda p: p.name.endswith("config.json")):
                 put_in_place(path, self._folder / path.name)
             folder.rmdir()
 
-        self._finish(folder, place)
+        with self._complete("final", place_files) as folder:
+            trainer.save_model(str(folder), _internal_call=True)
         merged = self._folder / MERGED
         if args.save_final == "merged":
-            folder = self._begin(MERGED)
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            save_merged(model, trainer.processing_class, folder, writes=args.should_save)
-            self._finish(folder, partial(put_in_place, folder, merged))
+            with self._complete(MERGED) as folder:
+                model = trainer.accelerator.unwrap_model(trainer.model)
+                save_merged(model, trainer.processing_class, folder, writes=args.should_save)
         elif args.should_save and is_our_card(merged / CARD):  # of fewer steps
             remove_folder(merged, self._folder / UNFINISHED)
         trainer.create_model_card()
@@ -235,29 +232,31 @@ class Checkpoints(TrainerCallback):
 
     # --- All ranks --------------------------------------------------------------------------------
 
-    def _begin(self, name: str) -> Path:
-        """Return an empty folder, in which all ranks may write."""
-        folder = self._folder / UNFINISHED / name
-        if self._trainer.args.local_process_index == 0:
+    @contextmanager
+    def _complete(self, name: str, place: Callable[[Path], None] | None = None) -> Iterator[Path]:
+        """Give an empty folder, in which all ranks may write inside. At the end, bring it to the
+        disk; then rank 0 puts it into output_dir, and one process of each other machine does, if
+        that has a disk of its own.
+
+        Args:
+            place: puts the folder into output_dir; by default, the folder gets this name there.
+        """
+        args, folder = self._trainer.args, self._folder / UNFINISHED / name
+        place = place or (lambda folder: put_in_place(folder, self._folder / name))
+        if args.local_process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
         self._meet("all ranks to begin a checkpoint")
-        return folder
-
-    def _finish(self, folder: Path, place: Callable[[], None]) -> None:
-        """Bring to the disk what all ranks have written into a folder, then let rank 0 `place` it,
-        and one process of each other machine, if that has a disk of its own.
-        """
-        args = self._trainer.args
+        yield folder
         self._meet("all ranks to write their part of a checkpoint")
         if args.local_process_index == 0 and folder.is_dir():
             sync_tree(folder)
         self._meet("all machines to have a checkpoint on their disks")
         if args.process_index == 0:
-            place()
+            place(folder)
         self._meet("a checkpoint to get its name")
         if args.local_process_index == 0 and args.process_index > 0 and folder.is_dir():
-            place()
+            place(folder)
 
     def _meet(self, what: str) -> None:
         if self._hosts is not None:
