@@ -422,6 +422,20 @@ def test_the_gradient_does_not_depend_on_split_or_order(make_trainer, max_tokens
         assert trainer._window.steps[0]["num_tokens"] == sum(num_tokens)
 
 
+def test_the_gradients_of_two_parts_of_a_batch_add_up_to_that_of_all(make_trainer):
+    samples = make_samples(7, seed=2)
+    options = {"loss_normalization": "constant"}  # the same number in each part
+    expected_loss, expected = batch_gradients(make_trainer(**options), samples)
+    trainer = make_trainer(**options)
+    batch, means, first = Batch(0, 0, samples), TokenMeans(), np.arange(7) < 3
+    losses = [trainer.train_on(trainer.model, batch, means, part) for part in (first, ~first)]
+    assert sum(losses).item() == pytest.approx(expected_loss, rel=1e-5)
+    assert trainer._counts.num_samples == 7
+    assert trainer._counts.num_loss_tokens == batch.num_loss_tokens
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_lora):
     def run(checkpointing):

@@ -23,6 +23,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from verifiers_rl.distributed import broadcast_outcome
+
 
 class Evaluations(TrainerCallback):
     """The evaluation that is due, the one that runs, and the results of those that have ended.
@@ -76,9 +78,15 @@ class Evaluations(TrainerCallback):
         self._trainer.end_evaluations()
 
     def take_ended(self) -> dict[str, dict[str, float]]:
-        """Return the results of evaluations that have ended since the last call, by their step."""
+        """Return on every rank the results of evaluations that have ended on rank 0 since the last
+        call, by their step.
+
+        Raises:
+            Interrupted, RuntimeError: see `broadcast_outcome`.
+        """
         ended, self._ended = self._ended, {}
-        return {str(step): results for step, results in ended.items()}
+        by_step = {str(step): results for step, results in ended.items()}
+        return broadcast_outcome(by_step, self._trainer.args.device)
 
     def log(self, ended: dict[str, dict[str, float]], prefix: str = "eval") -> dict[str, float]:
         """Log the results of evaluations, each at the step whose weights were evaluated, and tell

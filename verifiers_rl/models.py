@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
+from verifiers_rl.sync.sources import text_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -318,29 +319,8 @@ def auto_class(model_type: str) -> Any:
     return AutoModelForCausalLM  # whose error lists the types that it knows
 
 
-def _has_more_than_text(model: Any) -> bool:
-    """Return whether the model has parts beside its text model."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or not hasattr(model, "get_decoder"):
-        return False
-    return config.get_text_config() is not config
-
-
-def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the text model by name, in the model's order, each once."""
-    parameters = dict(model.named_parameters())
-    if not _has_more_than_text(model):
-        return parameters
-    any_model: Any = model
-    parts = [any_model.get_decoder(), any_model.get_output_embeddings()]
-    inside = {id(p) for part in parts if part is not None for p in part.parameters()}
-    return {name: p for name, p in parameters.items() if id(p) in inside}
-
-
 def freeze_all_but_text(model: nn.Module) -> int:
     """Freeze the parameters beside the text model, and return how many numbers they have."""
-    if not _has_more_than_text(model):
-        return 0
     text = {id(parameter) for parameter in text_parameters(model).values()}
     frozen = [p for p in model.parameters() if id(p) not in text]
     for parameter in frozen:

@@ -353,7 +353,6 @@ class RLTrainer(SavingTrainer):
         after a lost server, and in each step if max_off_policy_steps = 0.
         """
         if not self.orchestrator.num_pending:
-            self._sync_weights()
             self._request(self.state.global_step)
         start = time.monotonic()
         self.batch = self.orchestrator.get()
@@ -368,10 +367,11 @@ class RLTrainer(SavingTrainer):
             self._sync_weights()
         last = min(step + num_ahead, self.args.max_steps - 1)
         for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
-            self._sync_weights()
             self._request(ahead)
 
     def _request(self, step: int) -> None:
+        """Request the batch of a step, of the weights that this step starts from."""
+        self._sync_weights()
         version = self.weight_sync.policy_version or 0
         self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
@@ -558,12 +558,8 @@ class RLTrainer(SavingTrainer):
             except BaseException as error:
                 broadcast_outcome(error, self.args.device)  # the others wait
                 raise
-            ended = broadcast_outcome(self.evaluations.take_ended(), self.args.device)
+            ended = self.evaluations.take_ended()
         return self.evaluations.log(ended, prefix)
-
-    def log_ended_evaluations(self) -> None:
-        """Log the evaluations that have ended on rank 0 by now. Every rank calls this."""
-        self.evaluations.log(broadcast_outcome(self.evaluations.take_ended(), self.args.device))
 
     def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
         """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
