@@ -251,7 +251,7 @@ def logits_of_samples(model, microbatch, inputs):
 
 @pytest.mark.parametrize(
     ("attention", "in_calls"),
-    [("sdpa", False), ("sdpa", True), ("eager", None), ("flex_attention", None)],
+    [("sdpa", False), ("sdpa", True), ("eager", None)],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
 @torch.no_grad()

@@ -7,7 +7,6 @@ A row of one sample needs no mask. For others it depends on the attention implem
     eager, sdpa      a mask of width^2 entries
     sdpa             in wide rows, a call for each sample: its own tokens are the queries, all of
                      its tokens are the keys. Each pair of tokens is computed once
-    flex_attention   a BlockMask
     flash attention  the same queries and keys as above, in one call, as sequences of these lengths
 
 A model for which this does not work tells the samples of a row apart as transformers does: by
@@ -288,23 +287,13 @@ def inputs_of_shared_rows(
     inputs: dict[str, Any] = {"position_ids": microbatch.position_ids}
     visible_until = microbatch.visible_until  # (B, T)
     device = visible_until.device
-    num_rows, width = visible_until.shape
     if implementation == "sdpa" and in_calls is None:
         in_calls = _is_cheaper_in_calls(microbatch, device)
-    if implementation == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < visible_until[row, key])
-
-        inputs["attention_mask"] = create_block_mask(
-            is_seen, num_rows, None, width, width, device=str(device)
-        )
-    elif "flash" in implementation or (implementation == "sdpa" and in_calls):
+    if "flash" in implementation or (implementation == "sdpa" and in_calls):
         inputs[KEYWORD] = SampleSegments(microbatch, device)
         inputs["attention_mask"] = _any_mask(device)
     else:
-        columns = torch.arange(width, device=device)
+        columns = torch.arange(visible_until.shape[1], device=device)
         query, key = columns[:, None], columns
         mask = (key <= query) & (query < visible_until[:, None, :])  # (B, T, T)
         if implementation == "eager":  # which adds it to the scores
@@ -433,10 +422,9 @@ def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: in
         if (window := getattr(config, name, None)) is not None and window < max_seq_len:
             return f"its {name} of {window} tokens is shorter than max_seq_len={max_seq_len}"
     implementation = str(getattr(base.config, "_attn_implementation", ""))
-    known = implementation in ("eager", "sdpa", "flex_attention")
-    if not (known or "flash" in implementation):
+    if implementation not in ("eager", "sdpa") and "flash" not in implementation:
         return f"masks for attention {implementation!r} are not known here"
-    if implementation in ALL_ATTENTION_FUNCTIONS and implementation != "flex_attention":
+    if implementation in ALL_ATTENTION_FUNCTIONS:
         wrap_attention(implementation)
     ids, tolerance = _probe(base)
     tokens = ids[0].cpu().numpy()
