@@ -1,9 +1,10 @@
 """Sends batches and metrics from rank 0 to the others as plain tensors; checks losses and gradients
-on all ranks; prepares sharding; lets the ranks agree beside their devices.
+on all ranks; prepares several ranks; lets them agree beside their devices.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import time
@@ -228,8 +229,8 @@ def raise_if_gradient_not_finite(model: torch.nn.Module) -> None:
         )
 
 
-def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
-    """Check and set what FSDP2 and DeepSpeed need before the model is prepared.
+def prepare_ranks(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
+    """Check and set what FSDP2, DeepSpeed and gloo need before the model is prepared.
 
     Args:
         accelerator: the Trainer's accelerator.
@@ -275,6 +276,8 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     if fsdp is not None and accelerator.mixed_precision == "bf16":
         # The policy of accelerate also sums gradients in bfloat16.
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        atexit.register(let_gloo_threads_finish)
 
 
 @contextmanager

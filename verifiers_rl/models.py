@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -40,6 +45,11 @@ def absolute_path(model: Any) -> Any:
         return model
     folder = os.path.abspath(os.path.expanduser(model))
     return folder if os.path.isdir(folder) else model
+
+
+def tokenizer_of(model: Any) -> Any:
+    """Return the tokenizer in a model's folder, or under its name on the hub."""
+    return AutoTokenizer.from_pretrained(model if isinstance(model, str) else model.name_or_path)
 
 
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:

@@ -25,7 +25,6 @@ transformers.Trainer's own. The class reads from top to bottom:
 
 from __future__ import annotations
 
-import atexit
 import copy
 import logging
 import time
@@ -38,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
 from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
@@ -49,8 +48,7 @@ from verifiers_rl.distributed import (
     broadcast_batch,
     broadcast_outcome,
     host_group,
-    let_gloo_threads_finish,
-    prepare_sharding,
+    prepare_ranks,
     raise_if_gradient_not_finite,
     raise_if_not_finite,
     scatter_samples,
@@ -60,7 +58,7 @@ from verifiers_rl.forward import predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
 from verifiers_rl.losses import LossFn, LossInputs, adaptive_kl_of, needs_of, weigh_samples
-from verifiers_rl.models import absolute_path, check_policy, load_policy
+from verifiers_rl.models import absolute_path, check_policy, load_policy, tokenizer_of
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
@@ -135,8 +133,7 @@ class RLTrainer(SavingTrainer):
         check_arguments(model, env, args, processing_class, replaced, trainer_kwargs)
         model = absolute_path(model)
         if processing_class is None:
-            named = model if isinstance(model, str) else model.name_or_path
-            processing_class = AutoTokenizer.from_pretrained(named)
+            processing_class = tokenizer_of(model)
         self.loss_fn = args.complete_loss(loss_fn)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
@@ -157,7 +154,7 @@ class RLTrainer(SavingTrainer):
         # is the model without its adapter.
         needs_copy = "reference_logprobs" in needs_of(self.loss_fn)
         needs_copy &= not hasattr(policy, "disable_adapter")
-        prepare_sharding(self.accelerator, args, needs_copy)
+        prepare_ranks(self.accelerator, args, needs_copy)
         start = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
         self._reference: nn.Module | None = start
         # Rank 0 has chosen, and the others gather what it sends.
@@ -174,8 +171,6 @@ class RLTrainer(SavingTrainer):
         for callback in (self.checkpoints, self._files, *own):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, self.evaluations)  # before others close files
-        if args.world_size > 1 and torch.distributed.get_backend() == "gloo":
-            atexit.register(let_gloo_threads_finish)
 
     # --- The loss ---------------------------------------------------------------------------------
 
