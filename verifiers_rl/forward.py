@@ -249,8 +249,7 @@ def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport)
             apart by positions that restart at 0.
     """
     if support.layout == "padded":
-        columns = torch.arange(microbatch.input_ids.shape[1], device=microbatch.input_ids.device)
-        return {"attention_mask": (columns < microbatch.visible_until[:, :1]).long()}
+        return {}  # the padding is behind the sample, where no token of it sees it
     if not support.shares_prefixes:
         return {"position_ids": microbatch.position_ids}
     implementation = str(config._attn_implementation)
