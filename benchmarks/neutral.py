@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-def make_standin() -> Any:
+def make_standin(args: Any) -> Any:
     """Return an `Orchestrator` whose rollouts follow from example, place in the group and step."""
     from tests.helpers import StubRunner, make_samples
     from verifiers_rl import Orchestrator
@@ -56,13 +56,7 @@ def make_standin() -> Any:
                 rollout.reward = rng.random()
             return group
 
-    return Orchestrator(
-        Runner(1000),
-        lambda: None,
-        batch_size=BATCH_SIZE,
-        rollouts_per_example=GROUP,
-        sampling_args={},
-    )
+    return Orchestrator(Runner(1000), args, lambda: None)
 
 
 def make_env() -> Any:
@@ -100,15 +94,17 @@ def run_case(case: str, model: str, port: int, folder: str) -> dict[str, Any] | 
     if source == "server":
         options = {"vllm_server_port": port, "max_tokens": 8, "temperature": 1.0}
         options |= {"max_concurrent": 1, "env_workers": 0, "deterministic": True}
-    else:
-        replaced = {"orchestrator": make_standin(), "weight_sync": StubSink()}
     args = RLConfig(
         output_dir=f"{folder}/{case.replace(' ', '-')}", use_cpu=True, use_lora=weights == "lora",
         learning_rate=1e-3, max_steps=NUM_STEPS, save_strategy="no", batch_size=BATCH_SIZE,
         rollouts_per_example=GROUP, micro_batch_size=1, max_seq_len=64, max_off_policy_steps=0,
         disable_tqdm=True, **options,
     )  # fmt: skip
-    env = None if source == "stand-in" else make_env()
+    env = None
+    if source == "stand-in":
+        replaced = {"orchestrator": make_standin(args), "weight_sync": StubSink()}
+    else:
+        env = make_env()
     trainer = Recording(model, env, args, **replaced)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()

@@ -35,6 +35,8 @@ BATCH_SIZE, GROUP = 64, 8
 class Server:
     """An EnvRunner whose rollouts take `seconds(number)`; `places` of them run at a time."""
 
+    weights = (1.0,)
+
     def __init__(self, seconds: Any, places: int = BATCH_SIZE) -> None:
         self.seconds = seconds
         self.places = places
@@ -100,16 +102,9 @@ def step_times(
         output_dir=folder.name, use_cpu=True, use_lora=False, max_steps=steps, save_strategy="no",
         batch_size=BATCH_SIZE, rollouts_per_example=GROUP, max_seq_len=32, micro_batch_size=512,
         max_off_policy_steps=ahead, logging_steps=steps, disable_tqdm=True,
-        **options,
+        max_concurrent=server.places, **options,
     )  # fmt: skip
-    orchestrator = Orchestrator(
-        server,
-        lambda: None,
-        batch_size=BATCH_SIZE,
-        rollouts_per_example=GROUP,
-        sampling_args={},
-        max_concurrent=server.places,
-    )
+    orchestrator = Orchestrator(server, args, lambda: None)
     tokenizer = load_example("warm_start").make_tokenizer()
     trainer = Sleeping(
         make_tiny_model(), None, args, tokenizer, orchestrator=orchestrator, weight_sync=StubSink()

@@ -169,15 +169,13 @@ class Bench:
         args = RLConfig(
             output_dir=self.folder, use_cpu=True, temperature=1.0, max_seq_len=512,
             max_tokens=REPLY_TOKENS, batch_size=num_rollouts, rollouts_per_example=GROUP,
-            env_workers=env_workers,
+            env_workers=env_workers, max_concurrent=concurrent,
         )  # fmt: skip
-        sampling = args.sampling_args()
-        sampling["extra_body"] |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
-        return Orchestrator(
-            make_runner(env, self.url, self.tokenizer, args), lambda: None,
-            batch_size=num_rollouts, rollouts_per_example=GROUP, sampling_args=sampling,
-            max_concurrent=concurrent,
-        )  # fmt: skip
+        runner = make_runner(env, self.url, self.tokenizer, args)
+        orchestrator = Orchestrator(runner, args, lambda: None)
+        extra = orchestrator.sampling["train"]["extra_body"]
+        extra |= {"ignore_eos": True, "min_tokens": REPLY_TOKENS}
+        return orchestrator
 
     def record(self, num_rollouts: int, num_turns: int) -> list[list[tuple[str, Any]]]:
         """Run a batch in this process; return the paths and bodies of each rollout's requests."""

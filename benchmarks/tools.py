@@ -150,12 +150,10 @@ def measure(url: str, tokenizer: Any, options: Any) -> dict[str, float]:
         args = RLConfig(
             output_dir=options.folder, use_cpu=True, max_seq_len=512, max_tokens=64,
             batch_size=num_rollouts, rollouts_per_example=group, tools_in_process=tools_in_process,
+            max_concurrent=options.concurrent,
         )  # fmt: skip
-        orchestrator = Orchestrator(
-            make_runner(load_v1_environment(table), url, tokenizer, args), lambda: None,
-            batch_size=num_rollouts, rollouts_per_example=group,
-            sampling_args=args.sampling_args(), max_concurrent=options.concurrent,
-        )  # fmt: skip
+        runner = make_runner(load_v1_environment(table), url, tokenizer, args)
+        orchestrator = Orchestrator(runner, args, lambda: None)
         orchestrator.start()
         played[name] = (orchestrator, num_rollouts, rounds, list[float]())
     try:

@@ -24,8 +24,8 @@ import pytest
 from filelock import FileLock
 
 from tests.helpers import EXAMPLE_MODULE, ROOT
+from verifiers_rl import Orchestrator, RLConfig
 from verifiers_rl.inference.client import TOKEN_VARIABLE, InferenceClient, InferenceServerError
-from verifiers_rl.orchestrator import Orchestrator
 
 # A shell starts commands in the background with Ctrl-C ignored, and a process passes that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,12 +158,17 @@ def processes_of(folder):
 
 
 @pytest.fixture
-def make_orchestrator():
+def make_orchestrator(tmp_path):
     made = []
 
-    def make(runner, check_server=lambda: None, **options):
-        options = {"batch_size": 8, "rollouts_per_example": 4, "sampling_args": {}, **options}
-        orchestrator = Orchestrator(runner, check_server, **options)
+    def make(
+        runner, check_server=lambda: None, *, advantage_fn=None, example_order=None, **options
+    ):
+        options = {"batch_size": 8, "rollouts_per_example": 4, **options}
+        args = RLConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+        orchestrator = Orchestrator(
+            runner, args, check_server, advantage_fn=advantage_fn, example_order=example_order
+        )
         orchestrator.start()
         made.append(orchestrator)
         return orchestrator

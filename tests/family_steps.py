@@ -12,21 +12,20 @@ from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers import StubSink, StubSource
 from verifiers_rl import RLConfig, RLTrainer
+from verifiers_rl.forward import (
+    check_head,
+    reason_against_sharing_prefixes,
+    reason_against_sharing_rows,
+)
 from verifiers_rl.inference.expected import as_served, check_plan, expected_shapes
 from verifiers_rl.logprobs import (
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
     token_logprobs_and_entropy,
 )
-from verifiers_rl.model_trials import (
-    reason_against_chunking,
-    reason_against_sharing_prefixes,
-    reason_against_sharing_rows,
-)
-from verifiers_rl.models import load_policy
+from verifiers_rl.models import auto_class, load_policy
 from verifiers_rl.sync.plan import TransferPlan
 from verifiers_rl.sync.sources import what_to_send
-from verifiers_rl.text_model import auto_class
 
 IDS = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
 RANK = 4
@@ -40,7 +39,7 @@ def load(folder: Path, use_lora: bool = False) -> Any:
 
 def shared_rows(model: Any) -> str | None:
     """Why samples do not share rows, or None."""
-    return reason_against_sharing_rows(model)
+    return reason_against_sharing_rows(model, model)
 
 
 def shared_prefixes(model: Any, max_seq_len: int = 32) -> str | None:
@@ -51,7 +50,7 @@ def shared_prefixes(model: Any, max_seq_len: int = 32) -> str | None:
 @torch.no_grad()
 def chunked_head(model: Any) -> float:
     """The largest difference between logprobs by chunks and from whole logits, in nats."""
-    assert (reason := reason_against_chunking(model)) is None, reason
+    check_head(model, model)
     targets = IDS[0, 1:]
     logits = model(input_ids=IDS, use_cache=False).logits[0, :-1]
     expected = token_logprobs_and_entropy(logits, targets, 0.7)

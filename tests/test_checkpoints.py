@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from tests.helpers import StubSink, StubSource, load_example, make_tiny_model
 from tests.test_rollouts import read as read_rollouts
 from verifiers_rl import RLConfig, RLTrainer, WeightedEnv, checkpoints
+from verifiers_rl.checkpoints import environment_names
 from verifiers_rl.config import ConfigError
-from verifiers_rl.hub import environment_names
 from verifiers_rl.process import disk
 from verifiers_rl.process.interrupts import Interrupted
 from verifiers_rl.report.run_folder import (
@@ -176,8 +176,8 @@ def test_weights_in_the_middle_of_a_step_are_not_saved(make_trainer, capfd):
     """As with DeepSpeed, whose backward takes the optimizer's step."""
 
     class Failing(RLTrainer):
-        def _train_on(self, *args):
-            loss = super()._train_on(*args)
+        def train_on(self, *args):
+            loss = super().train_on(*args)
             if self.state.global_step == 1:
                 self.checkpoints.can_repeat_step = False
                 with self.checkpoints.saving_on_error():

@@ -27,7 +27,6 @@ from tests.fake_run import write_fake_run
 from tests.helpers import ROOT, load_example, make_tiny_model
 from verifiers_rl import RLConfig, RLTrainer
 from verifiers_rl.advantages import ADVANTAGES, as_numbers
-from verifiers_rl.arguments import Replaced, check_arguments
 from verifiers_rl.cli import flat
 from verifiers_rl.cli.config import RunConfig, check_trainer_args, load_run_config
 from verifiers_rl.cli.setup import workspace_files
@@ -39,6 +38,7 @@ from verifiers_rl.sft import SFTConfig, SFTTrainer
 from verifiers_rl.sft.conversations import Tokenization
 from verifiers_rl.sft.main import DataTable, SFTRunConfig
 from verifiers_rl.types import Rollout, Sample
+from verifiers_rl.wiring import Replaced, check_arguments
 
 DOCS = ROOT / "docs"
 PAGES = [

@@ -53,7 +53,6 @@ def train(tmp_path, monkeypatch):
     """
     tokenizer = load_example("warm_start").make_tokenizer()
     runner = StubRunner()
-    runner.scoring_timeout_s = 0.0
     stub_servers(monkeypatch)
     monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
 
@@ -66,7 +65,9 @@ def train(tmp_path, monkeypatch):
         )  # fmt: skip
         trainer = trainer_class(make_tiny_model(), "env", args, tokenizer, weight_sync=StubSink())
         trainer.train()
-        return [row for row in trainer.state.log_history if "loss" in row]
+        (number,) = {int(state["step"]) for state in trainer.optimizer.state.values()}
+        more = {"num_updates": number, "pushed": trainer.weight_sync.pushed}
+        return [row | more for row in trainer.state.log_history if "loss" in row]
 
     return train
 
@@ -95,6 +96,76 @@ def test_the_copies_train_as_the_originals_and_an_edit_in_either_shows(
     assert [row["my_wait"] for row in edited] == [6.0] * 3
     assert [row["num_samples"] for row in edited] == [4.0] * 3
     assert [row["num_samples"] for row in copied] == [8.0] * 3
+
+
+FORKS = {
+    "a term per token": (
+        "        means.add(inputs, outputs.metrics, microbatch)\n",
+        """\
+        outputs.loss = outputs.loss + 0.5 * (inputs.weights * inputs.trainer_logprobs**2).sum()
+        means.add(inputs, {**outputs.metrics, "mine": inputs.trainer_logprobs.detach()}, microbatch)
+""",
+    ),
+    "two losses": (
+        "        outputs = self.loss_fn(inputs)\n",
+        """\
+        from verifiers_rl.losses import add_terms, reinforce
+
+        outputs = add_terms(self.loss_fn, reinforce)(inputs)
+""",
+    ),
+    "two updates a batch": (
+        "        loss = self.train_on(model, batch, means)\n",
+        """\
+        first = np.arange(len(batch.sizes.lengths)) % 2 == 0
+        loss = self.train_on(model, batch, means, first)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss += self.train_on(model, batch, means, ~first)
+""",
+    ),
+    "an update every second batch": (
+        "        loss = self.train_on(model, batch, means)\n",
+        """\
+        loss = self.train_on(model, batch, means)
+        if self.state.global_step % 2 == 0:
+            self.kept = [parameter.grad for parameter in model.parameters()]
+            self.optimizer.zero_grad()
+        else:
+            for parameter, kept in zip(model.parameters(), self.kept, strict=True):
+                parameter.grad += kept
+""",
+    ),
+    "weights sent after every second step": (
+        "        version = self.state.global_step\n        if self.weight_sync.policy_version",
+        """\
+        version = self.state.global_step // 2 * 2
+        if self.weight_sync.policy_version""",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", FORKS)
+def test_a_change_of_the_step_is_one_edit_of_the_copied_trainer(
+    tmp_path, run_eject, import_fork, train, change
+):
+    assert run_eject("--eject", str(tmp_path))[0] == 0
+    plain = train(import_fork())
+    old, new = FORKS[change]
+    path = tmp_path / "my_trainer.py"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    forked = train(import_fork())
+    assert len(forked) == len(plain) == 3
+    assert [row["num_tokens"] for row in forked] == [row["num_tokens"] for row in plain]
+    num_updates = {"two updates a batch": 6, "an update every second batch": 1}.get(change, 3)
+    assert forked[0]["num_updates"] == num_updates and plain[0]["num_updates"] == 3
+    assert plain[0]["pushed"] == [0, 1, 3]
+    assert forked[0]["pushed"] == ([0, 2] if "weights" in change else [0, 1, 3])
+    if change in ("a term per token", "two losses", "two updates a batch"):
+        assert forked[0]["loss"] != plain[0]["loss"]
+    assert ("mine" in forked[0]) == (change == "a term per token")
 
 
 def test_the_copies_are_the_originals_but_for_one_import(tmp_path, run_eject, monkeypatch):

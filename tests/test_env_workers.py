@@ -428,9 +428,8 @@ def test_auto_takes_a_quarter_of_the_cores(monkeypatch, num_cores, expected):
 def test_stopping_the_orchestrator_ends_its_workers(tmp_path):
     pool = WorkerPool(2, 60.0)
     env = WorkerEnvironment(TroubledEnv(tmp_path), pool)
-    orchestrator = Orchestrator(
-        env, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}
-    )
+    args = RLConfig(output_dir=str(tmp_path), use_cpu=True, batch_size=4, rollouts_per_example=2)
+    orchestrator = Orchestrator(env, args, lambda: None)
     orchestrator.start()
     running = pids(pool)
     assert all(map(is_running, running))

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from tests.helpers import load_example, make_env, make_request, only_runner, serving, values_of
 from verifiers_rl import RLConfig, WeightedEnv
+from verifiers_rl.advantages import center_on_group_mean, of_rewards, set_advantages
 from verifiers_rl.data import GroupFilter
 from verifiers_rl.envs.base import InvalidEnvironmentError, RunnerOptions
 from verifiers_rl.envs.make import make_runner
@@ -29,7 +30,6 @@ from verifiers_rl.envs.v1_loading import load_v1_environment
 from verifiers_rl.envs.v1_samples import samples_from_trace
 from verifiers_rl.inference.packed_tokens import pack_sampled, unpack_ids
 from verifiers_rl.inference.rollout_client import ServerClient
-from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.requests import Places
 from verifiers_rl.types import Rollout, Sample
 
@@ -509,20 +509,12 @@ def test_each_trained_agent_is_a_rollout_with_a_baseline_of_its_own(tokenizer, t
         said[rollout.role].append(tokenizer.decode(own, skip_special_tokens=True))
     # "c" and "f" were the judge's, which is not trained.
     assert said == {"writer": ["a", "ddd"], "critic": ["bb", "eeee"]} and len(requests) == 6
-    orchestrator = Orchestrator(
-        FakeRunner(), lambda: None, batch_size=2, rollouts_per_example=2, sampling_args={}
-    )
-    orchestrator._set_advantages(rollouts)
+    set_advantages(rollouts, of_rewards(center_on_group_mean))
     for role in ("writer", "critic"):
         own = [rollout for rollout in rollouts if rollout.role == role]
         assert sum(rollout.advantage for rollout in own) == pytest.approx(0)
         mean = sum(rollout.reward for rollout in own) / 2
         assert [r.advantage for r in own] == pytest.approx([r.reward - mean for r in own])
-
-
-class FakeRunner:
-    def sizes(self, split):
-        return [1]
 
 
 def test_a_group_passes_the_filter_if_one_role_does():

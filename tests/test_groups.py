@@ -72,14 +72,16 @@ def test_a_run_of_other_batches_goes_on_behind_the_examples_of_its_checkpoint(
 
 def test_an_evaluation_runs_beside_pending_batches(make_orchestrator):
     runner = SlowTraining(lambda index: 1.0)
-    orchestrator = make_orchestrator(runner, eval_sampling_args={"temperature": 0.0})
+    orchestrator = make_orchestrator(runner, temperature=0.9, eval_sampling={"temperature": 0})
     orchestrator.submit(0, "policy", 0)
     metrics = evaluate(orchestrator, 4, 2, "policy", 3)
-    assert not orchestrator._pending[0][0].done()  # it did not wait for the batch
+    assert not orchestrator._pending[0].result.done()  # it did not wait for the batch
     assert metrics["num_rollouts"] == 8 and 0 <= metrics["runtime"] < 1.0
     assert orchestrator.get().step == 0
-    assert {args.get("temperature") for split, args in runner.sampling if split == "eval"} == {0.0}
-    assert {len(args) for split, args in runner.sampling if split == "train"} == {0}
+    assert {(split, args["temperature"]) for split, args in runner.sampling} == {
+        ("eval", 0),
+        ("train", 0.9),
+    }
 
 
 def test_a_discarded_evaluation_ends_and_another_can_begin(make_orchestrator):
@@ -98,8 +100,7 @@ def test_an_evaluation_that_fails_is_known_before_it_is_awaited(make_orchestrato
     with pytest.raises(RolloutError, match="all 4 rollouts failed"):
         orchestrator.end_evaluation()
     orchestrator.begin_evaluation(4, 1, "policy", 0)
-    future, _ = orchestrator._evaluation
-    future.exception(timeout=30)
+    orchestrator._evaluation[0].result.exception(timeout=30)
     with pytest.raises(RolloutError, match="all 4 rollouts failed"):
         orchestrator.raise_if_failed()
 

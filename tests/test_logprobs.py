@@ -7,6 +7,8 @@ from torch import nn
 from torch._inductor.exc import InductorError
 from transformers import LlamaForCausalLM
 
+from verifiers_rl.config import ConfigError
+from verifiers_rl.forward import check_head, reason_against_sharing_rows
 from verifiers_rl.logprobs import (
     chunk_size_for,
     chunked_logprobs_and_entropy,
@@ -14,7 +16,6 @@ from verifiers_rl.logprobs import (
     token_logprobs_and_entropy,
 )
 from verifiers_rl.losses import LOSSES, LossInputs
-from verifiers_rl.model_trials import reason_against_chunking, reason_against_sharing_rows
 
 
 def reference(logits, targets, temperature):
@@ -213,7 +214,7 @@ def test_the_logits_of_many_architectures_come_from_hidden_states(name):
         assert hidden.shape == (2, 5, 16)
     torch.testing.assert_close(to_logits(hidden), logits)
     torch.testing.assert_close(model(input_ids).logits, logits)
-    assert reason_against_chunking(model) is None
+    check_head(model, model)
 
 
 def head_results(model, hidden, targets, chunk_size, head_dtype=None, autocast=False):
@@ -345,7 +346,8 @@ class Shifted(LlamaForCausalLM):
 
 def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_found_out():
     model = Shifted(make_small("Llama").config)
-    assert "not those of its head" in reason_against_chunking(model)
+    with pytest.raises(ConfigError, match="not those of its head"):
+        check_head(model, model)
     assert model.training  # as it was
 
 
@@ -376,7 +378,7 @@ def test_a_sequence_in_a_pack_gets_the_logprobs_it_gets_alone(name, attention):
         model = model.to("cuda")
     model.set_attn_implementation(attention)
     try:
-        assert reason_against_sharing_rows(model) is None
+        assert reason_against_sharing_rows(model, model) is None
         check_isolation(model, rows_at_once=1 if on_gpu else 3)
     except InductorError as error:
         # It takes a compiler; with the masks of transformers 5.23, torch 2.13 writes wrong C++.
@@ -422,6 +424,8 @@ def test_models_whose_rows_cannot_be_shared_are_found_out():
     config = transformers.MambaConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4
     )
-    assert reason_against_sharing_rows(transformers.MambaForCausalLM(config)) is not None
+    mamba = transformers.MambaForCausalLM(config)
+    assert reason_against_sharing_rows(mamba, mamba) is not None
     config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
-    assert "no position_ids" in reason_against_sharing_rows(transformers.BloomForCausalLM(config))
+    bloom = transformers.BloomForCausalLM(config)
+    assert "no position_ids" in reason_against_sharing_rows(bloom, bloom)

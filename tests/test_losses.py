@@ -21,7 +21,6 @@ from verifiers_rl.losses import (
     entropy_bonus,
     gspo,
     icepop,
-    is_of_advantages,
     needs,
     needs_of,
     ppo,
@@ -258,9 +257,9 @@ def test_several_masks_add_up_and_terms_are_not_masked(tmp_path):
     of_kl = [0.1 * (1 - 0.3 / p) for p in PROBABILITIES[0]]
     expected = [a + b for a, b in zip(of_cispo, of_kl, strict=True)]
     assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(expected)
-    assert not is_of_advantages(loss_fn)
+    assert "advantages" not in needs_of(loss_fn)
     args = RLConfig(output_dir=str(tmp_path), use_cpu=True, gradient_masks=masks)
-    assert is_of_advantages(args.complete_loss(None))
+    assert "advantages" in needs_of(args.complete_loss(None))
 
 
 def masked_by(tmp_path, loss_fn=None, **options):
@@ -359,7 +358,7 @@ def test_the_entropy_bonus_lowers_the_loss_of_an_undecided_policy():
 
 def test_terms_are_added_and_say_together_what_they_need():
     plain = add_terms(reinforce)
-    assert needs_of(plain) == needs_of(reinforce) == frozenset()
+    assert needs_of(plain) == needs_of(reinforce) == {"advantages"}
     total = add_terms(
         partial(cispo, eps_high=1.0),
         partial(reference_kl, beta=1.0),
@@ -380,7 +379,8 @@ def test_needs_add_up_and_a_misspelt_one_is_refused():
 
     assert needs_of(partial(both, scale=2.0)) == {"entropy_gradient", "reference_logprobs"}
     marked = needs("entropy_gradient")(partial(reinforce))
-    assert needs_of(marked) == {"entropy_gradient"} and needs_of(reinforce) == frozenset()
+    assert needs_of(marked) == {"entropy_gradient", "advantages"}
+    assert needs_of(reinforce) == {"advantages"}
     with pytest.raises(ValueError, match=r"needs\('entropy'\): must be of entropy_gradient, ref"):
         needs("entropy")
 

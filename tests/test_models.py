@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig
+from peft import IA3Config
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
@@ -100,21 +100,6 @@ def test_all_linear_is_pefts(qwen3_5, targets):
     assert ("shared_expert_gate" in policy.peft_config["default"].target_modules) == has_experts
     assert "lm_head" not in policy.peft_config["default"].target_modules
     policy.unload()
-
-
-def test_options_of_lora_that_change_nothing_are_said(caplog):
-    load_policy(make_tiny_model(), options(use_lora=False, lora_rank=4, lora_alpha=8))
-    assert "lora_rank=4, lora_alpha=8 has no effect: use_lora=False trains all" in caplog.text
-    policy = load_policy(make_tiny_model(), options(lora_rank=4))
-    assert caplog.text.count("has no effect") == 1
-    load_policy(policy, options(lora_rank=8))
-    assert "lora_rank=8 has no effect: the adapter that the model has already" in caplog.text
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    load_policy(make_tiny_model(), options(lora_rank=8), config)
-    assert "lora_rank=8 has no effect: peft_config says what the adapter is" in caplog.text
-    caplog.clear()
-    load_policy(make_tiny_model(), options(use_lora=False))
-    assert "has no effect" not in caplog.text
 
 
 @pytest.mark.parametrize("targets", ["q_proj", [], [1]])

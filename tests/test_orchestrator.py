@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import StubRunner, make_samples
 from verifiers_rl.advantages import ADVANTAGES, of_rewards, scale_by_group_mean
-from verifiers_rl.data import GroupFilter, example_index, order_examples
+from verifiers_rl.data import example_index, order_examples
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.orchestrator import RolloutError
 from verifiers_rl.report.means import batch_metrics, evaluation_metrics
@@ -314,7 +314,7 @@ def test_a_batch_of_a_server_that_lost_the_policy_meanwhile_is_not_taken(make_or
 def test_a_server_that_hangs_is_noticed_while_its_rollouts_run(
     make_orchestrator, monkeypatch, is_evaluation
 ):
-    monkeypatch.setattr("verifiers_rl.groups.LOOK_S", 0.05)
+    monkeypatch.setattr("verifiers_rl.requests.CHECK_S", 0.05)
     runner, looks = StubRunner(delay_s=60), []
 
     def look():
@@ -419,12 +419,42 @@ def test_stop_tells_of_an_environment_that_blocks_the_loop(make_orchestrator, mo
     loop.close()
 
 
-def test_a_batch_that_takes_too_long_is_an_error(make_orchestrator):
-    # Deadline: 60 - 59.6 s.
-    orchestrator = make_orchestrator(StubRunner(delay_s=60), rollout_timeout_s=-29.8)
+def test_rollouts_of_which_none_ends_any_more_are_an_error(make_orchestrator, monkeypatch):
+    monkeypatch.setattr("verifiers_rl.orchestrator.GRACE_S", 0.1)
+    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.05)
+    runner = StubRunner(delay_s=60)
+    orchestrator = make_orchestrator(runner, generation_timeout=0.1)
     orchestrator.submit(0, "policy", 0)
-    with pytest.raises(TimeoutError, match=r"8 rollouts did not end within .*generation_timeout"):
+    message = r"no rollout has ended within 0\.4 s, .*generation_timeout \(0\.1 s\).* 0 of 8 are"
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=message):
         orchestrator.get()
+    assert 0.4 <= time.monotonic() - start < 10
+    orchestrator.discard()
+    # Two at a time, each slower than its deadline: the batch takes longer than 0.4 s, and it may.
+    runner.delay_s = 0.2
+    orchestrator = make_orchestrator(runner, generation_timeout=0.1, max_concurrent=2)
+    orchestrator.submit(0, "policy", 0)
+    assert len(orchestrator.get().rollouts) == 8
+
+
+def test_the_deadline_counts_from_the_last_rollout_that_has_ended(make_orchestrator, monkeypatch):
+    monkeypatch.setattr("verifiers_rl.orchestrator.GRACE_S", 0.1)
+    monkeypatch.setattr("verifiers_rl.process.waiting.LOOK_S", 0.05)
+
+    class Uneven(StubRunner):
+        """Its first group ends after 0.3 s and the second one never."""
+
+        async def run_group(self, request):
+            self.delay_s = 60 if self.seen else 0.3
+            return await super().run_group(request)
+
+    orchestrator = make_orchestrator(Uneven(), generation_timeout=0.1)
+    orchestrator.submit(0, "policy", 0)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="4 of 8 are done"):
+        orchestrator.get()
+    assert 0.7 <= time.monotonic() - start < 10
 
 
 def test_zero_truncated_completions_changes_reward_and_baseline(make_orchestrator):
@@ -495,6 +525,11 @@ def solved(index, i):
     return [0.0, 1.0, float(i % 2)][index % 3]
 
 
+def varied(max_oversampling):
+    """Lets groups pass whose rewards differ."""
+    return {"min_reward_variance": 1e-6, "max_oversampling": max_oversampling}
+
+
 def one_step(orchestrator, step=0):
     orchestrator.submit(step, "policy", 0)
     return orchestrator.get()
@@ -503,17 +538,17 @@ def one_step(orchestrator, step=0):
 @pytest.mark.parametrize(
     ("group_filter", "kept", "generated"),
     [
-        (GroupFilter(), [0, 1], 2),
-        (GroupFilter(min_reward_variance=1e-6), [2, 5], 6),
-        (GroupFilter(min_reward=0.1), [1, 2], 3),
-        (GroupFilter(max_reward=0.9), [0, 2], 3),
-        (GroupFilter(min_reward=0.1, max_reward=0.9), [2, 5], 6),
+        ({}, [0, 1], 2),
+        ({"min_reward_variance": 1e-6}, [2, 5], 6),
+        ({"min_reward": 0.1}, [1, 2], 3),
+        ({"max_reward": 0.9}, [0, 2], 3),
+        ({"min_reward": 0.1, "max_reward": 0.9}, [2, 5], 6),
     ],
 )
 def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, kept, generated):
     runner = StubRunner(num_examples=30, outcome=solved)
-    options = {"example_order": IN_TURN, "max_groups": 8}
-    orchestrator = make_orchestrator(runner, group_filter=group_filter, **options)
+    group_filter |= {"max_oversampling": 4} if group_filter else {}
+    orchestrator = make_orchestrator(runner, group_filter=group_filter, example_order=IN_TURN)
     batch = one_step(orchestrator)
     assert [rollout.example_id for rollout in batch.rollouts[::4]] == kept
     assert len(batch.samples) == batch.metrics["num_samples"] == 8
@@ -526,8 +561,7 @@ def test_groups_that_do_not_pass_are_replaced(make_orchestrator, group_filter, k
 
 def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrator, caplog):
     runner = StubRunner(num_examples=30, outcome=solved)
-    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
-    orchestrator = make_orchestrator(runner, example_order=IN_TURN, **options)
+    orchestrator = make_orchestrator(runner, example_order=IN_TURN, group_filter=varied(2))
     first = one_step(orchestrator)
     assert sorted(call[1] for call in runner.seen) == [0, 1, 2, 3]
     assert [rollout.example_id for rollout in first.rollouts[::4]] == [2]  # 5 was not reached
@@ -538,12 +572,11 @@ def test_oversampling_is_bounded_and_steps_do_not_share_examples(make_orchestrat
     assert sorted(call[1] for call in runner.seen) == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    "group_filter", [GroupFilter(min_reward_variance=100.0), GroupFilter(max_reward=0.1)]
-)
+@pytest.mark.parametrize("group_filter", [{"min_reward_variance": 100.0}, {"max_reward": 0.1}])
 def test_where_nothing_passes_training_goes_on_without_signal(make_orchestrator, group_filter):
     runner = StubRunner(outcome=lambda index, i: float(i))
-    batch = one_step(make_orchestrator(runner, group_filter=group_filter, max_groups=3))
+    group_filter = {**group_filter, "max_oversampling": 1.5}
+    batch = one_step(make_orchestrator(runner, group_filter=group_filter))
     assert len(runner.seen) == 3
     assert len(batch.samples) == 8 and batch.metrics["filtered_share"] == 1.0
     assert not any(rollout.advantage for rollout in batch.rollouts)
@@ -570,23 +603,20 @@ def test_waiting_says_how_many_rollouts_are_done(make_orchestrator, monkeypatch,
 def test_a_group_that_failed_is_no_batch(make_orchestrator):
     """Example 0 fails, which is not replaced; the others do not pass."""
     runner = StubRunner(outcome=lambda index, i: ValueError("x") if index == 0 else 0.5)
-    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 4}
-    batch = one_step(make_orchestrator(runner, example_order=IN_TURN, **options))
+    batch = one_step(make_orchestrator(runner, example_order=IN_TURN, group_filter=varied(2)))
     assert [call[1] for call in runner.seen] == [0, 1, 2, 3]
     assert len(batch.samples) == 8 and {r.example_id for r in batch.rollouts} == {1, 2}
 
 
 def test_an_environment_that_always_fails_is_not_asked_for_more(make_orchestrator):
     runner = StubRunner(outcome=lambda index, i: ValueError("x"))
-    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 20}
     with pytest.raises(RolloutError, match="all 8 rollouts failed"):
-        one_step(make_orchestrator(runner, **options))
+        one_step(make_orchestrator(runner, group_filter=varied(10)))
 
 
 def test_no_replacement_begins_after_the_deadline_of_one_rollout(make_orchestrator):
     runner = StubRunner(outcome=lambda index, i: 0.5, delay_s=0.5)
-    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 40}
-    batch = one_step(make_orchestrator(runner, rollout_timeout_s=0.9, **options))
+    batch = one_step(make_orchestrator(runner, generation_timeout=0.9, group_filter=varied(20)))
     assert len(runner.seen) == 4  # two at 0 s, two at 0.5 s, none at 1 s
     assert len(batch.samples) == 8
 
@@ -603,9 +633,8 @@ def test_a_server_lost_while_groups_are_replaced_ends_the_batch(make_orchestrato
             raise ServerLostError("gone")
 
     runner = StubRunner(outcome=outcome)
-    options = {"group_filter": GroupFilter(min_reward_variance=1e-6), "max_groups": 40}
     with pytest.raises(ServerLostError):
-        one_step(make_orchestrator(runner, check_server, **options))
+        one_step(make_orchestrator(runner, check_server, group_filter=varied(20)))
     assert lost
 
 

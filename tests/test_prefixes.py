@@ -26,10 +26,8 @@ from tests.test_trainer import (  # noqa: F401
     with_logprobs_near,
 )
 from tests.tree_samples import make_sample, make_tree
-from verifiers_rl import attention as attention_module
-from verifiers_rl import model_trials
-from verifiers_rl.config import ConfigError
-from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, is_of_advantages
+from verifiers_rl import forward
+from verifiers_rl.losses import LOSSES, add_terms, cispo, entropy_bonus, needs_of
 from verifiers_rl.packing import ModelSupport, Targets, collate, copy_to, plan_batch
 from verifiers_rl.report.metrics import TokenMeans
 from verifiers_rl.types import SampleSizes, order_by_beginning
@@ -147,7 +145,7 @@ def test_sharing_stops_where_a_mask_costs_more():
 def attention(request, monkeypatch):
     """The name of an attention implementation; of SDPA with a mask and with a call per sample."""
     in_calls = request.param == "sdpa in calls"
-    monkeypatch.setattr(attention_module, "_is_cheaper_in_calls", lambda *_: in_calls)
+    monkeypatch.setattr(forward, "_is_cheaper_in_calls", lambda *_: in_calls)
     return request.param.split()[0]
 
 
@@ -253,7 +251,7 @@ def logits_of_samples(model, microbatch, inputs):
 
 @pytest.mark.parametrize(
     ("attention", "in_calls"),
-    [("sdpa", False), ("sdpa", True), ("eager", None), ("flex_attention", None)],
+    [("sdpa", False), ("sdpa", True), ("eager", None)],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
 @torch.no_grad()
@@ -267,11 +265,11 @@ def test_each_token_sees_its_own_sample_only(attention, in_calls):
     }
     model.set_attn_implementation(attention)
     if attention == "sdpa":
-        attention_module.wrap_attention("sdpa")
+        forward.wrap_attention("sdpa")
     seen = 0
     for rows in plan:
         microbatch = collate(samples, rows, [1.0] * len(samples), 0, num_shared)
-        inputs = attention_module.inputs_of_shared_rows(microbatch, attention, in_calls)
+        inputs = forward.inputs_of_shared_rows(microbatch, attention, in_calls)
         given = logits_of_samples(model, microbatch, inputs)
         for segment, logits in zip(microbatch.segments, given, strict=True):
             ids = tuple(microbatch.input_ids[segment.row, torch.from_numpy(segment.path)].tolist())
@@ -307,12 +305,13 @@ def test_flash_attention_gets_the_sequences_of_the_samples(monkeypatch):
     (plan,), num_shared = plan_all(samples, 10**6, layout="flat")
     microbatch = collate(samples, plan[0], [1.0] * len(samples), 0, num_shared)
     expected = logits_of_samples(
-        model, microbatch, attention_module.inputs_of_shared_rows(microbatch, "sdpa")
+        model, microbatch, forward.inputs_of_shared_rows(microbatch, "sdpa")
     )
-    inputs = attention_module.inputs_of_shared_rows(microbatch, "flash_attention_2")
-    functions = attention_module.ALL_ATTENTION_FUNCTIONS
-    stand_in = attention_module._with_segments(sequences_by_hand, attention_module._in_sequences)
-    monkeypatch.setitem(functions._local_mapping, "sdpa", stand_in)
+    inputs = forward.inputs_of_shared_rows(microbatch, "flash_attention_2")
+    functions = forward.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._global_mapping, "flash_by_hand", sequences_by_hand)
+    forward.wrap_attention("flash_by_hand")
+    monkeypatch.setitem(functions._local_mapping, "sdpa", functions["flash_by_hand"])
     given = logits_of_samples(model, microbatch, inputs)
     for ours, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -338,7 +337,7 @@ def make_gemma(sliding_window):
 
 @pytest.mark.parametrize("make_model", [make_mistral, make_gemma])
 def test_a_window_shorter_than_samples_is_found(make_model):
-    reason = model_trials.reason_against_sharing_prefixes
+    reason = forward.reason_against_sharing_prefixes
     model = make_model(64)
     assert reason(model, model, 64) is None
     assert reason(model, model, 65) == (
@@ -355,8 +354,6 @@ def test_a_model_that_cannot_share_is_trained_whole_and_a_line_says_why(
     batch_gradients(trainer, make_tree(5))
     assert "its sliding_window of 16 tokens is shorter than max_seq_len=32" in caplog.text
     assert trainer._window.steps[0]["prefix_sharing"] == 1.0
-    with pytest.raises(ConfigError, match=r"share_prefixes=True: its sliding_window.*'auto'"):
-        batch_gradients(make_trainer(make_mistral(16), share_prefixes=True), make_tree(5))
     trainer = make_trainer(share_prefixes=False)
     batch_gradients(trainer, make_tree(5))
     assert trainer._window.steps[0]["prefix_sharing"] == 1.0
@@ -365,10 +362,10 @@ def test_a_model_that_cannot_share_is_trained_whole_and_a_line_says_why(
 def test_attention_that_ignores_the_samples_is_found(monkeypatch):
     model = make_tiny_llama()
     monkeypatch.setattr(
-        model_trials, "inputs_of_shared_rows",
+        forward, "inputs_of_shared_rows",
         lambda microbatch, *_: {"position_ids": torch.arange(16)[None]},
     )  # fmt: skip
-    reason = model_trials.reason_against_sharing_prefixes(model, model, 32)
+    reason = forward.reason_against_sharing_prefixes(model, model, 32)
     assert reason == "a sample sees others (attention 'sdpa')"
 
 
@@ -383,10 +380,10 @@ def test_losses_without_gradient_at_an_advantage_of_zero_are_marked():
         inputs.trainer_logprobs.requires_grad_()
         loss(inputs).loss.backward()
         assert not inputs.trainer_logprobs.grad.any(), name
-        assert is_of_advantages(loss), name
-    assert is_of_advantages(add_terms(cispo))
-    assert not is_of_advantages(add_terms(cispo, entropy_bonus))
-    assert not is_of_advantages(lambda inputs: cispo(inputs))
+        assert "advantages" in needs_of(loss), name
+    assert "advantages" in needs_of(add_terms(cispo))
+    assert "advantages" not in needs_of(add_terms(cispo, entropy_bonus))
+    assert "advantages" not in needs_of(lambda inputs: cispo(inputs))
 
 
 def test_samples_without_gradient_are_not_computed_but_count(make_trainer):
@@ -463,12 +460,12 @@ ROWS = cycle(["one sample a row", "several", "tree", "tree in calls"])
 def test_forward_and_backward_of_a_microbatch_wait_for_nothing(
     make_trainer, monkeypatch, loss, rows
 ):
-    monkeypatch.setattr(attention_module, "_is_cheaper_in_calls", lambda *_: "calls" in rows)
+    monkeypatch.setattr(forward, "_is_cheaper_in_calls", lambda *_: "calls" in rows)
     samples = [sample for sample in make_tree(8) if sample.num_loss_tokens]
     trainer = make_trainer(
         loss=loss, loss_args=LOSS_OPTIONS[loss], use_lora=True, kl_beta=0.1, entropy_beta=0.1
     )
-    trainer.support = trainer._try_model(trainer.model)
+    assert trainer.support.shares_prefixes
     numbers = [[i] for i in range(3)] if "one" in rows else [[0, 1, 2], [3]]
     num_shared = None
     if "tree" in rows:

@@ -22,7 +22,6 @@ from transformers import (
 
 from tests.helpers import StubSource, make_tiny_model, make_tiny_moe, sent, stub_servers
 from verifiers_rl import router_replay
-from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.client import InferenceServerError
 from verifiers_rl.inference.packed_tokens import unpack_experts
@@ -30,7 +29,7 @@ from verifiers_rl.models import check_policy, load_policy
 from verifiers_rl.packing import collate
 from verifiers_rl.router_replay import RouterReplay, expert_load, replay_experts, routers_of
 from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample, join_experts
-from verifiers_rl.wiring import make_source_and_sink
+from verifiers_rl.wiring import Replaced, make_source_and_sink
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,

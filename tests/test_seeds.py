@@ -32,8 +32,10 @@ class Recorder(StubRunner):
 def seeds_of(seed, *steps):
     """The seeds of the groups of these steps, which are policy versions too."""
     runner = Recorder()
+    seeds = {} if seed is None else {"deterministic": True, "seed": seed}
+    args = RLConfig(use_cpu=True, batch_size=4, rollouts_per_example=2, **seeds)
     orchestrator = Orchestrator(
-        runner, lambda: None, batch_size=4, rollouts_per_example=2, sampling_args={}, seed=seed,
+        runner, args, lambda: None,
         example_order=lambda positions, sizes: [position % 3 for position in positions],
     )  # fmt: skip
     orchestrator.start()

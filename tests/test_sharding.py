@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
 from tests.helpers import ROOT, make_tiny_model
 from verifiers_rl.config import ConfigError
-from verifiers_rl.distributed import prepare_sharding
+from verifiers_rl.distributed import prepare_ranks
 
 # Adam divides by the gradient's own size. A new adapter's A has gradients of 1e-6 and less, whose
 # rounding it enlarges to a share of the learning rate: 2e-3 keeps that below the 1e-5 asked for.
@@ -369,14 +369,14 @@ def test_a_split_that_cannot_work_is_one_clear_error(plugin, options, message):
     none = {"n_gpu": 0, "fsdp": None, "deepspeed": None, "torch_compile": False}
     args = SimpleNamespace(**{**none, **options})
     with pytest.raises(ConfigError, match=message):
-        prepare_sharding(accelerator, args, needs_copy=True)
+        prepare_ranks(accelerator, args, needs_copy=True)
 
 
 def test_fsdp2_sums_gradients_in_float32():
     plugin = fsdp2()
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16")
     args = SimpleNamespace(n_gpu=0, fsdp=True, deepspeed=None, torch_compile=False)
-    prepare_sharding(accelerator, args, needs_copy=False)
+    prepare_ranks(accelerator, args, needs_copy=False)
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 

@@ -8,7 +8,7 @@ from tests.helpers import StubSource, make_samples, make_tiny_model
 from tests.reference import reference_policy
 from tests.test_trainer import make_trainer, tokenizer  # noqa: F401 - fixtures
 from tests.tree_samples import make_tree
-from verifiers_rl.losses import LossOutputs
+from verifiers_rl.losses import LossOutputs, needs
 from verifiers_rl.report.token_values import TokenTexts, choose_samples
 from verifiers_rl.types import Batch, Rollout, SampleSizes
 
@@ -76,11 +76,11 @@ def test_what_is_not_computed_is_nan_and_what_is_masked_is_marked(make_trainer):
     def mask_first(inputs):
         return torch.arange(len(inputs.weights)) == 0
 
+    @needs("advantages")
     def plain(inputs):
         loss = -(inputs.weights * inputs.advantages * inputs.trainer_logprobs).sum()
         return LossOutputs(loss, {"masked_share/mine": mask_first(inputs).float()})
 
-    plain.is_of_advantages = True
     trainer = make_trainer(source=OneBatch(samples), loss_fn=plain, log_rollouts=1.0)
     values = step_values(trainer)
     assert np.isnan(values[1]).all() and values[1].shape == (3, samples[1].num_loss_tokens)

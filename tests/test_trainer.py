@@ -231,25 +231,6 @@ def test_masks_add_up_under_another_loss(make_trainer):
     check_against_reference(trainer, make_tiny_model, samples)
 
 
-@pytest.mark.parametrize(
-    ("options", "num_warnings"),
-    [
-        ({}, 1),
-        ({"loss": "truncated_is"}, 1),
-        ({"loss": "icepop"}, 0),
-        ({"gradient_masks": {}}, 1),
-        ({"gradient_masks": {"ratio": {}}}, 0),
-    ],
-)
-def test_experts_under_a_loss_that_lets_no_token_go_draw_a_warning(
-    make_trainer, caplog, options, num_warnings
-):
-    make_trainer(make_tiny_moe(), **options)
-    warnings = [message for message in caplog.messages if "choose the experts" in message]
-    assert len(warnings) == num_warnings
-    assert all("gradient_masks" in message for message in warnings)
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of peft, about patterns of its own
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_lora_on_experts_is_trained_saved_and_merged(
@@ -393,7 +374,6 @@ def make_mamba():
 @pytest.mark.parametrize(
     ("make_model", "warning", "layout"),
     [
-        (make_shifted, "full logits are held in memory: its logits are not those of", "packed"),
         (make_bloom, "samples are padded, one a row: it takes no position_ids", "padded"),
         (make_mamba, "samples are padded, one a row: ", "padded"),
     ],
@@ -406,7 +386,12 @@ def test_a_model_of_another_kind_is_trained_exactly_and_the_warning_says_why(
     trainer = make_trainer(make_model(), **loss, max_tokens_per_microbatch=40)
     check_against_reference(trainer, make_model, samples)
     assert warning in caplog.text and trainer.support.layout == layout
-    assert caplog.text.count("full logits are held") + caplog.text.count("are padded") == 1
+    assert caplog.text.count("are padded") == 1
+
+
+def test_a_model_that_changes_its_logits_behind_the_head_is_refused(make_trainer):
+    with pytest.raises(ConfigError, match="model: the logits of Shifted are not those of its head"):
+        batch_gradients(make_trainer(make_shifted()), make_samples(4))
 
 
 @pytest.mark.parametrize("use_lora", [False, True])
@@ -437,13 +422,27 @@ def test_the_gradient_does_not_depend_on_split_or_order(make_trainer, max_tokens
         assert trainer._window.steps[0]["num_tokens"] == sum(num_tokens)
 
 
+def test_the_gradients_of_two_parts_of_a_batch_add_up_to_that_of_all(make_trainer):
+    samples = make_samples(7, seed=2)
+    options = {"loss_normalization": "constant"}  # the same number in each part
+    expected_loss, expected = batch_gradients(make_trainer(**options), samples)
+    trainer = make_trainer(**options)
+    batch, means, first = Batch(0, 0, samples), TokenMeans(), np.arange(7) < 3
+    losses = [trainer.train_on(trainer.model, batch, means, part) for part in (first, ~first)]
+    assert sum(losses).item() == pytest.approx(expected_loss, rel=1e-5)
+    assert trainer._counts.num_samples == 7
+    assert trainer._counts.num_loss_tokens == batch.num_loss_tokens
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_gradient_checkpointing_changes_memory_not_gradients(make_trainer, use_lora):
     def run(checkpointing):
         torch.manual_seed(0)
         options = {"gradient_checkpointing": checkpointing, "use_lora": use_lora}
         trainer = make_trainer(max_steps=1, overwrite_output_dir=True, **options)
-        trainer.support = trainer._try_model(trainer.model)  # which runs the model too
+        assert trainer.support.shares_prefixes  # which runs the model too
         counted = []
         layer = trainer._base_of(trainer.model).model.layers[0].input_layernorm
         layer.register_forward_hook(lambda *_: counted.append(1))
@@ -644,19 +643,9 @@ def test_tokens_that_no_policy_sampled_have_ratio_one(make_trainer):
 
 def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, monkeypatch):
     # What each does is tested with its part; here, that it gets there.
-    made = {}
-
-    def recorded(name, **attributes):
-        def make(*args, **options):
-            made[name] = (args, options)
-            return SimpleNamespace(**attributes)
-
-        return make
-
     runner = SimpleNamespace(weights=[1.0], scoring_timeout_s=0.0)
     stub_servers(monkeypatch)
     monkeypatch.setattr("verifiers_rl.wiring.make_runner", lambda *args: runner)
-    monkeypatch.setattr("verifiers_rl.trainer.Orchestrator", recorded("orchestrator"))
     options = {
         "vllm_server_host": "gpu-box",
         "vllm_server_port": 7,
@@ -665,40 +654,34 @@ def test_options_reach_the_parts_that_talk_to_the_server(tokenizer, tmp_path, mo
         "lora_sync": "merged",
         "batch_size": 24,
         "rollouts_per_example": 6,
-        "max_concurrent": 5,
         "eval_sampling": {"temperature": 0.0},
-        "max_off_policy_steps": 3,
-        "generation_timeout": 9.0,
         "shuffle": False,
         "advantage": "std",
-        "mask_truncated_completions": True,
-        "zero_truncated_completions": True,
     }
     folder = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
-    trainer = RLTrainer(make_tiny_model(), "env", RLConfig(**folder, **options), tokenizer)
+    args = RLConfig(**folder, **options)
+    trainer = RLTrainer(make_tiny_model(), "env", args, tokenizer)
     (replica,) = trainer.weight_sync.replicas
     assert (replica.url, replica.client.timeout_s) == ("http://gpu-box:7", 11.0)
     sync = replica.sync
     assert (sync.backend, sync.lora_sync, sync.timeout_s) == ("http", "merged", 11.0)
-    given = made["orchestrator"][1]
-    assert (given["batch_size"], given["rollouts_per_example"]) == (24, 6)
-    assert (given["max_concurrent"], given["rollout_timeout_s"]) == (5, 9.0)
-    assert given["eval_sampling_args"]["temperature"] == 0.0
-    assert given["example_order"](range(4), [40]) == [0, 1, 2, 3]  # shuffled it would not be
+    orchestrator = trainer.orchestrator
+    assert orchestrator.args is args and orchestrator.env is runner
+    assert orchestrator.router is trainer.weight_sync
+    assert orchestrator.check_server == trainer.weight_sync.check_server
+    assert orchestrator.sampling["eval"]["temperature"] == 0.0
+    assert orchestrator.example_order(range(4), [40]) == [0, 1, 2, 3]  # shuffled it would not be
     group = [Rollout(0, "", reward=reward) for reward in (0.0, 1.0)]
-    assert given["advantage_fn"](group) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
-    assert given["max_groups"] == 4
-    assert given["mask_truncated_completions"] is True
-    assert given["zero_truncated_completions"] is True
+    assert orchestrator.advantage_fn(group) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    assert args.max_groups_per_batch == 4 and orchestrator.group_filter.lets_all_pass
 
     group_filter = {"min_reward": 0.5, "max_oversampling": 2.0}
     options = {"group_filter": group_filter, "batch_size": 24, "seed": 3}
     args = RLConfig(**folder, **options, rollouts_per_example=6)
-    RLTrainer(make_tiny_model(), "env", args, tokenizer)
-    given = made["orchestrator"][1]
-    assert given["group_filter"].min_reward == 0.5 and given["max_groups"] == 8
+    orchestrator = RLTrainer(make_tiny_model(), "env", args, tokenizer).orchestrator
+    assert orchestrator.group_filter.min_reward == 0.5 and args.max_groups_per_batch == 8
     expected = [example_index(position, 40, True, seed=3) for position in range(4)]
-    assert given["example_order"](range(4), [40]) == expected != [0, 1, 2, 3]
+    assert orchestrator.example_order(range(4), [40]) == expected != [0, 1, 2, 3]
 
 
 def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment(
@@ -706,7 +689,7 @@ def test_a_weight_sync_of_ones_own_goes_with_the_orchestrator_of_the_environment
 ):
     made = {}
 
-    def make_orchestrator(runner, check_server, **options):
+    def make_orchestrator(runner, args, check_server, **options):
         made.update(options, runner=runner, check_server=check_server)
         return StubSource()
 
@@ -1677,15 +1660,6 @@ def test_the_head_multiplies_in_the_dtype_that_is_set(make_trainer, monkeypatch,
         batch_gradients(trainer, make_samples(4))
         assert set(seen) == {expected}
         seen.clear()
-
-
-def test_a_head_that_cannot_be_called_alone_has_no_dtype_of_its_own(make_trainer, monkeypatch):
-    from verifiers_rl import model_trials
-
-    monkeypatch.setattr(model_trials, "reason_against_chunking", lambda *models: "it has no head")
-    trainer = make_trainer(head_dtype="float32")
-    with pytest.raises(ConfigError, match=r"head_dtype='float32': this model's .*: it has no head"):
-        batch_gradients(trainer, make_samples(4))
 
 
 # --- What is logged -----------------------------------------------------------------------------

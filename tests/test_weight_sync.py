@@ -37,7 +37,6 @@ from tests.helpers import (
     write_tiny_qwen3_5,
 )
 from tests.test_router_replay import make as make_of_kind
-from verifiers_rl.arguments import Replaced
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.client import InferenceServerError, ServerLostError
 from verifiers_rl.inference.expected import (
@@ -59,7 +58,7 @@ from verifiers_rl.sync.sources import (
     what_to_send,
 )
 from verifiers_rl.sync.weight_sync import WeightSync, choose_backend, make_plan
-from verifiers_rl.wiring import make_source_and_sink
+from verifiers_rl.wiring import Replaced, make_source_and_sink
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -7,6 +7,10 @@
 A killed run leaves at most `_unfinished`. The next start takes back from there a checkpoint that
 was just being replaced, and removes the rest. Beside what Trainer saves, a checkpoint has
 rl_state.json: the state of each part in `Checkpoints.kept`.
+
+The final model can be uploaded to the Hugging Face hub. Trainer uploads all of output_dir but its
+checkpoints. Here that folder also has every rollout, logs and the run's options, which can hold a
+token. So only the final model, its card, its tokenizer and metrics.jsonl are uploaded.
 """
 
 from __future__ import annotations
@@ -17,41 +21,54 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import HostGroup, reduce_over_ranks
-from verifiers_rl.merging import save_merged
 from verifiers_rl.process.disk import put_in_place, remove_folder, sync, sync_tree
 from verifiers_rl.process.interrupts import say
 from verifiers_rl.report.metrics import StepWindow
 from verifiers_rl.report.run_folder import (
     CARD,
+    CARD_MARK,
     MERGED,
     METRICS,
+    MODEL_FILES,
     RL_STATE,
     STATE,
     UNFINISHED,
     checkpoints_of,
     closing_lines,
+    is_hub_name,
     is_our_card,
     newest_checkpoint,
     rl_state_of,
+    summary,
 )
 from verifiers_rl.sync.adapters import check_adapter
+from verifiers_rl.sync.sources import gather_full, merged_sources, plain_name
 
 logger = logging.getLogger(__name__)
 
 SAVE_S = 1800.0  # deadline for the slowest rank to write its part of a checkpoint
+_OPTIONS = "training_args.bin"
+_UPLOADED = [*(name for name in MODEL_FILES if name != _OPTIONS), CARD, METRICS]
+_UPLOADED.append(f"{MERGED}/*")
+_IGNORED = ["_*", ".*", "checkpoint-*", _OPTIONS, f"*/{_OPTIONS}"]
 
 
-class Kept(Protocol):
+class Stateful(Protocol):
     """A part of a run whose state a checkpoint keeps. Both methods run on every rank."""
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -81,7 +98,7 @@ class Checkpoints(TrainerCallback):
         self._folder = Path(trainer.args.output_dir)
         self._hosts: HostGroup | None = None
         self._is_running = False
-        self.kept: dict[str, Kept] = {
+        self.kept: dict[str, Stateful] = {
             "evaluations": trainer.evaluations,
             "position": Position(trainer, window),
         }
@@ -137,17 +154,16 @@ class Checkpoints(TrainerCallback):
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
         self._sync_files()
         states = {name: part.state_dict(step) for name, part in self.kept.items()}
-        folder = self._begin(f"checkpoint-{step}")
-        self.run_dir = str(folder.parent)
-        try:
-            write()
-        finally:
-            self.run_dir = None
-        self._find_best()
-        if args.should_save:
-            trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
-            (folder / RL_STATE).write_text(json.dumps(states))
-        self._finish(folder, partial(put_in_place, folder, self._folder / folder.name))
+        with self._complete(f"checkpoint-{step}") as folder:
+            self.run_dir = str(folder.parent)
+            try:
+                write()
+            finally:
+                self.run_dir = None
+            self._find_best()
+            if args.should_save:
+                trainer.state.save_to_json(str(folder / STATE))  # with the path of the best one
+                (folder / RL_STATE).write_text(json.dumps(states))
         self._saved_step = step
         if args.should_save:
             self._remove_old()
@@ -161,7 +177,7 @@ class Checkpoints(TrainerCallback):
         if not self._is_running:
             return
         if step not in (0, self._saved_step):
-            trainer.log_ended_evaluations()
+            trainer.evaluations.log(trainer.evaluations.take_ended())
             if trainer.args.save_strategy != "no" and self.can_repeat_step:
                 if self._rng is not None and self._rng[0] == step:
                     set_rng_state(self._rng[1])  # the step that is broken off will be repeated
@@ -192,22 +208,20 @@ class Checkpoints(TrainerCallback):
         run. Every rank calls this.
         """
         trainer, args = self._trainer, self._trainer.args
-        folder = self._begin("final")
-        trainer.save_model(str(folder), _internal_call=True)
 
-        def place() -> None:
+        def place_files(folder: Path) -> None:
             # Without its configuration a model is none, so a part of one is not taken for it.
             for path in sorted(folder.iterdir(), key=lambda p: p.name.endswith("config.json")):
                 put_in_place(path, self._folder / path.name)
             folder.rmdir()
 
-        self._finish(folder, place)
+        with self._complete("final", place_files) as folder:
+            trainer.save_model(str(folder), _internal_call=True)
         merged = self._folder / MERGED
         if args.save_final == "merged":
-            folder = self._begin(MERGED)
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            save_merged(model, trainer.processing_class, folder, writes=args.should_save)
-            self._finish(folder, partial(put_in_place, folder, merged))
+            with self._complete(MERGED) as folder:
+                model = trainer.accelerator.unwrap_model(trainer.model)
+                save_merged(model, trainer.processing_class, folder, writes=args.should_save)
         elif args.should_save and is_our_card(merged / CARD):  # of fewer steps
             remove_folder(merged, self._folder / UNFINISHED)
         trainer.create_model_card()
@@ -218,29 +232,31 @@ class Checkpoints(TrainerCallback):
 
     # --- All ranks --------------------------------------------------------------------------------
 
-    def _begin(self, name: str) -> Path:
-        """Return an empty folder, in which all ranks may write."""
-        folder = self._folder / UNFINISHED / name
-        if self._trainer.args.local_process_index == 0:
+    @contextmanager
+    def _complete(self, name: str, place: Callable[[Path], None] | None = None) -> Iterator[Path]:
+        """Give an empty folder, in which all ranks may write inside. At the end, bring it to the
+        disk; then rank 0 puts it into output_dir, and one process of each other machine does, if
+        that has a disk of its own.
+
+        Args:
+            place: puts the folder into output_dir; by default, the folder gets this name there.
+        """
+        args, folder = self._trainer.args, self._folder / UNFINISHED / name
+        place = place or (lambda folder: put_in_place(folder, self._folder / name))
+        if args.local_process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
         self._meet("all ranks to begin a checkpoint")
-        return folder
-
-    def _finish(self, folder: Path, place: Callable[[], None]) -> None:
-        """Bring to the disk what all ranks have written into a folder, then let rank 0 `place` it,
-        and one process of each other machine, if that has a disk of its own.
-        """
-        args = self._trainer.args
+        yield folder
         self._meet("all ranks to write their part of a checkpoint")
         if args.local_process_index == 0 and folder.is_dir():
             sync_tree(folder)
         self._meet("all machines to have a checkpoint on their disks")
         if args.process_index == 0:
-            place()
+            place(folder)
         self._meet("a checkpoint to get its name")
         if args.local_process_index == 0 and args.process_index > 0 and folder.is_dir():
-            place()
+            place(folder)
 
     def _meet(self, what: str) -> None:
         if self._hosts is not None:
@@ -338,3 +354,151 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+# --- The final model, plain and on the hub --------------------------------------------------------
+
+
+@torch.no_grad()
+def save_merged(model: Any, tokenizer: Any, folder: Path, *, writes: bool) -> None:
+    """Save the base model of a PEFT model with its adapter merged in, as transformers and vLLM load
+    it. Each weight is merged in float32 and saved in the dtype that the base model has here. The
+    model in memory does not change.
+
+    Args:
+        model: the PEFT model. If it is split over ranks, all ranks must call this, because each
+            weight is gathered.
+        tokenizer: saved beside it; None for none.
+        folder: exists.
+        writes: whether this rank writes. It holds the whole model in CPU memory.
+
+    Raises:
+        RuntimeError: a weight of the base model is not among the merged ones.
+    """
+    base = model.get_base_model()
+    merged = merged_sources(model)
+    # A vision tower's, too. Tied parameters come once.
+    held = {
+        plain_name(name): tensor
+        for name, tensor in chain(base.named_parameters(), base.named_buffers())
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
+    weights: dict[str, Tensor] = {}
+    for name in {**merged, **held}:
+        source = merged.get(name)
+        tensor = source.make() if source else gather_full(held[name])  # on every rank
+        if writes:
+            dtype = held[name].dtype if name in held else tensor.dtype
+            weights[name] = tensor.to(dtype).cpu().contiguous()
+    if not writes:
+        return
+    plain = _plain_model(base)
+    wanted = plain.state_dict().keys()
+    tied = set(getattr(plain, "all_tied_weights_keys", None) or {})
+    if missing := wanted - weights.keys() - tied:
+        raise RuntimeError(
+            f"the merged model lacks {sorted(missing)[:3]}; set save_final='adapter'"
+        )
+    plain.save_pretrained(folder, state_dict={n: t for n, t in weights.items() if n in wanted})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _plain_model(base: Any) -> Any:
+    """Return the base model without weights, and without what PEFT and FSDP2 have changed."""
+    # FSDP2 gives each module a class of its own, whose third base is the original class.
+    kind = type(base).__mro__[2] if isinstance(base, FSDPModule) else type(base)
+    with torch.device("meta"):
+        plain = kind(deepcopy(base.config))
+    if getattr(base, "generation_config", None) is not None:
+        plain.generation_config = deepcopy(base.generation_config)
+    return plain
+
+
+class SavingTrainer(Trainer):
+    """A Trainer that saves through `Checkpoints`, and uploads only the final model."""
+
+    checkpoints: Checkpoints
+    args: Any
+    _env: Any  # the environment, as passed to `RLTrainer`
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.checkpoints.run_dir or super()._get_output_dir(trial)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write README.md into output_dir: of what, on what and how far the model was trained.
+
+        Trainer's own card says of every run that the dataset is unknown, and names a local folder
+        as a base model, which the hub refuses.
+        """
+        if not self.is_world_process_zero():
+            return
+        folder, model = Path(self.args.output_dir), cast(Any, self.model)
+        adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
+        base = str(adapter.base_model_name_or_path if adapter else model.name_or_path)
+        lines = [
+            "---",
+            *([f"base_model: {base}"] if is_hub_name(base) else []),
+            f"library_name: {'peft' if adapter else 'transformers'}",
+            "pipeline_tag: text-generation",
+            f"tags: [{self.args.METHOD.replace(' ', '-')}, verifiers_rl]",
+            "---",
+            CARD_MARK,
+            f"# {self.args.run_name or folder.resolve().name}",
+            "",
+            f"{'An adapter of' if adapter else 'All weights of'} `{base}`, trained by "
+            f"{self.args.METHOD} with verifiers_rl {version('verifiers_rl')}.",
+            "",
+            f"- {self.state.global_step} steps with a batch size of {self.args.batch_size}",
+            *(f"- Environment: {name}" for name in environment_names(self._env)),
+        ]
+        if (folder / METRICS).is_file():
+            lines += [f"- {line}" for line in summary(folder / METRICS).splitlines()]
+        (folder / CARD).write_text("\n".join([*lines, ""]))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the final model into output_dir and upload it. Every rank calls this.
+
+        Returns:
+            On rank 0 the commit, or a future of it if not `blocking`.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        self.checkpoints.save_final()
+        if not self.is_world_process_zero():
+            return None
+        from huggingface_hub import HfApi
+
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        api: Any = HfApi()
+        return api.upload_folder(
+            repo_id=self.hub_model_id,
+            folder_path=str(self.args.output_dir),
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            run_as_future=not blocking,
+            allow_patterns=_UPLOADED,
+            ignore_patterns=_IGNORED,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: the final model alone is uploaded."""
+
+
+def environment_names(env: Any) -> list[str]:
+    """Return the name or id of each environment, or of its class if it has none."""
+    if env is None:
+        return []
+    if isinstance(env, list | tuple):
+        return [name for one in env for name in environment_names(one)]
+    taskset = getattr(getattr(env, "config", None), "taskset", None)
+    known = (getattr(env, "name", None), getattr(taskset, "id", None), getattr(env, "env_id", None))
+    return [next(filter(None, known), env if isinstance(env, str) else type(env).__name__)]

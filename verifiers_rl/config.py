@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, Strict, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, ValidationError
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -201,9 +201,6 @@ _Masks = Annotated[
     checked_as(dict[Annotated[str, one_of(MASKS)], dict[str, Any]]),
     _FROM_JSON,
 ]
-_AutoOrBool = Annotated[
-    str, checked_as(Literal["auto"] | Annotated[bool, Strict(False)])  # also "false"
-]
 _AutoOrCount = Annotated[
     str,
     checked_as(Literal["auto"] | NotNegativeInt),
@@ -366,10 +363,10 @@ class RLConfig(TrainingArguments):
     max_tokens_per_microbatch: PositiveInt | None = None
     """Tokens of one forward pass on one rank, padding included; replaces micro_batch_size. Default:
     micro_batch_size * max_seq_len."""
-    share_prefixes: _AutoOrBool = "auto"
-    """Compute tokens that samples have in common at their beginning once: a group's prompt, the
-    trunk of a trajectory that branches. auto: where the model can keep the samples apart; true: an
-    error where it cannot; false: each sample is computed whole."""
+    share_prefixes: bool = True
+    """Compute tokens that samples have in common at their beginning once, where the model can keep
+    the samples apart: a group's prompt, the trunk of a trajectory that branches. False: each sample
+    is computed whole."""
     head_dtype: Literal["model", "float32"] = "model"
     """In which the LM head multiplies. model: as the rest of the model, bfloat16 with bf16.
     float32: more exact logits, and more time; to gain by it, the server has to do the same: vf-vllm

@@ -1,9 +1,10 @@
 """Sends batches and metrics from rank 0 to the others as plain tensors; checks losses and gradients
-on all ranks; prepares sharding; lets the ranks agree beside their devices.
+on all ranks; prepares several ranks; lets them agree beside their devices.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import time
@@ -30,12 +31,12 @@ def broadcast_batch(batch: Batch | None, device: torch.device) -> Batch:
     if not distributed.is_initialized():  # one process
         assert batch is not None
         return batch
-    told: Any = None
+    message: Any = None
     if batch is not None:
         columns = [(n, d.base.str, d.shape) for n, d in batch.sizes.columns.items()]
         arrays = [array.tolist() for array in batch.sizes.arrays()]
-        told = (batch.step, batch.policy_version, columns, arrays)
-    step, policy_version, columns, arrays = _broadcast_json(told, device)
+        message = (batch.step, batch.policy_version, columns, arrays)
+    step, policy_version, columns, arrays = _broadcast_json(message, device)
     if batch is not None:
         return batch
     of_token = {name: np.dtype((base, tuple(shape))) for name, base, shape in columns}
@@ -100,11 +101,11 @@ def broadcast_outcome(
     if not distributed.is_initialized():  # one process
         return outcome if isinstance(outcome, dict) else {}
     signal = outcome.number if isinstance(outcome, Interrupted) else None
-    told = _broadcast_json(outcome if isinstance(outcome, dict) else signal, device)
-    if isinstance(told, dict) or distributed.get_rank() == 0:
-        return told if isinstance(told, dict) else {}
-    if told is not None:
-        raise Interrupted(told)
+    message = _broadcast_json(outcome if isinstance(outcome, dict) else signal, device)
+    if isinstance(message, dict) or distributed.get_rank() == 0:
+        return message if isinstance(message, dict) else {}
+    if message is not None:
+        raise Interrupted(message)
     raise RuntimeError("rank 0 has failed; its error is in its own output")
 
 
@@ -228,8 +229,8 @@ def raise_if_gradient_not_finite(model: torch.nn.Module) -> None:
         )
 
 
-def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
-    """Check and set what FSDP2 and DeepSpeed need before the model is prepared.
+def prepare_ranks(accelerator: Any, args: RLConfig, needs_copy: bool) -> None:
+    """Check and set what FSDP2, DeepSpeed and gloo need before the model is prepared.
 
     Args:
         accelerator: the Trainer's accelerator.
@@ -275,6 +276,8 @@ def prepare_sharding(accelerator: Any, args: RLConfig, needs_copy: bool) -> None
     if fsdp is not None and accelerator.mixed_precision == "bf16":
         # The policy of accelerate also sums gradients in bfloat16.
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        atexit.register(let_gloo_threads_finish)
 
 
 @contextmanager

@@ -19,25 +19,23 @@ resumed run evaluates the checkpoint's weights in their place.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
-from verifiers_rl.config import RLConfig
-from verifiers_rl.types import BatchSource
+from verifiers_rl.distributed import broadcast_outcome
 
 
-class Evaluations:
+class Evaluations(TrainerCallback):
     """The evaluation that is due, the one that runs, and the results of those that have ended.
     On rank 0; on the other ranks nothing is ever due.
 
     Args:
-        args: options of the run.
+        trainer: the `RLTrainer`.
     """
 
-    def __init__(self, args: RLConfig) -> None:
-        self.args = args
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self.forget()
 
     def forget(self) -> None:
@@ -46,83 +44,84 @@ class Evaluations:
         self._running: int | None = None  # that of the evaluation that has begun
         self._ended: dict[int, dict[str, float]] = {}
 
-    def begin(self, orchestrator: BatchSource, model: str, policy_version: int) -> None:
+    def begin(self, policy_version: int) -> None:
         """Begin the evaluation that is due, if one is. The server has its weights now."""
         if self.due is None:
             return
-        self.end(orchestrator)
-        orchestrator.begin_evaluation(
-            self.args.eval_examples, self.args.eval_rollouts_per_example, model, policy_version
+        self.end()
+        trainer, args = self._trainer, self._trainer.args
+        trainer.orchestrator.begin_evaluation(
+            args.eval_examples,
+            args.eval_rollouts_per_example,
+            trainer.weight_sync.model_name,
+            policy_version,
         )
         self._running, self.due = self.due, None
 
-    def end(self, orchestrator: BatchSource) -> None:
+    def end(self) -> None:
         """Wait for the evaluation that runs, if one does."""
         if self._running is None:
             return
         start = time.monotonic()
-        results = orchestrator.end_evaluation()
+        results = self._trainer.orchestrator.end_evaluation()
         self._ended[self._running] = {**results, "wait_s": time.monotonic() - start}
         self._running = None
 
-    def begin_again(self, step: int) -> None:
+    def begin_again(self) -> None:
         """Evaluate this step's weights in place of those of a running evaluation, which was
         discarded: the server has lost its weights, and the trainer may have newer ones.
         """
         if self._running is not None:
-            self.due, self._running = step, None
+            self.due, self._running = self._trainer.state.global_step, None
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.end_evaluations()
 
     def take_ended(self) -> dict[str, dict[str, float]]:
-        """Return the results of evaluations that have ended since the last call, by their step."""
+        """Return on every rank the results of evaluations that have ended on rank 0 since the last
+        call, by their step.
+
+        Raises:
+            Interrupted, RuntimeError: see `broadcast_outcome`.
+        """
         ended, self._ended = self._ended, {}
-        return {str(step): results for step, results in ended.items()}
+        by_step = {str(step): results for step, results in ended.items()}
+        return broadcast_outcome(by_step, self._trainer.args.device)
+
+    def log(self, ended: dict[str, dict[str, float]], prefix: str = "eval") -> dict[str, float]:
+        """Log the results of evaluations, each at the step whose weights were evaluated, and tell
+        callbacks. Return the metrics of the trainer's current step; {} if none of them is of it.
+
+        Args:
+            ended: what `take_ended` returned.
+            prefix: of the names of the current step's metrics; earlier ones have "eval".
+        """
+        trainer, state = self._trainer, self._trainer.state
+        now = state.global_step, state.epoch
+        current: dict[str, float] = {}
+        for step, results in ended.items():
+            is_current = int(step) == now[0]
+            own_prefix = prefix if is_current else "eval"
+            metrics = {f"{own_prefix}_{name}": value for name, value in results.items()}
+            if not is_current:
+                state.global_step, state.epoch = int(step), int(step) / state.max_steps
+            try:
+                trainer.log(metrics)
+                trainer.control = trainer.callback_handler.on_evaluate(
+                    trainer.args, state, trainer.control, metrics
+                )
+                if not is_current and trainer.args.metric_for_best_model is not None:
+                    # Begun anew by a resumed run; Trainer does this for those that it waits for.
+                    trainer._determine_best_metric(metrics, trial=None)
+            finally:
+                state.global_step, state.epoch = now
+            current = metrics if is_current else current
+        return current
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return whether a run that continues at this step has an evaluation to begin."""
         return {"due": step if (self.due, self._running) != (None, None) else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.args.process_index == 0:
+        if self._trainer.args.process_index == 0:
             self.due = state["due"]
-
-
-def log_results(
-    trainer: Trainer, ended: dict[str, dict[str, float]], prefix: str = "eval"
-) -> dict[str, float]:
-    """Log the results of evaluations, each at the step whose weights were evaluated, and tell
-    callbacks. Return the metrics of the trainer's current step; {} if none of them is of it.
-
-    Args:
-        ended: what `take_ended` returned.
-        prefix: of the names of the current step's metrics; earlier ones have "eval".
-    """
-    state, now = trainer.state, (trainer.state.global_step, trainer.state.epoch)
-    current: dict[str, float] = {}
-    for step, results in ended.items():
-        is_current = int(step) == now[0]
-        own_prefix = prefix if is_current else "eval"
-        metrics = {f"{own_prefix}_{name}": value for name, value in results.items()}
-        if not is_current:
-            state.global_step, state.epoch = int(step), int(step) / state.max_steps
-        try:
-            trainer.log(metrics)
-            trainer.control = trainer.callback_handler.on_evaluate(
-                trainer.args, state, trainer.control, metrics
-            )
-            if not is_current and trainer.args.metric_for_best_model is not None:
-                # Begun anew by a resumed run; Trainer does this for those that it waits for.
-                trainer._determine_best_metric(metrics, trial=None)
-        finally:
-            state.global_step, state.epoch = now
-        current = metrics if is_current else current
-    return current
-
-
-class AtTrainEnd(TrainerCallback):
-    """Calls a function when training ends, before the callbacks behind it close their files."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.finish()

@@ -1,26 +1,56 @@
-"""The forward pass of a microbatch: what the model says of the tokens that carry loss."""
+"""The forward pass of a microbatch: what the model says of the tokens that carry loss, and how the
+model is told which tokens see each other. Each token sees those before it in its own sample, and no
+others. `packing.py` lays out the rows.
+
+A row of one sample needs no mask. For others it depends on the attention implementation:
+
+    eager, sdpa      a mask of width^2 entries
+    sdpa             in wide rows, a call for each sample: its own tokens are the queries, all of
+                     its tokens are the keys. Each pair of tokens is computed once
+    flash attention  the same queries and keys as above, in one call, as sequences of these lengths
+
+A model for which this does not work tells the samples of a row apart as transformers does: by
+positions that restart at 0. Its samples have no tokens in common. Before the first step,
+`try_model` finds out what works with the model.
+
+The calls for each sample need no change of the model: transformers passes keyword arguments of a
+forward on to the function that computes attention, and this module wraps that function.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from verifiers_rl.attention import attention_inputs
-from verifiers_rl.config import RLConfig
+from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.distributed import reduce_over_ranks
 from verifiers_rl.logprobs import (
     Entropy,
     chunk_size_for,
     chunked_logprobs_and_entropy,
     hidden_states_in_place_of_logits,
-    token_logprobs_and_entropy,
 )
-from verifiers_rl.packing import Microbatch, ModelSupport
+from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
-from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS
+from verifiers_rl.types import ALLOWED_TOKENS, ROUTED_EXPERTS, Sample
+
+logger = logging.getLogger(__name__)
+
+KEYWORD = "sample_segments"  # the parameter of `attention` below that takes `SampleSegments`
+# What a call of SDPA costs beside its work, in pairs of a query and a key, forward and backward.
+# Estimates: 0.1 ms on a CPU at 1 TFLOP/s and less, 0.05 ms on a GPU at 100.
+CALL_COST = {"cpu": 2**13, "cuda": 2**18}
 
 
 def predict_targets(
@@ -47,16 +77,6 @@ def predict_targets(
     model_inputs = {"input_ids": microbatch.input_ids, "use_cache": False, **attention}
     vocab_size = base.config.get_text_config().vocab_size
     chunk_size = chunk_size_for(vocab_size)
-    if support.needs_full_logits:
-        logits = model(**model_inputs).logits  # (B, T, vocabulary)
-        return token_logprobs_and_entropy(
-            logits[targets.rows, targets.columns],
-            targets.token_ids,
-            temperature,
-            entropy,
-            overwrite=True,
-            allowed=targets.extras.get(ALLOWED_TOKENS),
-        )
     head_dtype = getattr(torch, args.head_dtype, None)  # "model" is none
     with hidden_states_in_place_of_logits(base, head_dtype) as to_logits:
         hidden = model(**model_inputs).logits[targets.rows, targets.columns]  # (N, hidden)
@@ -77,3 +97,357 @@ def predict_targets(
         min_chunks=min_chunks,
         allowed=targets.extras.get(ALLOWED_TOKENS),
     )
+
+
+# --- Which tokens see each other ------------------------------------------------------------------
+
+
+class SampleSegments:
+    """What the attention of each layer needs of a microbatch, on its device.
+
+    Attributes:
+        rows: for each row, the number of queries and of keys of each segment, and the columns of
+            all keys, segment by segment.
+        masks: by numbers of queries and keys, (1, 1, queries, keys) bool; the last query sees all
+            keys.
+        sequences: of the first row, as flash attention takes their lengths.
+    """
+
+    def __init__(self, microbatch: Microbatch, device: torch.device) -> None:
+        self.rows: list[tuple[list[int], list[int], Tensor]] = []
+        self.masks: dict[tuple[int, int], Tensor] = {}
+        for row in range(len(microbatch.input_ids)):
+            segments = [segment for segment in microbatch.segments if segment.row == row]
+            queries = [segment.stop - segment.start for segment in segments]
+            paths = [segment.path for segment in segments]
+            keys = [len(path) for path in paths]
+            columns = torch.from_numpy(np.concatenate(paths)).to(device, non_blocking=True)
+            self.rows.append((queries, keys, columns))
+            for n, m in zip(queries, keys, strict=True):
+                if n < m and (n, m) not in self.masks:
+                    ones = torch.ones(n, m, dtype=torch.bool, device=device)
+                    self.masks[n, m] = ones.tril_(m - n)[None, None]
+
+        def borders(lengths: list[int]) -> Tensor:
+            ends = np.cumsum([0, *lengths], dtype=np.int32)
+            return torch.from_numpy(ends).to(device, non_blocking=True)
+
+        queries, keys, _ = self.rows[0]
+        self.sequences = {
+            "cu_seq_lens_q": borders(queries),
+            "cu_seq_lens_k": borders(keys),
+            "max_length_q": max(queries),
+            "max_length_k": max(keys),
+        }
+
+
+def _is_cheaper_in_calls(microbatch: Microbatch, device: torch.device) -> bool:
+    """Return whether a call for each sample takes less time than one with a mask."""
+    num_rows, width = microbatch.input_ids.shape
+    segments = microbatch.segments
+    num_pairs = sum((segment.stop - segment.start) * len(segment.path) for segment in segments)
+    call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
+    # A mask makes each pair dearer, too: at 1,660 tokens, 2.6 x the pairs took 1.2 x the time.
+    return num_rows * width**2 > 2 * (num_pairs + call_cost * len(segments))
+
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _in_calls(
+    attend: Attention,
+    segments: SampleSegments,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Call SDPA for each segment."""
+    rows = []
+    for row, (queries, keys, columns) in enumerate(segments.rows):
+        parts = zip(
+            query[row].split(queries, 1),
+            key[row].index_select(1, columns).split(keys, 1),
+            value[row].index_select(1, columns).split(keys, 1),
+            strict=True,
+        )
+        outputs = [
+            attend(
+                module,
+                q[None],
+                k[None],
+                v[None],
+                segments.masks.get((q.shape[1], k.shape[1])),
+                *args,
+                **kwargs,
+            )[0]
+            for q, k, v in parts
+        ]
+        rows.append(torch.cat(outputs, 1))  # (1, T, heads, size of a head)
+    return torch.cat(rows), None
+
+
+def _in_sequences(
+    attend: Attention,
+    segments: SampleSegments,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Give flash attention sequences, in the only row of the layout "flat". Its causal mask lets
+    the last query of a sequence see the last key.
+    """
+    columns = segments.rows[0][2]
+    key, value = key.index_select(2, columns), value.index_select(2, columns)
+    return attend(module, query, key, value, None, *args, **segments.sequences, **kwargs)
+
+
+def wrap_attention(implementation: str) -> None:
+    """Make this implementation of transformers understand `SampleSegments`, once per process.
+    Given "whole rows", it gets no mask, so each row is one sequence. Else it does as before.
+    """
+    attend: Any = ALL_ATTENTION_FUNCTIONS[implementation]
+    if hasattr(attend, "takes_segments"):
+        return
+    # Compiled for its lists of lengths, it would be compiled anew for each microbatch.
+    by_segment = torch.compiler.disable(_in_sequences if "flash" in implementation else _in_calls)
+
+    @functools.wraps(attend)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        sample_segments: SampleSegments | Literal["whole rows"] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = query, key, value
+        if isinstance(sample_segments, SampleSegments):
+            return by_segment(attend, sample_segments, module, *tensors, *args, **kwargs)
+        mask = None if sample_segments == "whole rows" else mask
+        return attend(module, *tensors, mask, *args, **kwargs)
+
+    wrapped: Any = attention
+    wrapped.takes_segments = True
+    AttentionInterface.register(implementation, wrapped)
+
+
+def attention_inputs(microbatch: Microbatch, config: Any, support: ModelSupport) -> dict[str, Any]:
+    """Return what a forward needs, beside `input_ids`, to keep the samples of a microbatch apart.
+
+    Args:
+        microbatch: on the device of the model.
+        config: of the model.
+        support: of the model. If it shares no prefixes, transformers tells the samples of a row
+            apart by positions that restart at 0.
+    """
+    if support.layout == "padded":
+        return {}  # the padding is behind the sample, where no token of it sees it
+    if not support.shares_prefixes:
+        return {"position_ids": microbatch.position_ids}
+    implementation = str(config._attn_implementation)
+    num_samples = sum(not segment.is_padding for segment in microbatch.segments)
+    if num_samples <= len(microbatch.input_ids) and not microbatch.shares_prefixes:
+        return inputs_of_whole_rows(implementation, microbatch.input_ids.device)
+    return inputs_of_shared_rows(microbatch, implementation)
+
+
+def inputs_of_whole_rows(implementation: str, device: torch.device) -> dict[str, Any]:
+    """Do as `attention_inputs`, for rows of one sample. Without this, transformers would wait for
+    the device to know that.
+    """
+    if implementation != "sdpa" and "flash" not in implementation:
+        return {}
+    return {KEYWORD: "whole rows", "attention_mask": _any_mask(device)}
+
+
+def _any_mask(device: torch.device) -> Tensor:
+    """Return a mask of four dimensions, beside which transformers makes none of its own."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def inputs_of_shared_rows(
+    microbatch: Microbatch, implementation: str, in_calls: bool | None = None
+) -> dict[str, Any]:
+    """Do as `attention_inputs`, for rows of several samples, which may have tokens in common.
+
+    Args:
+        microbatch: on the device of the model.
+        implementation: the model's attention implementation.
+        in_calls: whether SDPA is called for each sample; default: what takes less time.
+    """
+    inputs: dict[str, Any] = {"position_ids": microbatch.position_ids}
+    visible_until = microbatch.visible_until  # (B, T)
+    device = visible_until.device
+    if implementation == "sdpa" and in_calls is None:
+        in_calls = _is_cheaper_in_calls(microbatch, device)
+    if "flash" in implementation or (implementation == "sdpa" and in_calls):
+        inputs[KEYWORD] = SampleSegments(microbatch, device)
+        inputs["attention_mask"] = _any_mask(device)
+    else:
+        columns = torch.arange(visible_until.shape[1], device=device)
+        query, key = columns[:, None], columns
+        mask = (key <= query) & (query < visible_until[:, None, :])  # (B, T, T)
+        if implementation == "eager":  # which adds it to the scores
+            mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+        inputs["attention_mask"] = mask[:, None]
+    return inputs
+
+
+# --- What is tried on the model before the first step ---------------------------------------------
+
+
+def try_model(model: nn.Module, base: Any, args: RLConfig) -> ModelSupport:
+    """Return what this model supports. Warn of what it does not.
+
+    Args:
+        model: the module to call: the causal LM, or what PEFT, DDP or DeepSpeed put around it.
+        base: the causal LM itself.
+        args: `share_prefixes` and `max_seq_len`.
+
+    Raises:
+        ConfigError: see `check_head`.
+    """
+    check_head(model, base)
+    config = base.config.get_text_config()
+    why_padded = reason_against_sharing_rows(model, base)
+    if why_padded:
+        logger.warning("samples are padded, one a row: %s", why_padded)
+    shares_prefixes = args.share_prefixes
+    if shares_prefixes:
+        why_not = why_padded or reason_against_sharing_prefixes(model, base, args.max_seq_len)
+        if why_not:
+            logger.warning("what samples begin with is computed for each: %s", why_not)
+        shares_prefixes = why_not is None
+    is_flash = "flash" in str(getattr(base.config, "_attn_implementation", ""))
+    return ModelSupport(
+        layout="padded" if why_padded else "flat" if is_flash else "packed",
+        shares_prefixes=shares_prefixes,
+        hidden_size=getattr(config, "hidden_size", 1024),
+        attention=str(config._attn_implementation),
+    )
+
+
+def _difference(given: Tensor, expected: Tensor) -> float:
+    """Return the root mean square of the difference, relative to that of `expected`."""
+    return ((given - expected).float().norm() / expected.float().norm().clamp(min=1e-12)).item()
+
+
+def _probe(model: nn.Module) -> tuple[Tensor, float]:
+    """Return token ids (1, 16), and the relative error that rounding explains in this dtype."""
+    weight = next(model.parameters())
+    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
+    ids = (torch.arange(16, device=weight.device) * 7919 + 11) % vocabulary
+    is_exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(
+        weight.device.type
+    )
+    return ids[None], 1e-3 if is_exact else 5e-2
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing of the model is random, and no gradient is kept."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def check_head(model: nn.Module, base: nn.Module) -> None:
+    """Raise ConfigError if the model's logits are not those of its head on its last hidden states,
+    so that they cannot be taken from these chunk by chunk. The test uses 16 tokens.
+
+    Args:
+        model, base: see `try_model`.
+    """
+    if getattr(base, "get_output_embeddings", lambda: None)() is None:
+        raise ConfigError(f"model: {type(base).__name__} has no output embeddings; take another")
+    ids, tolerance = _probe(base)
+    with _evaluating(model):
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+        with hidden_states_in_place_of_logits(base) as to_logits:
+            given = to_logits(model(input_ids=ids, use_cache=False).logits[0])
+    if given.shape != expected.shape or not _difference(given, expected) < tolerance:
+        raise ConfigError(
+            f"model: the logits of {type(base).__name__} are not those of its head on its last "
+            "hidden states, and only such models can be trained here; take another, or add what "
+            "it does behind its head to logprobs.hidden_states_in_place_of_logits"
+        )
+
+
+def reason_against_sharing_rows(model: nn.Module, base: nn.Module) -> str | None:
+    """Return why samples in one row would see each other in this model; None if they do not.
+
+    The test uses a row of two sequences of 8 tokens. The second must get the same logits as alone.
+    The arguments are those of `try_model`.
+    """
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        return "it takes no position_ids"
+    ids, tolerance = _probe(base)
+    positions = torch.arange(8, device=ids.device).repeat(1, 2)
+    with _evaluating(model):
+        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:]
+        alone = model(input_ids=ids[:, 8:], use_cache=False).logits[0]
+    if not _difference(together, alone) < tolerance:
+        implementation = getattr(base.config, "_attn_implementation", None)
+        return f"a sequence sees the one before it (attention {implementation!r})"
+    return None
+
+
+def reason_against_sharing_prefixes(model: nn.Module, base: Any, max_seq_len: int) -> str | None:
+    """Return why samples with tokens in common would be computed otherwise than alone in this
+    model; None if they would not.
+
+    The test uses three samples of 12, 12 and 10 tokens, which take 16 in one row; the second
+    branches from the first, the third from both. Their last two tokens must get the same logits as
+    alone.
+
+    Args:
+        model, base: see `try_model`.
+        max_seq_len: of the samples to come.
+    """
+    config = base.config.get_text_config()
+    for name in ("sliding_window", "attention_chunk_size"):
+        if (window := getattr(config, name, None)) is not None and window < max_seq_len:
+            return f"its {name} of {window} tokens is shorter than max_seq_len={max_seq_len}"
+    implementation = str(getattr(base.config, "_attn_implementation", ""))
+    if implementation not in ("eager", "sdpa") and "flash" not in implementation:
+        return f"masks for attention {implementation!r} are not known here"
+    if implementation in ALL_ATTENTION_FUNCTIONS:
+        wrap_attention(implementation)
+    ids, tolerance = _probe(base)
+    tokens = ids[0].cpu().numpy()
+    sequences = [tokens[:12], tokens[[*range(10), 12, 13]], tokens[[*range(8), 14, 15]]]
+    zeros = np.zeros(16)
+    samples = [Sample(s, *[zeros[: len(s)]] * 3) for s in sequences]
+    shared = copy_to(collate(samples, [[0, 1, 2]], [1.0] * 3, 0, [0, 10, 8]), ids.device)
+    inputs_of_row = inputs_of_whole_rows(implementation, ids.device)
+
+    def logits_of(input_ids: Tensor, **inputs: Any) -> Tensor:
+        return model(input_ids=input_ids, use_cache=False, **inputs).logits[0]
+
+    with _evaluating(model):
+        for in_calls in (False, True) if implementation == "sdpa" else (None,):
+            inputs = inputs_of_shared_rows(shared, implementation, in_calls)
+            try:
+                logits = logits_of(shared.input_ids, **inputs)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                return f"it takes no such rows: {error}"
+            for segment, sequence in zip(shared.segments, sequences, strict=True):
+                alone = torch.from_numpy(sequence).to(ids.device)[None]
+                expected = logits_of(alone)[-2:]
+                whole = logits_of(alone, **inputs_of_row)[-2:]
+                given = logits[segment.stop - 2 : segment.stop]
+                if not max(_difference(given, expected), _difference(whole, expected)) < tolerance:
+                    return f"a sample sees others (attention {implementation!r})"
+    return None

@@ -40,10 +40,10 @@ class LossInputs:
             `loss_normalization`. A loss multiplies each of its terms by this weight.
         sequence_ids: (N,) int64, below N, the same number for the tokens of one sample.
         entropy: (N,) float32 in nats, of the distribution that predicts the token. It has a
-            gradient if the loss is marked `@needs("entropy_gradient")`.
+            gradient if the loss declares `@needs("entropy_gradient")`.
         reference_logprobs: (N,) float32 without gradient, under the reference: the model without
-            its adapter, or else the model that training started from. None unless the loss is
-            marked `@needs("reference_logprobs")`.
+            its adapter, or else the model that training started from. None unless the loss
+            declares `@needs("reference_logprobs")`.
         extras: columns of the tokens that their samples have besides, (N, ...) by the name that
             they have in `Sample.extras`.
     """
@@ -74,47 +74,35 @@ class LossOutputs:
 
 LossFn = Callable[[LossInputs], LossOutputs]
 MaskFn = Callable[[LossInputs], Tensor]
-Need = Literal["entropy_gradient", "reference_logprobs"]
+Need = Literal["entropy_gradient", "reference_logprobs", "advantages"]
 _T = TypeVar("_T", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
 
 def needs(*what: Need) -> Callable[[_T], _T]:
-    """Mark what a loss needs: inputs that cost time or memory and are computed only if marked.
+    """Declare what a loss needs, so that nothing is computed in vain.
 
     Args:
         what: "entropy_gradient" for an `entropy` with gradient; "reference_logprobs", which cost a
-            forward pass under the reference, and without LoRA a copy of the model.
+            forward pass under the reference, and without LoRA a copy of the model; "advantages" if
+            its gradient is zero at tokens with an advantage of 0: samples that have no other tokens
+            are then not computed.
     """
 
     if unknown := set(what) - set(get_args(Need)):
         raise ValueError(f"needs({unknown.pop()!r}): must be of {', '.join(get_args(Need))}")
 
-    def mark(loss_fn: _T) -> _T:
+    def declare(loss_fn: _T) -> _T:
         loss_fn.needs = needs_of(loss_fn) | set(what)  # type: ignore[attr-defined]
         return loss_fn
 
-    return mark
+    return declare
 
 
 def needs_of(loss_fn: Any) -> frozenset[Need]:
-    """Return what this loss is marked with, also through `functools.partial`."""
+    """Return what this loss declares by `needs`, also through `functools.partial`."""
     own: frozenset[Need] = getattr(loss_fn, "needs", frozenset())
     return own | needs_of(loss_fn.func) if isinstance(loss_fn, partial) else own
-
-
-def of_advantages(loss_fn: _T) -> _T:
-    """Mark a loss whose gradient is zero at tokens with an advantage of 0. Samples that have no
-    other tokens are then not computed.
-    """
-    loss_fn.is_of_advantages = True  # type: ignore[attr-defined]
-    return loss_fn
-
-
-def is_of_advantages(loss_fn: Any) -> bool:
-    """Return whether this loss is marked by `of_advantages`, also through `functools.partial`."""
-    own: bool = getattr(loss_fn, "is_of_advantages", False)
-    return own or (isinstance(loss_fn, partial) and is_of_advantages(loss_fn.func))
 
 
 def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
@@ -124,7 +112,6 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         TypeError, ValueError: one of them does not keep the contract of a loss.
     """
 
-    @needs(*frozenset().union(*map(needs_of, (loss_fn, *terms))))
     def total(inputs: LossInputs) -> LossOutputs:
         parts = [function(inputs) for function in (loss_fn, *terms)]
         for outputs in parts:
@@ -132,8 +119,12 @@ def add_terms(loss_fn: LossFn, *terms: LossFn) -> LossFn:
         metrics = {name: values for part in parts for name, values in part.metrics.items()}
         return LossOutputs(functools.reduce(torch.add, [part.loss for part in parts]), metrics)
 
+    every = [needs_of(function) for function in (loss_fn, *terms)]
+    what = frozenset[Need]().union(*every)
+    if not all("advantages" in own for own in every):
+        what -= {"advantages"}  # one of them has a gradient without an advantage, so the sum has
     total.terms = terms  # type: ignore[attr-defined]
-    return of_advantages(total) if all(map(is_of_advantages, (loss_fn, *terms))) else total
+    return needs(*what)(total)
 
 
 def check_outputs(outputs: Any, inputs: LossInputs) -> None:
@@ -318,7 +309,7 @@ def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
     if not masks:
         return loss_fn
 
-    @needs(*frozenset().union(*map(needs_of, (loss_fn, *masks.values()))))
+    @needs(*needs_of(loss_fn).union(*map(needs_of, masks.values())))
     def masked(inputs: LossInputs) -> LossOutputs:
         is_masked = torch.zeros_like(inputs.weights, dtype=torch.bool)
         metrics = {}
@@ -338,13 +329,13 @@ def with_masks(loss_fn: LossFn, masks: Mapping[str, MaskFn]) -> LossFn:
         check_outputs(outputs, inputs)
         return LossOutputs(outputs.loss, outputs.metrics | metrics)
 
-    return of_advantages(masked) if is_of_advantages(loss_fn) else masked
+    return masked
 
 
 # --- Losses ---------------------------------------------------------------------------------------
 
 
-@of_advantages
+@needs("advantages")
 def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     """CISPO (MiniMax-M1, arXiv:2506.13585):
     policy gradient weighted by a capped, detached importance ratio.
@@ -365,7 +356,7 @@ def cispo(inputs: LossInputs, eps_high: float = 4.0) -> LossOutputs:
     return LossOutputs(loss, {"clipped_share": (ratio > 1 + eps_high).float()})
 
 
-@of_advantages
+@needs("advantages")
 def reinforce(inputs: LossInputs) -> LossOutputs:
     """REINFORCE (Williams, 1992), as if the current policy had sampled the tokens.
 
@@ -374,7 +365,7 @@ def reinforce(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(policy_gradient(inputs, torch.ones_like(inputs.advantages)))
 
 
-@of_advantages
+@needs("advantages")
 def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -> LossOutputs:
     """IcePop (Ring-1T, arXiv:2510.18855): tokens whose ratio leaves an interval are dropped.
 
@@ -393,7 +384,7 @@ def icepop(inputs: LossInputs, min_ratio: float = 0.5, max_ratio: float = 5.0) -
     return LossOutputs(loss, {"masked_share": is_masked.float()})
 
 
-@of_advantages
+@needs("advantages")
 def ppo(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> LossOutputs:
     """PPO's clip (arXiv:1707.06347) as in GRPO (arXiv:2402.03300), with the two bounds of DAPO
     (arXiv:2503.14476).
@@ -412,7 +403,7 @@ def ppo(inputs: LossInputs, eps_low: float = 0.2, eps_high: float = 0.28) -> Los
     return _clipped_surrogate(inputs, ratio, eps_low, eps_high)
 
 
-@of_advantages
+@needs("advantages")
 def gspo(inputs: LossInputs, eps_low: float = 3e-4, eps_high: float = 4e-4) -> LossOutputs:
     """GSPO (arXiv:2507.18071): PPO's clip on the ratio of whole sequences.
 
@@ -441,7 +432,7 @@ def _clipped_surrogate(
     return LossOutputs(loss, {"clipped_share": (clipped < unclipped).float()})
 
 
-@of_advantages
+@needs("advantages")
 def dppo(inputs: LossInputs, max_divergence: float = 0.2) -> LossOutputs:
     """DPPO with the binary total-variation mask (arXiv:2602.04879, eq. 11 and 12).
 
@@ -571,7 +562,7 @@ class AdaptiveKL:
             self.beta *= 1 + 0.1 * error
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the weight for a checkpoint; see `checkpoints.Kept`."""
+        """Return the weight for a checkpoint; see `checkpoints.Stateful`."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,12 @@
-"""Loads the model that is trained, in the dtype that training needs, with its adapter."""
+"""Loads the model that is trained, in the dtype that training needs, with its adapter.
+
+The hub has many models as a text model with a vision tower beside it. Some of them transformers
+loads as a text model alone (Qwen3.5, Llama 4), others only as the whole (Gemma 3, Qwen3-VL,
+Mistral 3). Of the whole, the text is trained and sent; the rest keeps its weights.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import warnings
@@ -10,12 +14,22 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.inference.checkpoint import NUM_EXPERTS
 from verifiers_rl.router_replay import routers_of
-from verifiers_rl.text_model import auto_class, freeze_all_but_text
+from verifiers_rl.sync.sources import text_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +45,11 @@ def absolute_path(model: Any) -> Any:
         return model
     folder = os.path.abspath(os.path.expanduser(model))
     return folder if os.path.isdir(folder) else model
+
+
+def tokenizer_of(model: Any) -> Any:
+    """Return the tokenizer in a model's folder, or under its name on the hub."""
+    return AutoTokenizer.from_pretrained(model if isinstance(model, str) else model.name_or_path)
 
 
 def load_policy(model: Any, args: RLConfig, peft_config: Any = None) -> Any:
@@ -66,14 +85,9 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
     _set_attention(model, args.attn_implementation)
     switch_off_dropout(model)
     if hasattr(model, "peft_config"):
-        _warn_of_lora_options(args, "the adapter that the model has already is trained further")
         return model
     if num_frozen := freeze_all_but_text(model):
         logger.info("%.1f M weights beside the text model stay as they are", num_frozen / 1e6)
-    if peft_config is not None:
-        _warn_of_lora_options(args, "peft_config says what the adapter is")
-    elif not args.use_lora:
-        _warn_of_lora_options(args, "use_lora=False trains all weights")
     if peft_config is None and not args.use_lora:
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             return model  # loaded under ZeRO-3: DeepSpeed keeps the master weights
@@ -82,14 +96,12 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
         return model.float()
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = args.lora_target_modules or default_target_modules(model)
     peft_config = peft_config or LoraConfig(
         task_type="CAUSAL_LM",
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        # The command line gives this value as a list.
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=args.lora_target_modules or default_target_modules(model),
         modules_to_save=args.lora_modules_to_save,
         use_rslora=args.lora_use_rslora,
     )
@@ -99,21 +111,6 @@ def _load(model: Any, args: RLConfig, peft_config: Any) -> Any:
             "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
         )
         return get_peft_model(model, peft_config)
-
-
-def _warn_of_lora_options(args: RLConfig, why: str) -> None:
-    names = (
-        "lora_rank",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-        "lora_modules_to_save",
-        "lora_use_rslora",
-    )
-    defaults = {one.name: one.default for one in dataclasses.fields(args)}
-    given = [f"{n}={getattr(args, n)!r}" for n in names if getattr(args, n) != defaults[n]]
-    if given:
-        logger.warning("%s has no effect: %s", ", ".join(given), why)
 
 
 def _load_folder(model: str, dtype: torch.dtype) -> Any:
@@ -171,21 +168,6 @@ def num_experts(config: Any) -> int:
     return next((n for n in counts if isinstance(n, int) and n > 0), 0)
 
 
-def warn_of_experts(model: Any, args: RLConfig) -> None:
-    """Warn if the model has experts, and the loss that `args` name keeps tokens whose ratio is far
-    from 1 on either side.
-    """
-    keeps = args.loss in ("cispo", "truncated_is") and {"ppo", "dppo"}.issuperset(args.masks())
-    if keeps and not args.router_replay and num_experts(model.config.get_text_config()):
-        logger.warning(
-            "trainer and server each choose the experts of a token for themselves. Where they "
-            "choose differently, the token's importance ratio is far from 1, and loss=%r keeps its "
-            "gradient. Set router_replay = true, or gradient_masks to leave such tokens out, for "
-            "example {ratio = {}}, or another loss",
-            args.loss,
-        )
-
-
 # Linear layers by which a mixture of experts chooses and weighs its experts. A small change of
 # their weights changes which experts a token gets.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -196,19 +178,19 @@ _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _REFUSED_BY_PEFT = ("out_proj",)
 
 
-def decoder_blocks(model: Any) -> list[torch.nn.Module]:
+def decoder_blocks(model: Any) -> list[nn.Module]:
     """Return the decoder's blocks, which transformers calls layers, in their order."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     num_blocks = model.config.get_text_config().num_hidden_layers
     return [
         block
         for blocks in decoder.modules()
-        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == num_blocks
+        if isinstance(blocks, nn.ModuleList) and len(blocks) == num_blocks
         for block in blocks
     ]
 
 
-def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
     """Return the linear layers of the decoder's blocks by name, without head, vision tower, routers
     and experts. In a PEFT model these are the layers inside its adapters.
     """
@@ -218,7 +200,7 @@ def linear_layers(model: Any) -> dict[str, torch.nn.Linear]:
         name = name.removesuffix(".base_layer")
         parts = name.split(".")
         is_choice = parts[-1] in _ROUTERS or "experts" in parts or "lora_" in name
-        if isinstance(layer, torch.nn.Linear) and id(layer) in inside and not is_choice:
+        if isinstance(layer, nn.Linear) and id(layer) in inside and not is_choice:
             found[name] = layer
     return found
 
@@ -281,8 +263,8 @@ def describe_adapter(policy: Any) -> str:
     config = policy.peft_config["default"]
     kind = type(config).__name__.removesuffix("Config").replace("Lora", "LoRA")
     rank = f" of rank {config.r}" if hasattr(config, "r") else ""
-    adapted = {name.partition(".base_layer")[0].rpartition(".")[2]
-               for name, _ in policy.named_parameters() if ".base_layer" in name}  # fmt: skip
+    wrapped = (name for name, _ in policy.named_parameters() if ".base_layer" in name)
+    adapted = {name.partition(".base_layer")[0].rpartition(".")[2] for name in wrapped}
     num_trained, num_all = policy.get_nb_trainable_parameters()
     return (
         f"{kind}{rank} on {', '.join(sorted(adapted))}: {num_trained:,} of {num_all:,} "
@@ -290,7 +272,7 @@ def describe_adapter(policy: Any) -> str:
     )
 
 
-def switch_off_dropout(model: torch.nn.Module) -> None:
+def switch_off_dropout(model: nn.Module) -> None:
     """Set dropout to 0, but that of an adapter: the server samples without it, and must sample from
     the trained policy.
     """
@@ -298,7 +280,7 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if "lora_dropout" in name.split("."):
             continue
-        is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         for name, value in list(vars(module).items()):
             is_rate = "dropout" in name or (is_dropout and name == "p")
             if is_rate and isinstance(value, float) and value > 0:
@@ -312,7 +294,7 @@ def _unties(model: Any) -> bool:
     """Return whether an adapter changes the embedding or the head of a model that ties them."""
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return False
-    ends = torch.nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
+    ends = nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
     return any("lora_" in name or "modules_to_save" in name for name, _ in ends.named_parameters())
 
 
@@ -333,3 +315,24 @@ def check_policy(model: Any, args: RLConfig) -> None:
             f"router_replay=True: {type(model).__name__} has no router that chooses experts; leave "
             "it out"
         )
+
+
+# --- The text inside a model ----------------------------------------------------------------------
+
+
+def auto_class(model_type: str) -> Any:
+    """Return the auto class of transformers that loads a checkpoint of this type for training."""
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM  # whose error lists the types that it knows
+
+
+def freeze_all_but_text(model: nn.Module) -> int:
+    """Freeze the parameters beside the text model, and return how many numbers they have."""
+    text = {id(parameter) for parameter in text_parameters(model).values()}
+    frozen = [p for p in model.parameters() if id(p) not in text]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return sum(parameter.numel() for parameter in frozen)

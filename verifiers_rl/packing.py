@@ -41,7 +41,7 @@ Rows = list[list[int]]  # for each row, the indices of its samples
 # the mask costs more than the padding that it saves.
 MAX_SHARED_WIDTH = 4096
 # Up to this width, samples with tokens in common share a row if a mask costs less than it saves. In
-# a wider row, attention is computed for each sample, see `attention.py`.
+# a wider row, attention is computed for each sample, see `forward.py`.
 MAX_MASKED_WIDTH = 1024
 MIN_COMMON = 32  # tokens in common that are worth a call of attention in each layer
 # The extras that the model needs where it computes a token. All others go with the prediction of
@@ -129,19 +129,17 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelSupport:
-    """What a model can compute at once. `model_trials.try_model` finds it.
+    """What a model can compute at once. `forward.try_model` finds it.
 
     Attributes:
         layout: of its rows.
         shares_prefixes: tokens that samples have in common are computed once.
-        needs_full_logits: its logits cannot be made in chunks from its last hidden states.
         hidden_size: the longer a row is relative to it, the more attention costs.
         attention: its implementation. "eager" computes whole rows, so those stay narrow.
     """
 
     layout: Layout = "packed"
     shares_prefixes: bool = False
-    needs_full_logits: bool = False
     hidden_size: int = 1024
     attention: str = "sdpa"
 
@@ -322,7 +320,7 @@ def _saves_time(width: int, own: int, common: int, max_tokens: int, hidden_size:
     """
     if common == 0 or width + own > max_tokens:
         return False
-    if width + own > MAX_MASKED_WIDTH:  # then attention costs the same, see attention.py
+    if width + own > MAX_MASKED_WIDTH:  # then attention costs the same, see forward.py
         return common >= MIN_COMMON
     # As in `plan_microbatches`: operations per layer, divided by 4 h.
     more_by_mask = (width + own) ** 2 - width**2 - (common + own) ** 2

@@ -1,4 +1,5 @@
-"""One request: what the orchestrator asks of an environment, and what it gives for it.
+"""One request: what the orchestrator asks of an environment, and what it gives for it. And many
+requests at once: those of a batch, in which a group that the filter rejects is replaced.
 
 Orchestrator ── GroupRequest ──►  EnvRunner.run_group ──► each rollout:
                                       async with request.begin(number) as session:
@@ -9,15 +10,21 @@ Orchestrator ── GroupRequest ──►  EnvRunner.run_group ──► each r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verifiers_rl.data import describe_error
 from verifiers_rl.inference import RolloutSession, SessionLostError
 from verifiers_rl.types import Rollout, Split
 
+logger = logging.getLogger(__name__)
+
 MAX_MOVES = 3  # of one rollout, to other servers
+CHECK_S = 30.0  # between two checks of the server
 
 
 class Router(Protocol):
@@ -31,15 +38,17 @@ class Router(Protocol):
 
 @dataclass
 class Progress:
-    """Counts rollouts, for people.
+    """Counts the rollouts of a batch or an evaluation.
 
     Attributes:
         num_requested: rollouts that were requested so far.
         num_done: rollouts that have ended.
+        num_groups: groups that have ended.
     """
 
     num_requested: int = 0
     num_done: int = 0
+    num_groups: int = 0
 
     def __str__(self) -> str:
         return f"{self.num_done} of {self.num_requested}"
@@ -229,3 +238,93 @@ class GroupScorer(Protocol):
             request: for which they were run; its `index` is that in the scorer's environment.
         """
         ...
+
+
+# --- Many at once ---------------------------------------------------------------------------------
+
+
+class RolloutError(RuntimeError):
+    """No batch could be generated. The message says what failed most often, or what to change.
+
+    Attributes:
+        groups: those whose rollouts all failed.
+    """
+
+    groups: Sequence[Sequence[Rollout]] = ()
+
+
+async def run_groups(
+    run: Callable[[int], Coroutine[Any, Any, list[Rollout]]],
+    passes: Callable[[list[Rollout]], bool],
+    examples: Iterable[int],
+    num_groups: int,
+    replace_until: float,
+) -> list[tuple[list[Rollout], bool]]:
+    """Run `num_groups` groups at once. When one is complete and does not pass, the group of the
+    next example begins in its place. If one raises, or this is cancelled, the others are cancelled.
+
+    Args:
+        run: runs the group of an example.
+        passes: says whether a complete group passes.
+        examples: `num_groups` or more; no group begins when all are used.
+        replace_until: event loop's time after which no replacement begins.
+
+    Returns:
+        All groups in the order of their examples, each with whether it passes.
+    """
+    unused = iter(enumerate(examples))
+    complete: dict[int, tuple[list[Rollout], bool]] = {}
+
+    async def fill(place: int, example: int) -> None:
+        while True:
+            group = await run(example)
+            complete[place] = group, (is_good := passes(group))
+            if is_good or asyncio.get_running_loop().time() > replace_until:
+                return
+            if (following := next(unused, None)) is None:
+                return
+            place, example = following
+
+    tasks = [asyncio.create_task(fill(*next(unused))) for _ in range(num_groups)]
+    try:
+        await asyncio.gather(*tasks)  # which passes on that it is cancelled
+    except Exception:
+        for task in tasks:
+            task.cancel()
+        raise
+    return [complete[place] for place in sorted(complete)]
+
+
+async def while_served(rollouts: Awaitable[Any], check_server: Callable[[], None]) -> Any:
+    """Wait for rollouts and return their result. Check the server meanwhile, because no request
+    fails if the server hangs or its machine is lost; and at the end, because a restarted server
+    samples from the wrong weights.
+
+    Raises:
+        Whatever `check_server` or the rollouts raise.
+    """
+    waiting = asyncio.ensure_future(rollouts)
+    try:
+        while not (await asyncio.wait({waiting}, timeout=CHECK_S))[0]:
+            await asyncio.to_thread(check_server)
+        result = waiting.result()
+        await asyncio.to_thread(check_server)
+        return result
+    finally:
+        waiting.cancel()
+
+
+def warn_of_failures(groups: Sequence[Sequence[Rollout]]) -> None:
+    """Warn of rollouts that failed. Raises RolloutError if all did."""
+    rollouts = [rollout for group in groups for rollout in group]
+    errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+    kinds = Counter(describe_error(error) for error in errors)
+    if len(errors) == len(rollouts):
+        failure = RolloutError(
+            f"all {len(rollouts)} rollouts failed; most often: {kinds.most_common(1)[0][0]}. "
+            "The first one's traceback is above"
+        )
+        failure.groups = groups
+        raise failure from errors[0]
+    for kind, count in kinds.most_common():
+        logger.warning("%d of %d rollouts failed and are left out: %s", count, len(rollouts), kind)

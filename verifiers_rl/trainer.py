@@ -14,29 +14,33 @@ advance, and weights change while the server generates. An evaluation begins beh
 beside the next step, and ends before the next push, see evaluation.py.
 
 Everything else (optimizer, schedule, clipping, logging, checkpoints, callbacks) is
-transformers.Trainer's own.
+transformers.Trainer's own. The class reads from top to bottom:
+
+    The loss               what a microbatch adds to it: a term per token, a second loss
+    The step               microbatches, accumulation of gradients, more than one update a batch
+    Batches and weights    the rhythm: when weights are sent and batches are requested
+    Evaluations, the run, the hooks of Trainer
+    Rank 0                 what it does alone; signals; a lost server
 """
 
 from __future__ import annotations
 
-import atexit
 import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from verifiers_rl.advantages import AdvantageFn
-from verifiers_rl.arguments import Replaced, check_arguments
-from verifiers_rl.checkpoints import Checkpoints, check_final
+from verifiers_rl.checkpoints import Checkpoints, SavingTrainer, check_final
 from verifiers_rl.config import ConfigError, RLConfig
 from verifiers_rl.data import ExampleOrder
 from verifiers_rl.distributed import (
@@ -44,27 +48,17 @@ from verifiers_rl.distributed import (
     broadcast_batch,
     broadcast_outcome,
     host_group,
-    let_gloo_threads_finish,
-    prepare_sharding,
+    prepare_ranks,
     raise_if_gradient_not_finite,
     raise_if_not_finite,
     scatter_samples,
 )
-from verifiers_rl.evaluation import AtTrainEnd, Evaluations, log_results
-from verifiers_rl.forward import predict_targets
-from verifiers_rl.hub import SavingTrainer
+from verifiers_rl.evaluation import Evaluations
+from verifiers_rl.forward import predict_targets, try_model
 from verifiers_rl.inference.client import ServerLostError
 from verifiers_rl.logprobs import Entropy
-from verifiers_rl.losses import (
-    LossFn,
-    LossInputs,
-    adaptive_kl_of,
-    is_of_advantages,
-    needs_of,
-    weigh_samples,
-)
-from verifiers_rl.model_trials import try_model
-from verifiers_rl.models import absolute_path, check_policy, load_policy
+from verifiers_rl.losses import LossFn, LossInputs, adaptive_kl_of, needs_of, weigh_samples
+from verifiers_rl.models import absolute_path, check_policy, load_policy, tokenizer_of
 from verifiers_rl.orchestrator import Orchestrator
 from verifiers_rl.packing import Microbatch, ModelSupport, collate, copy_to, plan_batch
 from verifiers_rl.process.interrupts import Interrupted, Interrupts
@@ -82,9 +76,9 @@ from verifiers_rl.report.recording import RolloutFiles
 from verifiers_rl.report.run_folder import enter_run_folder
 from verifiers_rl.sync.sources import gathering
 from verifiers_rl.types import Batch, BatchSource, WeightSink
+from verifiers_rl.wiring import Replaced, check_arguments, make_source_and_sink
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class RLTrainer(SavingTrainer):
@@ -116,6 +110,9 @@ class RLTrainer(SavingTrainer):
 
     args: RLConfig
     config_class = RLConfig  # the class that `vf-train` makes from [trainer.args]
+    # On rank 0. The other ranks have neither.
+    orchestrator: BatchSource = cast(Any, None)
+    weight_sync: WeightSink = cast(Any, None)
 
     def __init__(
         self,
@@ -136,107 +133,60 @@ class RLTrainer(SavingTrainer):
         check_arguments(model, env, args, processing_class, replaced, trainer_kwargs)
         model = absolute_path(model)
         if processing_class is None:
-            named = model if isinstance(model, str) else model.name_or_path
-            processing_class = AutoTokenizer.from_pretrained(named)
+            processing_class = tokenizer_of(model)
         self.loss_fn = args.complete_loss(loss_fn)
         set_seed(args.seed)  # also determines the weights of a new adapter
         policy = load_policy(model, args, peft_config)
         check_policy(policy, args)
         check_final(policy, args)
-        self._env = env
-        self.batch: Batch | None = None  # that is being trained on
-        self.support: ModelSupport | None = None  # what the model can compute; see `training_step`
-        self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
-        self.orchestrator: BatchSource | None = None  # on rank 0 only, like weight_sync
-        self.weight_sync: WeightSink | None = None
-        self._is_serving = False
         if args.process_index == 0:
-            from verifiers_rl.wiring import make_source_and_sink
-
             self.orchestrator, self.weight_sync = make_source_and_sink(
                 policy, env, args, processing_class, replaced, Orchestrator
             )
         # Trainer requires a dataset for eval_strategy. Evaluations use the environment's own.
         trainer_kwargs["eval_dataset"] = []
         super().__init__(policy, args, processing_class=processing_class, **trainer_kwargs)
-        self.loss_is_scaled_for_ga = True  # training_step does it once, for the whole batch
+        self.loss_is_scaled_for_ga = True  # `train_on` does it once, for the whole batch
+        self.batch: Batch | None = None  # that is being trained on
+        self._env, self._is_serving = env, False
+        self._counts, self._metrics = StepCounts(), dict[str, float]()  # of the step
+        # The KL penalty's reference, copied before the model is prepared for training. With LoRA it
+        # is the model without its adapter.
+        needs_copy = "reference_logprobs" in needs_of(self.loss_fn)
+        needs_copy &= not hasattr(policy, "disable_adapter")
+        prepare_ranks(self.accelerator, args, needs_copy)
+        start = copy.deepcopy(policy).requires_grad_(False).eval() if needs_copy else None
+        self._reference: nn.Module | None = start
         # Rank 0 has chosen, and the others gather what it sends.
         lora_sync = getattr(self.weight_sync, "lora_sync", args.lora_sync)
         self._lora_sync = broadcast_outcome({"lora_sync": lora_sync}, args.device)["lora_sync"]
-        self._adaptive_kl = adaptive_kl_of(self.loss_fn)
-        self._reference = self._copy_reference()
-        self._make_callbacks()
+        self._interrupts, self._window = Interrupts(), StepWindow()
+        self.evaluations = Evaluations(self)
+        self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
+        if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
+            self.checkpoints.kept["adaptive_kl"] = adaptive_kl
+        if not args.disable_tqdm:
+            replace_progress_bar(self)
+        own = (RunFilesCallback(), EarlyWarnings(self._window), self._window)
+        for callback in (self.checkpoints, self._files, *own):
+            self.add_callback(callback)
+        self.callback_handler.callbacks.insert(0, self.evaluations)  # before others close files
 
-    # --- The step ---------------------------------------------------------------------------------
-
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Run forward and backward on this step's batch. Trainer then takes the optimizer's step.
-
-        Returns:
-            Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
-            batch's loss.
-        """
-        if self.support is None:  # now that the model is wrapped and split as for training
-            self.support = self._try_model(model)
-        self._counts, self._metrics = StepCounts(), {}
-        self.batch = batch = self._next_batch()
-        start = time.monotonic()
-        means = TokenMeans(self._files.values_of(batch))
-        loss = self._train_on(model, batch, means)
-        # This waits for the device.
-        token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
-        if self._adaptive_kl is not None:
-            self._adaptive_kl.update(token_means)  # the same on all ranks
-        self._window.add(
-            {**batch.metrics, **self._metrics, **token_means}
-            | self._counts.metrics(batch, self._base_of(model))
-            | self._device_metrics(time.monotonic() - start)
-        )
-        return loss
-
-    def _train_on(self, model: nn.Module, batch: Batch, means: TokenMeans) -> Tensor:
-        """Run forward and backward on this rank's share of a batch, and return its loss.
-
-        The loss of each microbatch is a sum. This method divides it once, by a number that belongs
-        to the batch on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
-        factor `world_size` undoes this. So the gradient does not depend on how the batch was split.
-        """
-        args, sizes = self.args, batch.sizes
-        weights, denominator = weigh_samples(
-            sizes.num_loss_tokens.tolist(),
-            sizes.rollout_ids.tolist(),
-            args.loss_normalization,
-            args.batch_size * args.max_seq_len,
-        )
-        # Samples without gradient count in the denominator, but are not computed.
-        is_computed = sizes.num_loss_tokens > 0
-        if is_of_advantages(self.loss_fn):
-            is_computed &= sizes.has_advantage > 0
-        model.train()
-        batch_loss = torch.zeros((), device=args.device)
-        for microbatch, is_last in self._microbatches(batch, is_computed, weights):
-            self._stop_if_asked()
-            with accumulating(self.accelerator, args, model, is_last):
-                with self.compute_loss_context_manager():
-                    loss = self.microbatch_loss(model, microbatch, means)
-                    loss = loss * args.world_size / denominator
-                batch_loss += loss.detach()
-                if is_last:
-                    self._before_last_backward(batch_loss)
-                self.accelerator.backward(loss)
-        with self.checkpoints.saving_on_error():
-            raise_if_gradient_not_finite(model)
-        return batch_loss
+    # --- The loss ---------------------------------------------------------------------------------
 
     def microbatch_loss(
         self, model: nn.Module, microbatch: Microbatch, means: TokenMeans
     ) -> Tensor:
-        """Compute logprobs of a microbatch's loss tokens only, and their loss: a scalar, a sum."""
+        """Compute the loss of a microbatch: a scalar, the SUM over its N loss tokens.
+
+        Args:
+            model: as it was prepared for training.
+            microbatch: on the device of the model.
+            means: takes what is logged: (N,) tensors by name.
+        """
         targets, needs = microbatch.targets, needs_of(self.loss_fn)
         entropy_mode: Entropy = "gradient" if "entropy_gradient" in needs else "value"
-        logprobs, entropy = self.token_logprobs(model, microbatch, entropy_mode)
+        logprobs, entropy = self.token_logprobs(model, microbatch, entropy_mode)  # (N,) each
         has_reference = "reference_logprobs" in needs
         inputs = LossInputs(
             trainer_logprobs=logprobs,
@@ -261,7 +211,6 @@ class RLTrainer(SavingTrainer):
         """Compute the logprob of each target, and the entropy of its prediction, (N,) each. See
         forward.py.
         """
-        assert self.support is not None
         # accelerate adds autocast to a prepared model's forward. Head and reference need it here.
         with self.accelerator.autocast():
             return predict_targets(
@@ -283,16 +232,83 @@ class RLTrainer(SavingTrainer):
         finally:
             model.train()
 
-    # --- Around a microbatch ----------------------------------------------------------------------
+    # --- The step ---------------------------------------------------------------------------------
 
-    def _try_model(self, model: nn.Module) -> ModelSupport:
-        with self.accelerator.autocast():  # as in each step
-            return try_model(model, self._base_of(model), self.args)
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Train on this step's batch: forward and backward. Trainer then takes the optimizer's
+        step.
+
+        Returns:
+            Scalar: this rank's share of the loss, times world_size. Its mean over ranks is the
+            batch's loss.
+        """
+        self._counts, self._metrics = StepCounts(), {}
+        self.batch = batch = self._next_batch()
+        start = time.monotonic()
+        means = TokenMeans(self._files.values_of(batch))
+        loss = self.train_on(model, batch, means)
+        # This waits for the device.
+        token_means = means.reduce(self._counts.num_loss_tokens, self.args.world_size)
+        train_s = time.monotonic() - start
+        if (adaptive_kl := adaptive_kl_of(self.loss_fn)) is not None:
+            adaptive_kl.update(token_means)  # the same on all ranks
+        self._window.add(
+            {**batch.metrics, **self._metrics, "train_s": train_s, **token_means}
+            | self._counts.metrics(batch, self._base_of(model))
+            | device_metrics(self.args.device, self.floating_point_ops({}), train_s)
+        )
+        return loss
+
+    def train_on(
+        self, model: nn.Module, batch: Batch, means: TokenMeans, chosen: np.ndarray | None = None
+    ) -> Tensor:
+        """Run forward and backward on this rank's share of a batch, and return its loss.
+
+        The loss of each microbatch is a sum. This method divides it once, by a number that belongs
+        to the batch on all ranks (`loss_normalization`). DDP averages gradients over ranks; the
+        factor `world_size` undoes this. So the gradient does not depend on how the batch was split.
+
+        Args:
+            chosen: (S,) bool, the samples to train on; all by default. A step of two updates calls
+                this for a part of the samples, then `self.optimizer.step()` and `zero_grad()`, and
+                again for the others. `checkpoints.can_repeat_step` is False in between.
+        """
+        args, sizes = self.args, batch.sizes
+        num_loss_tokens = sizes.num_loss_tokens
+        if chosen is not None:
+            num_loss_tokens = np.where(chosen, num_loss_tokens, 0)
+        weights, denominator = weigh_samples(
+            num_loss_tokens.tolist(),
+            sizes.rollout_ids.tolist(),
+            args.loss_normalization,
+            args.batch_size * args.max_seq_len,
+        )
+        # Samples without gradient count in the denominator, but are not computed.
+        is_computed = num_loss_tokens > 0
+        if "advantages" in needs_of(self.loss_fn):
+            is_computed &= sizes.has_advantage > 0
+        model.train()
+        batch_loss = torch.zeros((), device=args.device)
+        for microbatch, is_last in self._microbatches(batch, is_computed, weights):
+            self._stop_if_asked()
+            with accumulating(self.accelerator, args, model, is_last):
+                with self.compute_loss_context_manager():
+                    loss = self.microbatch_loss(model, microbatch, means)
+                    loss = loss * args.world_size / denominator
+                batch_loss += loss.detach()
+                if is_last:
+                    self._before_last_backward(batch_loss)
+                self.accelerator.backward(loss)
+        with self.checkpoints.saving_on_error():
+            raise_if_gradient_not_finite(model)
+        return batch_loss
 
     def _microbatches(
         self, batch: Batch, is_computed: np.ndarray, weights: Sequence[float]
     ) -> Iterator[tuple[Microbatch, bool]]:
-        """Pack the samples of a batch, and count what is computed. Give this rank's microbatches on
+        """Pack samples of a batch, and count what is computed. Give this rank's microbatches on
         its device, each with whether it is the last one. A batch without loss tokens has none:
         without a gradient, the optimizer changes nothing.
 
@@ -301,7 +317,6 @@ class RLTrainer(SavingTrainer):
             weights: of the loss tokens of each sample.
         """
         args, counts, sizes = self.args, self._counts, batch.sizes
-        assert self.support is not None
         plan = plan_batch(sizes, is_computed, args.token_budget, args.world_size, self.support)
         counts.add_samples(sizes, is_computed, plan.num_shared)
         samples = scatter_samples(batch, plan.of_ranks, args.device)
@@ -312,50 +327,33 @@ class RLTrainer(SavingTrainer):
             counts.add_microbatch(microbatch)
             yield copy_to(microbatch, args.device), number == len(own)
 
-    def _stop_if_asked(self) -> None:
-        """Raise what ends the run between two microbatches: a signal, or an error of the rollouts.
-        Of several ranks, the others would wait for this rank's gradients, so there `_next_batch`
-        raises the error on all.
+    @cached_property
+    def support(self) -> ModelSupport:
+        """What the model can compute. It is tried in the first step, on all ranks, because only
+        then the model is wrapped and split as for training.
         """
-        if self.checkpoints.can_repeat_step:
-            self._interrupts.check_all(waits=False)
-        if self.orchestrator is not None and self.args.world_size == 1:
-            with self.checkpoints.saving_on_error():
-                self.orchestrator.raise_if_failed()
-
-    def _before_last_backward(self, batch_loss: Tensor) -> None:
-        """Look at the loss of the batch, before a backward in which DeepSpeed takes its step."""
-        with self.checkpoints.saving_on_error():
-            raise_if_not_finite(batch_loss)
-        if self.is_deepspeed_enabled:
-            self.checkpoints.can_repeat_step = False
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Count the operations of forward and backward for this rank's share of the batch."""
-        computed = self._counts.num_tokens, self._counts.num_loss_tokens
-        return model_flops(self._base_of(self.model), *computed) // self.args.world_size
-
-    def _device_metrics(self, train_s: float) -> dict[str, float]:
-        num_flops = self.floating_point_ops({})
-        return device_metrics(self.args.device, num_flops, train_s) | {"train_s": train_s}
+        with self.accelerator.autocast():  # as in each step
+            return try_model(self.model_wrapped, self._base_of(self.model), self.args)
 
     # --- Batches and weights ----------------------------------------------------------------------
 
     def _next_batch(self) -> Batch:
         """Return this step's batch on every rank, and request the batches ahead."""
         self._on_rank_0(self._take_batch, self._request_ahead)
-        is_here = self.orchestrator is not None
+        is_here = self.args.process_index == 0
         return broadcast_batch(self.batch if is_here else None, self.args.device)
 
-    def _take_batch(self, orchestrator: BatchSource) -> None:
-        if not orchestrator.num_pending:  # first step, lost server, or max_off_policy_steps = 0
-            self._sync_weights()
+    def _take_batch(self) -> None:
+        """Wait for this step's batch. Request it first where none is pending: in the first step,
+        after a lost server, and in each step if max_off_policy_steps = 0.
+        """
+        if not self.orchestrator.num_pending:
             self._request(self.state.global_step)
         start = time.monotonic()
-        self.batch = orchestrator.get()
+        self.batch = self.orchestrator.get()
         self._metrics["wait_s"] = time.monotonic() - start
 
-    def _request_ahead(self, orchestrator: BatchSource) -> None:
+    def _request_ahead(self) -> None:
         """Send the weights that this step starts from. Request the batches of the next
         max_off_policy_steps steps, except those that are pending already.
         """
@@ -363,12 +361,12 @@ class RLTrainer(SavingTrainer):
         if num_ahead and self.evaluations.due is not None:  # also where no batch is requested
             self._sync_weights()
         last = min(step + num_ahead, self.args.max_steps - 1)
-        for ahead in range(step + 1 + orchestrator.num_pending, last + 1):
-            self._sync_weights()
+        for ahead in range(step + 1 + self.orchestrator.num_pending, last + 1):
             self._request(ahead)
 
     def _request(self, step: int) -> None:
-        assert self.orchestrator is not None and self.weight_sync is not None
+        """Request the batch of a step, of the weights that this step starts from."""
+        self._sync_weights()
         version = self.weight_sync.policy_version or 0
         self.orchestrator.submit(step, self.weight_sync.model_name, version)
 
@@ -377,83 +375,67 @@ class RLTrainer(SavingTrainer):
         evaluation that is due. The policy version is the step's number.
         """
         version = self.state.global_step
-        if self.weight_sync is None or self.orchestrator is None:
-            return
         if self.weight_sync.policy_version != version:
-            self.evaluations.end(self.orchestrator)  # all of its rollouts have one version
+            self.evaluations.end()  # all of its rollouts have one version
             model = self.accelerator.unwrap_model(self.model)
             # Requests that run meanwhile keep the keys and values of the tokens so far.
             runs = self.orchestrator.num_pending > 0
             in_flight: Literal["recompute", "keep"] = "keep" if runs else "recompute"
             self._metrics |= self.weight_sync.push(model, version, in_flight)
-        self.evaluations.begin(self.orchestrator, self.weight_sync.model_name, version)
+        self.evaluations.begin(version)
 
-    def _on_rank_0(
-        self, *jobs: Callable[[BatchSource], None], prefix: str = "eval"
+    # --- Evaluations ------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Do these jobs on rank 0, one after the other, while the other ranks help to gather split
-        weights. Each is done again when the server was lost meanwhile and came back. An error is
-        raised behind a checkpoint of the steps so far.
+        """Evaluate the current weights on the environment's eval split, and wait for the results:
+        the mean reward and metrics, `eval_reward` and so on.
 
-        Returns:
-            On every rank, the metrics of the evaluation of the current weights, if it has ended;
-            this method has logged them, with this prefix.
-
-        Raises:
-            Interrupted: a signal has come to a rank.
-            RuntimeError: on the other ranks, when a job has failed on rank 0.
+        An evaluation has `eval_examples` examples with `eval_rollouts_per_example` rollouts each.
+        This one starts after all pending batches are generated. The evaluations of `eval_strategy`
+        do not: they run beside training, see `_evaluate` and evaluation.py.
         """
-        model = self.accelerator.unwrap_model(self.model)
-        with self.checkpoints.saving_on_error():
-            self._interrupts.check_all(waits=True)
-            try:
-                with self._serving(), gathering(model, self._lora_sync):
-                    if self.orchestrator is not None:
-                        for job in jobs:
-                            self._retry_when_server_lost(partial(job, self.orchestrator))
-            except BaseException as error:
-                broadcast_outcome(error, self.args.device)  # the others wait
-                raise
-            ended = broadcast_outcome(self.evaluations.take_ended(), self.args.device)
-        return log_results(self, ended, prefix)
+        if eval_dataset is not None:
+            raise ConfigError("evaluate() takes no dataset: env has its own")
 
-    def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
-        """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
-        which then sends the weights again.
+        def now() -> None:
+            self.orchestrator.wait()
+            self.evaluations.due = self.state.global_step
+            self._sync_weights()
+            self.evaluations.end()
 
-        Raises:
-            InferenceServerError: the server did not come back within vllm_server_timeout, or was
-                lost in three attempts at this job.
+        return self._on_rank_0(now, prefix=metric_key_prefix)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Let an evaluation begin with the next push, and go on training. Trainer calls this
+        between two steps. If `metric_for_best_model` is set, as for `load_best_model_at_end`,
+        `save_strategy="best"` and early stopping, Trainer needs the result at once and gets it.
         """
-        for attempts_left in (2, 1, 0):
-            try:
-                return job()
-            except ServerLostError as error:
-                if self.weight_sync is None or self.orchestrator is None or not attempts_left:
-                    raise
-                logger.warning("%s; waiting for it to come back", error)
-                self.orchestrator.discard()
-                self.evaluations.begin_again(self.state.global_step)
-                self.weight_sync.wait_for_server()
-                logger.warning("the inference server is back; its weights are sent again")
+        self.control.should_evaluate = False
+        if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
+            return {}
+        if self.is_world_process_zero():
+            self.evaluations.due = self.state.global_step
+        if self.args.metric_for_best_model is not None:
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        return {}  # `_on_rank_0` logs the result later
 
-    @contextmanager
-    def _serving(self) -> Iterator[None]:
-        """Run the orchestrator during `train()`, or during an `evaluate()` outside of it."""
-        if self.orchestrator is None or self.weight_sync is None or self._is_serving:
-            yield
-            return
-        self._is_serving = True
-        self.evaluations.forget()
-        try:
-            self.orchestrator.start()
-            yield
-        finally:
-            self._is_serving = False
-            try:
-                self.orchestrator.stop()
-            finally:
-                self.weight_sync.close()
+    def end_evaluations(self) -> None:
+        """Wait for the evaluations that run or are due, and log them. Every rank calls this."""
+
+        def end() -> None:
+            if self.evaluations.due is not None:
+                self._sync_weights()
+            self.evaluations.end()
+
+        if self.args.eval_strategy != "no":
+            self._on_rank_0(end)
 
     # --- The run ----------------------------------------------------------------------------------
 
@@ -489,106 +471,30 @@ class RLTrainer(SavingTrainer):
                 self.checkpoints.save_unfinished()
                 raise
             is_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
-            if is_best and self.weight_sync is not None:
+            if is_best and self.is_world_process_zero():
                 self.weight_sync.policy_version = None  # the server has the last weights
             # First, because the server may be lost below.
             self.push_to_hub() if self.args.push_to_hub else self.checkpoints.save_final()
             with suppress(Interrupted):  # the model is saved; `handled` raises it
-                self._on_rank_0(lambda orchestrator: self._sync_weights())
+                self._on_rank_0(self._sync_weights)
         return result
-
-    def _copy_reference(self) -> nn.Module | None:
-        """Return a frozen copy of the model, if the loss needs a reference. With LoRA, the adapter
-        is switched off instead. Both are done before the model is prepared for training.
-        """
-        has_adapter = hasattr(self.model, "disable_adapter")
-        needs_copy = "reference_logprobs" in needs_of(self.loss_fn) and not has_adapter
-        prepare_sharding(self.accelerator, self.args, needs_copy)
-        model = cast(nn.Module, self.model)
-        return copy.deepcopy(model).requires_grad_(False).eval() if needs_copy else None
-
-    def _make_callbacks(self) -> None:
-        self._interrupts, self._window = Interrupts(), StepWindow()
-        self.evaluations = Evaluations(self.args)
-        self.checkpoints, self._files = Checkpoints(self, self._window), RolloutFiles(self)
-        if self._adaptive_kl is not None:
-            self.checkpoints.kept["adaptive_kl"] = self._adaptive_kl
-        own = (RunFilesCallback(), EarlyWarnings(self._window))
-        if not self.args.disable_tqdm:
-            replace_progress_bar(self)
-        for callback in (self.checkpoints, self._files, *own, self._window):
-            self.add_callback(callback)
-        self.callback_handler.callbacks.insert(0, AtTrainEnd(self._end_evaluations))
-        if self.args.world_size > 1 and torch.distributed.get_backend() == "gloo":
-            atexit.register(let_gloo_threads_finish)
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
-        steps = [{"step": step} for step in range(self.args.max_steps)]
-        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
 
     def _base_of(self, model: Any) -> Any:
         """Return the Hugging Face model inside DDP and PEFT."""
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if hasattr(model, "peft_config") else model
 
-    # --- Evaluations, checkpoints, logs -----------------------------------------------------------
+    # --- Hooks of Trainer -------------------------------------------------------------------------
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Evaluate the current weights on the environment's eval split, and wait for the results:
-        the mean reward and metrics, `eval_reward` and so on.
+    def get_train_dataloader(self) -> DataLoader:
+        """Give Trainer one placeholder per step to count. The orchestrator has the data."""
+        steps = [{"step": step} for step in range(self.args.max_steps)]
+        return DataLoader(steps, batch_size=1)  # type: ignore[arg-type]
 
-        An evaluation has `eval_examples` examples with `eval_rollouts_per_example` rollouts each.
-        This one starts after all pending batches are generated. The evaluations of `eval_strategy`
-        do not: they run beside training, see `_evaluate` and evaluation.py.
-        """
-        if eval_dataset is not None:
-            raise ConfigError("evaluate() takes no dataset: env has its own")
-
-        def now(orchestrator: BatchSource) -> None:
-            orchestrator.wait()
-            self.evaluations.due = self.state.global_step
-            self._sync_weights()
-            self.evaluations.end(orchestrator)
-
-        return self._on_rank_0(now, prefix=metric_key_prefix)
-
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
-        """Let an evaluation begin with the next push, and go on training. Trainer calls this
-        between two steps. If `metric_for_best_model` is set, as for `load_best_model_at_end`,
-        `save_strategy="best"` and early stopping, Trainer needs the result at once and gets it.
-        """
-        self.control.should_evaluate = False
-        if skip_scheduler and self.state.global_step:  # eval_on_start, and the run began before
-            return {}
-        if self.is_world_process_zero():
-            self.evaluations.due = self.state.global_step
-        if self.args.metric_for_best_model is not None:
-            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        return {}  # `_on_rank_0` logs the result later
-
-    def _end_evaluations(self) -> None:
-        """Wait for the evaluations that run or are due, and log them."""
-
-        def end(orchestrator: BatchSource) -> None:
-            if self.evaluations.due is not None:
-                self._sync_weights()
-            self.evaluations.end(orchestrator)
-
-        if self.args.eval_strategy != "no":
-            self._on_rank_0(end)
-
-    def log_ended_evaluations(self) -> None:
-        """Log the evaluations that have ended on rank 0 by now. Every rank calls this."""
-        ended = broadcast_outcome(self.evaluations.take_ended(), self.args.device)
-        log_results(self, ended)
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count the operations of forward and backward for this rank's share of the batch."""
+        computed = self._counts.num_tokens, self._counts.num_loss_tokens
+        return model_flops(self._base_of(self.model), *computed) // self.args.world_size
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Do as Trainer, but complete or not at all, after the evaluation of earlier weights."""
@@ -603,3 +509,87 @@ class RLTrainer(SavingTrainer):
         if "train_loss" in logs:  # of the whole run; Trainer's is of the steps since it was resumed
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+    # --- Rank 0, signals, a lost server -----------------------------------------------------------
+
+    def _stop_if_asked(self) -> None:
+        """Raise what ends the run between two microbatches: a signal, or an error of the rollouts.
+        Of several ranks, the others would wait for this rank's gradients, so there `_next_batch`
+        raises the error on all.
+        """
+        if self.checkpoints.can_repeat_step:
+            self._interrupts.check_all(waits=False)
+        if self.args.world_size == 1:
+            with self.checkpoints.saving_on_error():
+                self.orchestrator.raise_if_failed()
+
+    def _before_last_backward(self, batch_loss: Tensor) -> None:
+        """Look at the loss of the batch, before a backward in which DeepSpeed takes its step."""
+        with self.checkpoints.saving_on_error():
+            raise_if_not_finite(batch_loss)
+        if self.is_deepspeed_enabled:
+            self.checkpoints.can_repeat_step = False
+
+    def _on_rank_0(self, *jobs: Callable[[], None], prefix: str = "eval") -> dict[str, float]:
+        """Do these jobs on rank 0, one after the other, while the other ranks help to gather split
+        weights. Each is done again when the server was lost meanwhile and came back. An error is
+        raised behind a checkpoint of the steps so far.
+
+        Returns:
+            On every rank, the metrics of the evaluation of the current weights, if it has ended;
+            this method has logged them, with this prefix.
+
+        Raises:
+            Interrupted: a signal has come to a rank.
+            RuntimeError: on the other ranks, when a job has failed on rank 0.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        with self.checkpoints.saving_on_error():
+            self._interrupts.check_all(waits=True)
+            try:
+                with self._serving(), gathering(model, self._lora_sync):
+                    for job in jobs if self.is_world_process_zero() else ():
+                        self._retry_when_server_lost(job)
+            except BaseException as error:
+                broadcast_outcome(error, self.args.device)  # the others wait
+                raise
+            ended = self.evaluations.take_ended()
+        return self.evaluations.log(ended, prefix)
+
+    def _retry_when_server_lost(self, job: Callable[[], None]) -> None:
+        """Do a job. If the server is lost meanwhile, wait until the server is back and do it again,
+        which then sends the weights again.
+
+        Raises:
+            InferenceServerError: the server did not come back within vllm_server_timeout, or was
+                lost in three attempts at this job.
+        """
+        for attempts_left in (2, 1, 0):
+            try:
+                return job()
+            except ServerLostError as error:
+                if not attempts_left:
+                    raise
+                logger.warning("%s; waiting for it to come back", error)
+                self.orchestrator.discard()
+                self.evaluations.begin_again()
+                self.weight_sync.wait_for_server()
+                logger.warning("the inference server is back; its weights are sent again")
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Run the orchestrator during `train()`, or during an `evaluate()` outside of it."""
+        if self._is_serving or not self.is_world_process_zero():
+            yield
+            return
+        self._is_serving = True
+        self.evaluations.forget()
+        try:
+            self.orchestrator.start()
+            yield
+        finally:
+            self._is_serving = False
+            try:
+                self.orchestrator.stop()
+            finally:
+                self.weight_sync.close()

@@ -103,7 +103,7 @@ class StepCounts:
         num_tokens: computed by all ranks, like the rest; what samples have in common counts once.
         num_tokens_of_samples: of the samples that were computed.
         num_loss_tokens: of these.
-        num_idle: samples that were not computed.
+        num_samples: that were computed.
     """
 
     num_microbatches: int = 0
@@ -112,21 +112,21 @@ class StepCounts:
     num_tokens: int = 0
     num_tokens_of_samples: int = 0
     num_loss_tokens: int = 0
-    num_idle: int = 0
+    num_samples: int = 0
 
     def add_samples(
         self, sizes: SampleSizes, is_computed: np.ndarray, num_shared: np.ndarray
     ) -> None:
-        """Count the samples of a batch.
+        """Count samples of a batch.
 
         Args:
             sizes: of all samples of the batch.
             is_computed, num_shared: see `packing.plan_batch`.
         """
-        self.num_tokens_of_samples = int(sizes.lengths[is_computed].sum())
-        self.num_tokens = int((sizes.lengths - num_shared)[is_computed].sum())
-        self.num_loss_tokens = int(sizes.num_loss_tokens[is_computed].sum())
-        self.num_idle = int((~is_computed).sum())
+        self.num_tokens_of_samples += int(sizes.lengths[is_computed].sum())
+        self.num_tokens += int((sizes.lengths - num_shared)[is_computed].sum())
+        self.num_loss_tokens += int(sizes.num_loss_tokens[is_computed].sum())
+        self.num_samples += int(is_computed.sum())
 
     def add_microbatch(self, microbatch: Microbatch) -> None:
         self.num_microbatches += 1
@@ -148,7 +148,8 @@ class StepCounts:
             "num_microbatches": float(self.num_microbatches),
             "padding_share": (self.num_positions - self.num_own_tokens)
             / max(self.num_positions, 1),
-            "idle_sample_share": self.num_idle / max(len(sizes.lengths), 1),
+            "idle_sample_share": (len(sizes.lengths) - self.num_samples)
+            / max(len(sizes.lengths), 1),
             "prefix_sharing": self.num_tokens_of_samples / max(self.num_tokens, 1),
             "skipped_update_share": float(not self.num_microbatches),
             "policy_version": float(batch.policy_version),

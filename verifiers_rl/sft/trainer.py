@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 
 from verifiers_rl.config import ConfigError
 from verifiers_rl.data import example_index
 from verifiers_rl.distributed import broadcast_batch, broadcast_outcome, reduce_over_ranks
 from verifiers_rl.losses import LossFn
-from verifiers_rl.models import absolute_path
+from verifiers_rl.models import absolute_path, tokenizer_of
 from verifiers_rl.sft.config import SFTConfig
 from verifiers_rl.sft.conversations import Tokenization, Tokens
 from verifiers_rl.trainer import RLTrainer
@@ -153,8 +153,7 @@ class SFTTrainer(RLTrainer):
             )
         model = absolute_path(model)
         if processing_class is None:
-            named = model if isinstance(model, str) else model.name_or_path
-            processing_class = AutoTokenizer.from_pretrained(named)
+            processing_class = tokenizer_of(model)
         rows, held_out = list[list[Tokens]](), list[list[Tokens]]()
         last_token: int | None = None
         if args.process_index == 0:
@@ -255,8 +254,6 @@ class SFTTrainer(RLTrainer):
         rank calls this.
         """
         args, model = self.args, self.model_wrapped
-        if self.support is None:
-            self.support = self._try_model(model)
         batch = Batch(0, 0, self._held_out) if args.process_index == 0 else None
         batch = broadcast_batch(batch, args.device)
         sizes = batch.sizes

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from verifiers_rl.forward import predict_targets
+from verifiers_rl.forward import check_head, predict_targets
 from verifiers_rl.inference import InferenceClient, InferenceServerError
-from verifiers_rl.model_trials import reason_against_chunking
 from verifiers_rl.packing import ModelSupport, collate, copy_to
 from verifiers_rl.router_replay import replay_experts
 from verifiers_rl.types import Sample
@@ -110,6 +109,9 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
 
     Returns:
         (N,) float32 each.
+
+    Raises:
+        ConfigError: see `check_head`.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     device, was_training = next(model.parameters()).device, model.training
@@ -118,8 +120,8 @@ def logprobs_of_samples(model: Any, samples: Sequence[Sample], args: Any) -> lis
     rows = [copy_to(collate([sample], [[0]], [1.0], 0), device) for sample in samples]
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            needs_full_logits = reason_against_chunking(model, base) is not None
-            support = ModelSupport("padded", needs_full_logits=needs_full_logits)
+            check_head(model, base)
+            support = ModelSupport("padded")
             found = [predict_targets(model, base, row, args, support, "none")[0] for row in rows]
     finally:
         replay_experts(base, None)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verifiers_rl.sync.adapters import check_adapter
 from verifiers_rl.sync.plan import AdapterConfig, TransferPlan
-from verifiers_rl.text_model import text_parameters
 
 
 class Source(NamedTuple):
@@ -44,6 +43,19 @@ def what_to_send(
         # vLLM takes no fully trained modules inside an adapter.
         return in_checkpoint_form(model.get_base_model(), merged_sources(model)), None
     return adapter_sources(model)
+
+
+def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the text model by name, in the model's order, each once."""
+    parameters, any_model = dict(model.named_parameters()), cast(Any, model)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or not hasattr(model, "get_decoder"):
+        return parameters
+    if config.get_text_config() is config:
+        return parameters
+    parts = [any_model.get_decoder(), any_model.get_output_embeddings()]
+    inside = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return {name: p for name, p in parameters.items() if id(p) in inside}
 
 
 def gather_full(tensor: Tensor) -> Tensor:
