@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verifiers_rl.cli.config import RunConfig, load_run_config, overrides_of
-from verifiers_rl.cli.local import LOGS
 from verifiers_rl.cli.plan import check_run
+from verifiers_rl.cli.supervise import LOGS
 
 NUM_GROUPS = 2  # in a step
 NUM_STEPS = 2  # the second is sampled from weights that the first has pushed
@@ -51,9 +51,10 @@ def check(
             "push_to_hub": "false",
         }
         words = [f"--trainer.args.{name}={value}" for name, value in small.items()]
-        words = [*config.words[2 * len(config.files) :], *words]
+        layers = config.layers
+        words = [*layers.words[2 * len(layers.files) :], *words]
         own = argparse.Namespace(resume=False, overwrite=False, no_tmux=True)
-        status = run(load_run_config(config.files, overrides_of(words), checks_model=False), own)
+        status = run(load_run_config(layers.files, overrides_of(words), checks_model=False), own)
         problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
         if problem:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")

@@ -17,23 +17,25 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verifiers_rl.cli.children import Child, ChildError, Supervised
 from verifiers_rl.cli.config import (
     PARSER,
     ClusterTable,
     RunConfig,
-    TomlError,
     make_importable,
     parse_command_line,
 )
-from verifiers_rl.cli.errors import fail, folder_error
-from verifiers_rl.cli.local import LOGS, ThisMachine
-from verifiers_rl.cli.plan import check_trainer_options, plan_servers, split_gpus
+from verifiers_rl.cli.errors import fail, files_error
+from verifiers_rl.cli.plan import (
+    check_trainer_options,
+    plan_servers,
+    split_gpus,
+    started_servers,
+)
+from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.data import ENDLESS, describe_error
 from verifiers_rl.inference.client import InferenceClient, InferenceServerError, generation_key
 from verifiers_rl.types import Split
@@ -76,24 +78,21 @@ class Endpoint(NamedTuple):
         model: its name in requests.
         key_variable: environment variable that has the key.
         is_vllm: it is a `vf-vllm`.
-        server: it, if we have started it.
     """
 
     base_url: str
     model: str
     key_variable: str = KEY_VARIABLE
     is_vllm: bool = False
-    server: Child | None = None
-
-    def check(self) -> None:
-        """Raise ChildError if our own server has ended."""
-        if self.server is not None and self.server.poll() is not None:
-            raise ChildError(f"the server {self.server.end}; rows that were written stay")
 
 
 def generate(argv: list[str]) -> int:
-    """Check everything that can be wrong, then generate. Returns the exit status."""
-    from verifiers_rl.envs.base import InvalidEnvironmentError, WeightedEnv
+    """Check everything that can be wrong, then generate. Returns the exit status.
+
+    Raises:
+        TomlError: the configuration cannot be used.
+    """
+    from verifiers_rl.envs.base import InvalidEnvironmentError
 
     parser = argparse.ArgumentParser(
         prog="vf-rl generate", usage=USAGE, description=__doc__, **PARSER
@@ -109,24 +108,18 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--api-key-var", help="variable with the key of --base-url; default: none")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
     parser.set_defaults(overwrite=False)
+    options, config = parse_command_line(parser, argv)
     try:
-        options, config = parse_command_line(parser, argv)
         _check(options)
         args = check_trainer_options(config)
+        if options.base_url is None and not args.vllm_servers and not started_servers():
+            return _generate_with_server(config, options, argv)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         make_importable(config.folders)
         env = config.load_envs(with_teachers=False)
-        if not config.is_mix:
-            env = [WeightedEnv(env, config.envs[0].name)]
-        with _endpoint(options, config, args) as endpoint:
-            players = make_players(env, args, endpoint, options.split)
-            asyncio.run(_write(options, args.max_concurrent, players, endpoint.check))
-    except (
-        ChildError,
-        GenerationError,
-        InferenceServerError,
-        InvalidEnvironmentError,
-        TomlError,
-    ) as error:
+        players = make_players(env, args, _endpoint(options, args), options.split)
+        asyncio.run(_write(options, args.max_concurrent, players))
+    except (GenerationError, InferenceServerError, InvalidEnvironmentError) as error:
         fail(error, "vf-rl generate")
     except KeyboardInterrupt:
         print("\nvf-rl generate: interrupted; rows that were written stay", file=sys.stderr)
@@ -138,7 +131,7 @@ def _check(options: argparse.Namespace) -> None:
     """Raise GenerationError for options that cannot work."""
     output, variable = options.output, options.api_key_var
     has_url = options.base_url is not None
-    folder_problem = folder_error(str(output.absolute().parent))
+    file_problem = files_error(output.absolute().parent, [output.name])
     for holds, problem in (
         (options.rollouts >= 1, f"--rollouts {options.rollouts}: must be an integer >= 1"),
         (
@@ -158,48 +151,38 @@ def _check(options: argparse.Namespace) -> None:
             f"--api-key-var {variable}: the variable is not set; set it to the key",
         ),
         (output.suffix == ".jsonl", f"-o {output}: must end in .jsonl"),
-        (not output.exists(), f"-o {output}: is there already; choose another"),
-        (folder_problem is None, f"-o {output}: {str(folder_problem).partition(' ')[2]}"),
+        (file_problem is None, f"-o {output}: {file_problem}"),
     ):
         if not holds:
             raise GenerationError(problem)
 
 
-@contextmanager
-def _endpoint(options: argparse.Namespace, config: RunConfig, args: Any) -> Iterator[Endpoint]:
-    """Yield where the model answers. If we have to start a server, end it afterwards.
+def _generate_with_server(config: RunConfig, options: argparse.Namespace, argv: list[str]) -> int:
+    """Start the server, and this command once more beside it, in place of a trainer. Rows that were
+    written stay if the server ends, and nothing starts it again.
+    """
+    make_one_server(config)
+    plans = plan_servers(config)
+    for plan in plans:
+        plan.is_needed, plan.max_restarts = True, 0
+    words = ["-m", "verifiers_rl.cli.rl", "generate", *argv]
+    logs = options.output.absolute().parent / LOGS
+    return supervise(config, plans, ThisMachine(config, plans, logs, lambda: words))
+
+
+def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
+    """Return where the model answers, once it does.
 
     Raises:
-        ChildError, InferenceServerError: there is no server.
+        InferenceServerError: there is no server.
     """
     if options.base_url is not None:
         os.environ[KEY_VARIABLE] = "none"  # verifiers sends some key
         key_variable = options.api_key_var or KEY_VARIABLE
-        yield Endpoint(options.base_url, options.served_model, key_variable)
-        return
-    host, port = args.servers()[0]
-    if args.vllm_servers:
-        if len(args.vllm_servers) > 1:
-            print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
-        yield _answering(host, port, args.vllm_server_timeout)
-        return
-    make_one_server(config)
-    plans = plan_servers(config)
-    with closing(ThisMachine(config, plans, options.output.absolute().parent / LOGS)) as here:
-        here.open()
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end it
-        server = Supervised(plans[0], here.start_server, config)
-        try:
-            server.wait_until_ready(args.vllm_server_timeout)
-            endpoint = _answering(host, port, args.vllm_server_timeout)
-            yield endpoint._replace(server=server.child)
-        finally:
-            server.child.stop()
-
-
-def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
-    """Return the endpoint of a `vf-vllm` once it answers."""
-    client = InferenceClient(host, port, timeout_s)
+        return Endpoint(options.base_url, options.served_model, key_variable)
+    if len(args.vllm_servers or ()) > 1:
+        print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
+    client = InferenceClient(*args.servers()[0], args.vllm_server_timeout)
     client.wait_until_ready()
     os.environ[KEY_VARIABLE] = generation_key(client.base_url)
     return Endpoint(f"{client.base_url}/v1", client.served_model_name, is_vllm=True)
@@ -207,14 +190,14 @@ def _answering(host: str, port: int, timeout_s: float) -> Endpoint:
 
 def make_one_server(config: RunConfig) -> None:
     """Give all GPUs to one server, because nothing is trained. Its replicas are vLLM's own."""
-    config.trainer_args["use_lora"] = False
-    config.trainer_gpus, config.teachers, config.cluster = 0, [], ClusterTable()
+    config.trainer.args["use_lora"] = False
+    config.trainer.gpus, config.teachers, config.cluster = 0, [], ClusterTable()
     split_gpus(config)
-    if config.inference_gpus and config.inference_replicas > 1:
-        copies = config.inference_args.get("data_parallel_size", 1) * config.inference_replicas
-        config.inference_args["data_parallel_size"] = copies
-        config.inference_gpus *= config.inference_replicas
-    config.inference_replicas = 1
+    table = config.inference
+    if table.gpus and (copies := table.replicas or 1) > 1:
+        table.args["data_parallel_size"] = table.args.get("data_parallel_size", 1) * copies
+        table.gpus *= copies
+    table.replicas = 1
 
 
 def make_players(
@@ -277,13 +260,8 @@ async def _write(
     options: argparse.Namespace,
     max_concurrent: int,
     players: Sequence[PlayedEnvironment],
-    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the rows of each environment. A file without any is removed.
-
-    Args:
-        check: raises if no rollout can succeed any more; called after one that has failed.
-    """
+    """Write the rows of each environment. A file without any is removed."""
     num_kept = 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("x", encoding="utf-8") as file:
@@ -296,7 +274,7 @@ async def _write(
 
         try:
             for player in players:
-                said = await write_rows(player, options, max_concurrent, write, check)
+                said = await write_rows(player, options, max_concurrent, write)
                 print(f"vf-rl generate: {player.name}: {said}", flush=True)
         finally:
             if not num_kept:
@@ -314,7 +292,6 @@ async def write_rows(
     options: argparse.Namespace,
     num_at_once: int,
     write: Callable[[dict[str, Any]], None],
-    check: Callable[[], None] = lambda: None,
 ) -> str:
     """Play the first `examples` (None: all) of a split `rollouts` times each, and write each row
     that no limit cut and that has at least `min_reward`, as soon as its rollout has ended.
@@ -324,7 +301,6 @@ async def write_rows(
 
     Raises:
         GenerationError: all examples of a stream are requested, or no rollout succeeds.
-        Exception: what `check` raises.
     """
     size, places = player.sizes(options.split)[0], asyncio.Semaphore(num_at_once)
     if options.examples is None and size >= ENDLESS:
@@ -348,7 +324,6 @@ async def write_rows(
         for ended in asyncio.as_completed(tasks):
             rows = await ended
             if isinstance(rows, Exception):
-                check()
                 num["failed"] += 1
                 first_error = first_error or describe_error(rows)
                 if not num["rollouts"] and num["failed"] >= min(NUM_TRIED, len(tasks)):
