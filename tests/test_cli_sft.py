@@ -124,7 +124,7 @@ def test_parts_of_a_file_are_trained_and_held_out(folder, monkeypatch):
     [
         ("data.trian=a.jsonl", r"\[data\] has an unknown key 'trian'; did you mean 'train'"),
         ("dat.train=a.jsonl", "unknown key 'dat'; did you mean 'data'"),
-        ("data.eval=held_out.jsonl", r"\[data\] has held-out rows, and there are no evaluations"),
+        ("data.eval=held_out.jsonl", r"\[data\]: has held-out rows, and there are no evaluations"),
         ("data.subset=main", r"subset='main': without effect, because files have no subsets"),
         ("env.taskset.id=words", "unknown key 'env'; vf-sft has no environment"),
         ("inference.gpus=1", "unknown key 'inference'; vf-sft starts no server"),
@@ -137,7 +137,7 @@ def test_a_key_that_cannot_work_is_named(folder, override, problem):
 
 
 def test_a_file_that_is_not_there_is_named_before_anything_starts(folder):
-    with pytest.raises(TomlError, match=r"\[data\] train: there is no file .*/a.jsonl; correct"):
+    with pytest.raises(TomlError, match=r"\[data\] train=.*: there is no file .*/a.jsonl; correct"):
         load(folder, "data.train=a.jsonl").prepare()
 
 

@@ -9,7 +9,7 @@ import pytest
 from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import TomlError, load_run_config
-from verifiers_rl.cli.teachers import SERVERS_VARIABLE
+from verifiers_rl.cli.plan import SERVERS_VARIABLE
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 ENVS = """
@@ -40,7 +40,7 @@ name = "old"
 model = "./old"
 gpus = 2
 [teacher.args]
-max-num-seqs = 16
+max_num_seqs = 16
 """
 OURS = 'model = "org/small"\n[trainer.args]\nmax_steps = 3\n'
 FLAT = 'model = "org/small"\nmax_steps = 3\n'

@@ -101,12 +101,12 @@ def test_it_runs_as_it_is_from_any_folder_and_gives_itself_again(run, tmp_path, 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     again = load_run_config(written, checks_model=False)
-    assert (again.model, again.envs[1:], again.env_files, again.trainer_gpus) == (
+    assert (again.model, again.envs[1:], again.env_files, again.trainer.gpus) == (
         first.model, first.envs[1:], first.env_files, 2,
     )  # fmt: skip
     assert again.folders == [written.parent, *first.folders]
-    kept = {k: v for k, v in first.trainer_args.items() if k != "hub_token"}
-    assert kept.items() <= again.trainer_args.items()
+    kept = {k: v for k, v in first.trainer.args.items() if k != "hub_token"}
+    assert kept.items() <= again.trainer.args.items()
     # Run again, it is not overwritten; what it says is the same but for its name.
     status, repeated, _ = run("--dry-run", "@", str(written))
     assert status == 0 and written.read_text() == printed
@@ -182,11 +182,11 @@ def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
     config.write_text(head)
     read = load_run_config(config, [("trainer.args.max_steps", "7")], checks_model=False)
     hand_over(read, str(folder))
-    assert read.words == ["@", str(folder / RESOLVED)]
+    assert read.layers.words == ["@", str(folder / RESOLVED)]
     again = load_run_config(folder / RESOLVED, checks_model=False)
-    assert again.envs == read.envs and again.trainer_args["max_steps"] == 7
+    assert again.envs == read.envs and again.trainer.args["max_steps"] == 7
     config.write_text(head + 'api_key = "of-a-judge"\n')
     read = load_run_config(config, checks_model=False)
     hand_over(read, str(folder))
-    assert read.words == ["@", str(config)]
+    assert read.layers.words == ["@", str(config)]
     assert "of-a-judge" not in (folder / RESOLVED).read_text()
