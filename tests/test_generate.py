@@ -282,7 +282,7 @@ def test_if_the_first_rollouts_all_fail_the_others_are_not_tried(failing, num_pl
         return await asyncio.wait_for(writing, 30)
 
     if failing < 500:
-        assert asyncio.run(run()).startswith(f"{500 - failing} of 500 rollouts written")
+        assert asyncio.run(run())[1].startswith(f"{500 - failing} of 500 rollouts written")
     else:
         with pytest.raises(GenerationError, match=r"'played': no rollout succeeded.*no 0"):
             asyncio.run(run())

@@ -267,7 +267,7 @@ def supervise(config: RunConfig, plans: Sequence[ServerPlan], launcher: Launcher
         return 1
     except Stopped as stopped:
         print(
-            f"\nvf-rl: {stopped}: ending the trainer, which saves a checkpoint (up to "
+            f"\nvf-rl: {stopped}: ending the run, which saves what it has (up to "
             f"{SAVE_GRACE_S:g} s), and the servers; Ctrl-C ends all at once",
             flush=True,
         )

@@ -70,13 +70,15 @@ def read_dataset(
     Raises:
         DatasetError: there is no such data, or it has another form.
     """
-    parts = []
+    import datasets
+
+    parts = list[Any]()
     for name in names:
         try:
-            is_local = is_file(name)
-            parts.append(
-                _read_file(name, split or "train") if is_local else _load(name, split, subset)
-            )
+            if is_file(name):
+                parts.append(_read_file(name, split or "train"))
+            else:
+                parts.append(datasets.load_dataset(name, subset, split=split or "test"))
         except (OSError, ValueError) as error:  # pyarrow's and datasets' errors are such, too
             raise DatasetError(
                 f"data {name!r}, split {split!r}: {getattr(error, 'strerror', None) or error}; "
@@ -84,12 +86,6 @@ def read_dataset(
                 "'train' alone, or a part of it, such as 'train[:90%]'"
             ) from error
     return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
-
-
-def _load(name: str, split: str | None, subset: str | None) -> Any:
-    import datasets
-
-    return datasets.load_dataset(name, subset, split=split or "test")
 
 
 def _read_file(name: str, split: str) -> list[Any]:

@@ -257,27 +257,24 @@ def sampling_of(args: Any, is_vllm: bool) -> dict[str, Any]:
 
 
 async def _write(
-    options: argparse.Namespace,
-    max_concurrent: int,
-    players: Sequence[PlayedEnvironment],
+    options: argparse.Namespace, max_concurrent: int, players: Sequence[PlayedEnvironment]
 ) -> None:
     """Write the rows of each environment. A file without any is removed."""
-    num_kept = 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("x", encoding="utf-8") as file:
 
         def write(row: dict[str, Any]) -> None:
-            nonlocal num_kept
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
-            num_kept += 1
 
+        num_kept = 0
         try:
             for player in players:
-                said = await write_rows(player, options, max_concurrent, write)
+                num, said = await write_rows(player, options, max_concurrent, write)
+                num_kept += num
                 print(f"vf-rl generate: {player.name}: {said}", flush=True)
         finally:
-            if not num_kept:
+            if not file.tell():
                 options.output.unlink()
     if not num_kept:
         raise GenerationError(
@@ -292,12 +289,12 @@ async def write_rows(
     options: argparse.Namespace,
     num_at_once: int,
     write: Callable[[dict[str, Any]], None],
-) -> str:
+) -> tuple[int, str]:
     """Play the first `examples` (None: all) of a split `rollouts` times each, and write each row
     that no limit cut and that has at least `min_reward`, as soon as its rollout has ended.
 
     Returns:
-        What became of the rollouts, for people.
+        The number of rows, and what became of the rollouts, for people.
 
     Raises:
         GenerationError: all examples of a stream are requested, or no rollout succeeds.
@@ -310,27 +307,25 @@ async def write_rows(
         )
     num, reward, first_error = Counter[str](), 0.0, ""
 
-    async def play(number: int) -> list[tuple[dict[str, Any], bool]] | Exception:
+    async def play(number: int) -> list[tuple[dict[str, Any], bool]]:
         async with places:
-            try:
-                return await player.play(options.split, number)
-            except Exception as error:  # whatever the environment's own code raises
-                return error
+            return await player.play(options.split, number)
 
     numbers = range(min(options.examples or size, size))
     await player.open()
     tasks = [asyncio.create_task(play(n)) for n in numbers for _ in range(options.rollouts)]
     try:
         for ended in asyncio.as_completed(tasks):
-            rows = await ended
-            if isinstance(rows, Exception):
+            try:
+                rows = await ended
+            except Exception as error:  # whatever the environment's own code raises
                 num["failed"] += 1
-                first_error = first_error or describe_error(rows)
+                first_error = first_error or describe_error(error)
                 if not num["rollouts"] and num["failed"] >= min(NUM_TRIED, len(tasks)):
                     raise GenerationError(
                         f"environment {player.name!r}: no rollout succeeded, and the first "
                         f"{num['failed']} failed. The first error: {first_error}"
-                    )
+                    ) from error
                 continue
             for row, is_cut in rows:
                 reward += row["reward"]
@@ -349,4 +344,4 @@ async def write_rows(
         said += f"; {num['cut']} left out, because a length limit cut a turn"
     if num["failed"]:
         said += f"; {num['failed']} failed, the first by {first_error}"
-    return said
+    return num["written"], said
