@@ -8,7 +8,7 @@ import pytest
 
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.resolved import RESOLVED, hand_over, resolved_text, write_resolved
+from verifiers_rl.cli.resolved import RESOLVED, resolved_text, write_resolved
 
 FIRST = """
 model = "./model"
@@ -181,12 +181,12 @@ def test_processes_of_a_run_read_it_unless_secrets_are_left_out_in_it(tmp_path):
     head = 'model = "m"\n[env]\nid = "e"\n[env.args]\nlevel = 3\n'
     config.write_text(head)
     read = load_run_config(config, [("trainer.args.max_steps", "7")], checks_model=False)
-    hand_over(read, str(folder))
+    write_resolved(read, str(folder))
     assert read.layers.words == ["@", str(folder / RESOLVED)]
     again = load_run_config(folder / RESOLVED, checks_model=False)
     assert again.envs == read.envs and again.trainer.args["max_steps"] == 7
     config.write_text(head + 'api_key = "of-a-judge"\n')
     read = load_run_config(config, checks_model=False)
-    hand_over(read, str(folder))
+    write_resolved(read, str(folder))
     assert read.layers.words == ["@", str(config)]
     assert "of-a-judge" not in (folder / RESOLVED).read_text()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verifiers_rl.cli.config import RunConfig, load_run_config, overrides_of
-from verifiers_rl.cli.plan import check_run
+from verifiers_rl.cli.plan import check_start, check_trainer_options
 from verifiers_rl.cli.supervise import LOGS
 
 NUM_GROUPS = 2  # in a step
@@ -35,7 +35,8 @@ def check(
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_run(config, options.resume)
+    args = check_trainer_options(config)
+    check_start(config, args, options.resume)
     target = Path(args.output_dir).absolute()
     beside = next(path for path in target.parents if path.exists())
     # Where the run's own folder will be, because there is room for a model.

@@ -255,21 +255,13 @@ def check_trainer_options(config: TrainConfig) -> Any:
     return config.make_args(use_cpu=True, bf16=False)
 
 
-def check_run(config: TrainConfig, resume: bool) -> Any:
-    """Return what `check_trainer_options` does, for a run that begins on this machine.
+def check_start(config: TrainConfig, args: Any, resume: bool) -> None:
+    """Look at what a run with these options writes to.
 
     Raises:
-        TomlError, RunFolderError: the run cannot begin.
+        RunFolderError: the run cannot begin in its output_dir, or cannot write there.
+        TomlError: a tracker cannot be used.
     """
-    args = check_trainer_options(config)
-    check_folder(args, resume)
-    if problem := tracker_error(args.report_to):
-        raise config.of_option(problem)
-    return args
-
-
-def check_folder(args: Any, resume: bool) -> None:
-    """Raise RunFolderError if the run cannot begin in its output_dir, or cannot write there."""
     prepare_run_folder(
         args.output_dir,
         resume=resume or args.resume_from_checkpoint,
@@ -278,6 +270,8 @@ def check_folder(args: Any, resume: bool) -> None:
     )
     if problem := folder_error(args.output_dir):
         raise RunFolderError(problem)
+    if problem := tracker_error(args.report_to):
+        raise config.of_option(problem)
 
 
 def trainer_env(addresses: dict[str, Address]) -> dict[str, str]:

@@ -77,15 +77,20 @@ def _without_secrets(value: Any, at: str, secrets: list[str]) -> Any:
 
 
 def write_resolved(config: TrainConfig, output_dir: str) -> Path:
-    """Write the TOML of this configuration into the run's folder, unless it alone was read."""
+    """Write the TOML of this configuration into the run's folder, unless it alone was read. What
+    this process starts then reads it, so that all run the same whatever happens to the files; where
+    secrets are left out in it, they read the files.
+    """
     target = Path(os.path.abspath(Path(output_dir).expanduser())) / RESOLVED
-    if config.layers.words == ["@", str(target)]:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Other ranks may be reading the file, if it was an input.
-    beside = target.with_name(f".{RESOLVED}.new")
-    beside.write_text(resolved_text(config, output_dir), "utf-8")
-    beside.replace(target)
+    words, text = ["@", str(target)], resolved_text(config, output_dir)
+    if config.layers.words != words:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Other ranks may be reading the file, if it was an input.
+        beside = target.with_name(f".{RESOLVED}.new")
+        beside.write_text(text, "utf-8")
+        beside.replace(target)
+    if LEFT_OUT not in text:
+        config.layers.words = words
     return target
 
 
@@ -98,10 +103,10 @@ def dry_run(config: TrainConfig, resume: bool = False) -> int:
         TomlError: a value cannot work.
         RunFolderError: the run could not begin in its folder.
     """
-    from verifiers_rl.cli.plan import check_folder, check_trainer_options
+    from verifiers_rl.cli.plan import check_start, check_trainer_options
 
     args = check_trainer_options(config)
-    check_folder(args, resume)
+    check_start(config, args, resume)
     print(resolved_text(config, args.output_dir), end="")
     sys.stdout.flush()
     if holds_a_run(args.output_dir):
@@ -110,13 +115,3 @@ def dry_run(config: TrainConfig, resume: bool = False) -> int:
         where = f"this is in {write_resolved(config, args.output_dir)}"
     print(f"{config.PROGRAM}: {where}; nothing was started", file=sys.stderr)
     return 0
-
-
-def hand_over(config: TrainConfig, output_dir: str) -> None:
-    """Write the resolved configuration into the run's folder, and have the processes that this one
-    starts read it, so that all of them run the same whatever happens to the files. Where secrets
-    are left out there, they read the files.
-    """
-    target = write_resolved(config, output_dir)
-    if not resolved(config, output_dir)[1]:
-        config.layers.words = ["@", str(target)]

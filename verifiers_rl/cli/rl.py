@@ -31,12 +31,13 @@ from verifiers_rl.cli.errors import fail
 from verifiers_rl.cli.leaves import load_leaf
 from verifiers_rl.cli.plan import (
     MACHINE_VARIABLES,
-    check_run,
+    check_start,
+    check_trainer_options,
     plan_servers,
     split_gpus,
     trainer_command,
 )
-from verifiers_rl.cli.resolved import dry_run, hand_over
+from verifiers_rl.cli.resolved import dry_run, write_resolved
 from verifiers_rl.cli.session import run_in_tmux
 from verifiers_rl.cli.supervise import LOGS, ThisMachine, supervise
 from verifiers_rl.cli.view import look_at_runs
@@ -127,7 +128,8 @@ def run_here(config: RunConfig, options: argparse.Namespace) -> int:
     Raises:
         TomlError, RunFolderError: the run cannot begin.
     """
-    args = check_run(config, options.resume)
+    args = check_trainer_options(config)
+    check_start(config, args, options.resume)
     split_gpus(config)
     plans = plan_servers(config)
     folder = Path(args.output_dir).absolute()
@@ -139,7 +141,7 @@ def run_here(config: RunConfig, options: argparse.Namespace) -> int:
     if sys.stdout.isatty() and shutil.which("tmux") and not options.no_tmux:
         here.close()  # the vf-rl in the session has its own
         return run_in_tmux(config, options, folder, plans)
-    hand_over(config, args.output_dir)
+    write_resolved(config, args.output_dir)
     return supervise(config, plans, here)
 
 

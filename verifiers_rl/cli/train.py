@@ -59,7 +59,7 @@ def is_first_rank() -> bool:
 
 def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
     from verifiers_rl.cli.plan import (
-        check_folder,
+        check_start,
         launcher_env,
         options_of_servers,
         trainer_command,
@@ -98,7 +98,7 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
-            check_folder(args, options.resume)
+            check_start(config, args, options.resume)
             write_resolved(config, args.output_dir)
         trainer = config.make_trainer(args)
         interrupt_by_signals()  # verifiers' environments put handlers of their own
