@@ -10,6 +10,7 @@ from verifiers_rl.cli import config as config_module
 from verifiers_rl.cli import rl
 from verifiers_rl.cli.config import TomlError, load_run_config
 from verifiers_rl.cli.plan import SERVERS_VARIABLE
+from verifiers_rl.distill.tables import make_scorers
 from verifiers_rl.inference.client import TOKEN_VARIABLE
 
 ENVS = """
@@ -104,7 +105,7 @@ def test_keys_of_the_command_line_reach_a_teacher_and_an_environment(read):
     )  # fmt: skip
     old = config.teachers[1]
     assert (old.gpus, old.args) == (1, {"max_num_seqs": 16, "dtype": "float32"})
-    assert config.envs[2].learning["hint"] == "3"
+    assert make_scorers(config, are_started=False)[2].hint == "3"
 
 
 def test_a_dry_run_shows_teachers_as_they_would_be_started(tmp_path, monkeypatch, capsys):

@@ -69,6 +69,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -102,7 +103,6 @@ from verifiers_rl.cli.leaves import load_leaf
 from verifiers_rl.inference.checkpoint import model_error
 from verifiers_rl.option_rules import (
     STRICT,
-    Algorithm,
     NotNegativeInt,
     PositiveInt,
     PositiveNumber,
@@ -114,7 +114,7 @@ from verifiers_rl.option_rules import (
 from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
-_Model = TypeVar("_Model", bound=BaseModel)
+_Made = TypeVar("_Made")
 _Config = TypeVar("_Config", bound="TrainConfig")
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[
@@ -183,7 +183,7 @@ class EnvTable(Table):
 
     Attributes:
         python: interpreter of its rollout workers; "": the one of the trainer.
-        algorithm, teacher, distill_coef, hint: see `learning`.
+        algorithm, teacher, distill_coef, hint: how it learns, which the leaf `distill` reads.
     """
 
     id: str = ""
@@ -195,10 +195,10 @@ class EnvTable(Table):
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
     python: str = ""
-    algorithm: Algorithm | None = None
-    teacher: str | None = None
-    distill_coef: PositiveNumber | None = None
-    hint: str | None = None
+    algorithm: Any = None
+    teacher: Any = None
+    distill_coef: Any = None
+    hint: Any = None
 
     @classmethod
     def arrange(cls, data: Data) -> Data:
@@ -218,9 +218,9 @@ class EnvTable(Table):
         return self
 
     @property
-    def learning(self) -> dict[str, Any]:
-        """The fields of `Distillation` that are set; `teacher` is the name of a [[teacher]]."""
-        return self.model_dump(include={*LEARNING}, exclude_none=True)
+    def learns(self) -> bool:
+        """Whether it has keys that `distill` reads."""
+        return not self.model_fields_set.isdisjoint(LEARNING)
 
     def load(self, *folders: Path) -> Any:
         """Load it, from what is installed or from these folders. With `python`, whose workers load
@@ -512,7 +512,7 @@ class RunConfig(TrainConfig):
                 at = (*self.path_of_env(number), "python")
                 env.python = str(self.layers.beside(env.python, at))
                 find(self.layers.tree, at[:-1])["python"] = env.python
-        if self.teachers or any(env.learning for env in self.envs):
+        if self.teachers or any(env.learns for env in self.envs):
             load_leaf("distill.tables", "distillation").complete(self, checks_model)
 
     @property
@@ -537,7 +537,7 @@ class RunConfig(TrainConfig):
 
         set_secrets(read_env_files(map(Path, self.env_files)))
         scorers: dict[int, Any] = {}
-        if with_teachers and any(env.learning for env in self.envs):
+        if with_teachers and any(env.learns for env in self.envs):
             scorers = load_leaf("distill.tables", "distillation").make_scorers(self)
         loaded = []
         for number, table in enumerate(self.envs):
@@ -596,22 +596,22 @@ def read_layers(
     layers: Layers, kind: type[_Config], checks_model: bool = True, options: Iterable[str] = ()
 ) -> _Config:
     """Check a configuration that is composed; see `load_run_config`."""
-    config = read_table(layers, (), kind, options)
+    config = read_table(layers, (), partial(kind.model_validate, context=options))
     config._layers = layers
     config.resolve(checks_model)
     return config
 
 
-def read_table(layers: Layers, at: Key, kind: type[_Model], options: Iterable[str] = ()) -> _Model:
-    """Return a table of a configuration as an object of this class. A value of the command line is
-    taken as text where the class asks for text.
+def read_table(layers: Layers, at: Key, make: Callable[[Data], _Made]) -> _Made:
+    """Return what pydantic makes of a table of a configuration. A value of the command line is
+    taken as text where text is asked for.
 
     Raises:
         TomlError: a key is unknown, or has a value that does not fit.
     """
     while True:
         try:
-            return kind.model_validate(find(layers.tree, at), context=options)
+            return make(find(layers.tree, at))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             below = first.get("ctx", {}).get("key", ())

@@ -10,10 +10,17 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from verifiers_rl.cli.config import RunConfig, Table, read_table, refuse_flags, wrong
-from verifiers_rl.cli.layers import TomlError, is_tables, nearest_hint
+from verifiers_rl.cli.config import (
+    LEARNING,
+    RunConfig,
+    Table,
+    read_table,
+    refuse_flags,
+    wrong,
+)
+from verifiers_rl.cli.layers import Data, is_tables, nearest_hint
 from verifiers_rl.cli.plan import started_servers
 from verifiers_rl.distill.scoring import Distillation
 from verifiers_rl.distill.teacher import Teacher
@@ -96,7 +103,7 @@ def complete(config: RunConfig, checks_model: bool) -> None:
         raise layers.error(("teacher",), "write one or several [[teacher]]")
     for number in range(len(found)):
         at = ("teacher", str(number))
-        table = read_table(layers, at, TeacherTable)
+        table = read_table(layers, at, TeacherTable.model_validate)
         if table.gpus is None and not table.base_url:  # on a CPU, all servers are
             table.gpus = int(bool(config.inference.gpus or config.trainer.gpus))
         table.model = config.find_model((*at, "model"), table.model, checks_model)
@@ -108,7 +115,7 @@ def complete(config: RunConfig, checks_model: bool) -> None:
     for number, env in enumerate(config.envs):
         if env.teacher is not None and env.teacher not in names:
             hint = "there is no [[teacher]]; add one"
-            hint = nearest_hint(env.teacher, names) if names else hint
+            hint = nearest_hint(str(env.teacher), names) if names else hint
             key = (*config.path_of_env(number), "teacher")
             raise layers.error(key, f"is the name of no [[teacher]]; {hint}")
     make_scorers(config, are_started=False)
@@ -144,20 +151,19 @@ def make_scorers(config: RunConfig, are_started: bool = True) -> dict[int, Disti
                 "else does. Start its server, and set base_url in place of gpus and args",
             )
         teachers[table.name] = table.teacher(own, timeout_s)
+
+    def make(table: Data) -> Distillation:
+        given = {"algorithm": "rl", **{key: table[key] for key in LEARNING if key in table}}
+        if "teacher" in given:
+            given["teacher"] = teachers[given["teacher"]]
+        return Distillation(**given)
+
     for number, env in enumerate(config.envs):
-        if not (given := env.learning):
+        if not env.learns:
             continue
         at = config.path_of_env(number)
+        scorers[number] = read_table(layers, at, make)
         if env.only == "eval":
-            key = (*at, next(iter(given)))
-            raise layers.error(key, "has no effect beside only='eval'; remove one of both")
-        options = {"algorithm": "rl", **given}
-        if "teacher" in given:
-            options["teacher"] = teachers[given["teacher"]]
-        try:
-            scorers[number] = Distillation(**options)
-        except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-            key = (re.match(r"\w+", problem) or [""])[0]
-            raise TomlError(f"{layers.place(*at, key)}: {problem}") from error
+            key = next(key for key in LEARNING if key in env.model_fields_set)
+            raise layers.error((*at, key), "has no effect beside only='eval'; remove one of both")
     return scorers
