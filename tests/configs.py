@@ -15,4 +15,4 @@ def make_config(tables: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
     data = {"model": "m", "env": {"id": "e"}, **tables}
     settings = [Setting(key, value, str(path), key) for key, value in leaves(data)]
     layers = Layers([path], ["@", str(path)], settings)
-    return read_layers(layers, RunConfig, checks_model=False)
+    return read_layers(layers, checks_model=False)

@@ -115,7 +115,6 @@ from verifiers_rl.process.secret_names import set_secrets
 from verifiers_rl.user_code import UserCodeError, load_user_code, names_user_code
 
 _Made = TypeVar("_Made")
-_Config = TypeVar("_Config", bound="TrainConfig")
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[
     list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -567,8 +566,8 @@ def load_run_config(
     overrides: Sequence[tuple[str, str]] = (),
     checks_model: bool = True,
     options: Iterable[str] = (),
-    kind: type[_Config] = RunConfig,  # type: ignore[assignment]
-) -> _Config:
+    kind: type[TrainConfig] = RunConfig,
+) -> Any:
     """Read, compose and check the configuration; nothing heavy is imported.
 
     Args:
@@ -593,8 +592,11 @@ def load_run_config(
 
 
 def read_layers(
-    layers: Layers, kind: type[_Config], checks_model: bool = True, options: Iterable[str] = ()
-) -> _Config:
+    layers: Layers,
+    kind: type[TrainConfig] = RunConfig,
+    checks_model: bool = True,
+    options: Iterable[str] = (),
+) -> Any:
     """Check a configuration that is composed; see `load_run_config`."""
     config = read_table(layers, (), partial(kind.model_validate, context=options))
     config._layers = layers
@@ -677,8 +679,8 @@ def parse_command_line(
     parser: argparse.ArgumentParser,
     argv: list[str],
     checks_model: bool = True,
-    kind: type[_Config] = RunConfig,  # type: ignore[assignment]
-) -> tuple[argparse.Namespace, _Config]:
+    kind: type[TrainConfig] = RunConfig,
+) -> tuple[argparse.Namespace, Any]:
     """Return the program's own options, and the configuration of the files and the other keys.
 
     Args:
