@@ -74,7 +74,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -170,13 +169,6 @@ LEARNING = ("algorithm", "teacher", "distill_coef", "hint")
 _BESIDE_V1 = ("python", "name", "weight", "sampling", "only", "eval_examples", *LEARNING)
 
 
-def _has_id(table: Data) -> Data:
-    taskset = table["taskset"]
-    if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
-        raise ValueError("must be a table with an id")
-    return table
-
-
 class EnvTable(Table):
     """One [env] or [[env]], by its `id` and `args`, or by the keys of verifiers.v1's, `v1`.
 
@@ -190,7 +182,7 @@ class EnvTable(Table):
     name: str = ""
     weight: PositiveNumber = 1.0
     sampling: dict[str, Any] = {}
-    v1: Annotated[dict[str, Any] | None, AfterValidator(_has_id)] = Field(None, alias="taskset")
+    v1: dict[str, Any] | None = Field(None, alias="taskset")
     only: Literal["train", "eval"] | None = None
     eval_examples: PositiveInt | None = None
     python: str = ""
@@ -210,7 +202,11 @@ class EnvTable(Table):
     @model_validator(mode="after")
     def complete(self) -> EnvTable:
         if self.v1 is not None:
-            self.id = self.v1["taskset"]["id"]
+            taskset = self.v1["taskset"]
+            own = taskset.get("id") if isinstance(taskset, dict) else None
+            if not isinstance(own, str):
+                raise wrong("must be a table with an id", "taskset")
+            self.id = own
         if not self.id:
             raise ValueError("id is missing; set it to a string")
         self.name = self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
