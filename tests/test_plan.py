@@ -9,7 +9,7 @@ import pytest
 
 from tests import configs
 from verifiers_rl.cli import plan, session
-from verifiers_rl.cli.config import TomlError
+from verifiers_rl.cli.config import TomlError, folder_words
 from verifiers_rl.cli.plan import SERVERS_VARIABLE, plan_servers
 from verifiers_rl.cli.supervise import ThisMachine
 from verifiers_rl.inference.client import TOKEN_VARIABLE
@@ -80,7 +80,7 @@ def test_a_cpu_server_needs_the_cpu_build(monkeypatch, packages, is_refused):
     ):
         plan.assign_gpus(config, plan_servers(config))
     servers = {"vllm_servers": ["a:1", "b:1"]}  # which run already
-    config = make_config(inference_gpus=0, trainer_gpus=0, trainer_args=servers)
+    config = make_config(trainer_gpus=0, trainer_args=servers)
     assert plan_servers(config) == [] and plan.assign_gpus(config, []) == {"trainer": ""}
 
 
@@ -237,7 +237,7 @@ def test_trainer_options_are_checked_before_anything_starts():
 )
 def test_what_is_done_with_a_used_folder_reaches_the_trainer(options, words):
     options = SimpleNamespace(**{"resume": False, "overwrite": False, **options})
-    given = ["@", "rl.toml", *words]
+    given = ["@", "rl.toml", *folder_words(options)]
     command = plan.trainer_command(make_config(trainer_gpus=1), given)
     assert command[:2] == ["-m", "verifiers_rl.cli.train"]
     assert command[command.index("@") + 2 :] == words
