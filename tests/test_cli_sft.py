@@ -79,13 +79,13 @@ def test_a_toml_and_its_data_become_a_model(folder, capsys, monkeypatch):
 
 
 def test_a_dry_run_prints_what_would_run(folder, capsys, monkeypatch):
-    words = ["--dry-run", "@", "sft.toml", "--trainer.args.loss_on", "user", "assistant"]
+    words = ["--dry-run", "@", "sft.toml", "--trainer.args.lora_target_modules", "a", "b"]
     monkeypatch.setattr(sys, "argv", ["vf-sft", *words])
     with pytest.raises(SystemExit) as ended:
         sft.main()
     assert ended.value.code == 0
     out, err = capsys.readouterr()
-    assert tomllib.loads(out)["trainer"]["args"]["loss_on"] == ["user", "assistant"]
+    assert tomllib.loads(out)["trainer"]["args"]["lora_target_modules"] == ["a", "b"]
     assert "It runs as it is: vf-sft @ resolved.toml" in out and "nothing was started" in err
     (folder / "elsewhere").mkdir()
     os.chdir(folder / "elsewhere")
@@ -150,7 +150,11 @@ def test_data_is_of_vf_sft_alone_and_needed_there(folder):
 
 
 def test_an_unknown_option_names_the_nearest(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["vf-sft", "@", "sft.toml", "--trainer.args.los_on", "user"])
+    monkeypatch.setattr(
+        sys, "argv", ["vf-sft", "@", "sft.toml", "--trainer.args.num_train_epoch", "2"]
+    )
     with pytest.raises(SystemExit):
         sft.main()
-    assert "unknown key 'los_on'; did you mean 'loss_on'?" in capsys.readouterr().err
+    assert (
+        "unknown key 'num_train_epoch'; did you mean 'num_train_epochs'?" in capsys.readouterr().err
+    )
