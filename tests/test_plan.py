@@ -145,12 +145,11 @@ def test_each_replica_has_a_port_of_its_own(monkeypatch):
     ]
     env = plan.trainer_env({one.name: (one.host, one.port) for one in found})
     monkeypatch.setenv(SERVERS_VARIABLE, env[SERVERS_VARIABLE])
-    args = config.make_args(use_cpu=True, **plan.options_of_servers(config))
+    args = config.make_args(use_cpu=True, **plan.options_of_servers())
     assert args.vllm_servers == ["127.0.0.1:9000", "127.0.0.1:9001"]
     args.with_sampling({"max_tokens": 5})  # is checked with the other options
-    config.inference.replicas = 1
-    monkeypatch.setenv(SERVERS_VARIABLE, '{"inference": "127.0.0.1:9000"}')
-    assert plan.options_of_servers(config) == {}  # the trainer looks there
+    monkeypatch.delenv(SERVERS_VARIABLE)
+    assert plan.options_of_servers() == {}  # the trainer looks where its options say
 
 
 def test_a_teachers_server_holds_the_longest_sample_and_the_trainer_hears_where_it_is():

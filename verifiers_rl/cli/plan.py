@@ -295,14 +295,12 @@ def started_servers() -> dict[str, str]:
     return dict(json.loads(os.environ.get(SERVERS_VARIABLE, "{}")))
 
 
-def options_of_servers(config: TrainConfig) -> dict[str, Any]:
-    """Return the trainer's options for servers that `vf-rl` has started where it would not look."""
+def options_of_servers() -> dict[str, Any]:
+    """Return the trainer's options for servers that `vf-rl` has started."""
     started = [at for name, at in started_servers().items() if name.startswith("inference")]
-    known = config.option("vllm_server_host"), config.option("vllm_server_port")
-    if started in ([], [host_and_port(*known)]):
-        return {}
     # In place of these two, which keep their defaults.
-    return {"vllm_servers": started, "vllm_server_host": LOCAL_HOST, "vllm_server_port": 8000}
+    known = {"vllm_server_host": LOCAL_HOST, "vllm_server_port": 8000}
+    return {"vllm_servers": started, **known} if started else {}
 
 
 def host_and_port(host: str, port: int) -> str:

@@ -94,7 +94,7 @@ def train(name: str = "vf-train", kind: type[TrainConfig] = RunConfig) -> None:
     try:
         config.trainer_class()  # its errors first
         device = {"use_cpu": True} if config.trainer.gpus == 0 else {}
-        args = config.make_args(**device, **options_of_servers(config))
+        args = config.make_args(**device, **options_of_servers())
         args.complete_loss(None), args.make_advantage()  # code of the TOML, before environments
         # As train() will, but now. On one rank: the others may look when its run has begun.
         if is_first_rank():
