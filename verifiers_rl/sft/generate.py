@@ -129,31 +129,26 @@ def generate(argv: list[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise GenerationError for options that cannot work."""
-    output, variable = options.output, options.api_key_var
-    has_url = options.base_url is not None
-    file_problem = files_error(output.absolute().parent, [output.name])
-    for holds, problem in (
-        (options.rollouts >= 1, f"--rollouts {options.rollouts}: must be an integer >= 1"),
-        (
-            options.examples is None or options.examples >= 1,
-            f"--examples {options.examples}: must be an integer >= 1",
+    num, output, variable = options.examples, options.output, options.api_key_var
+    has_url, has_model = options.base_url is not None, options.served_model is not None
+    no_file = files_error(output.absolute().parent, [output.name])
+    problems = {
+        f"--rollouts {options.rollouts}: must be an integer >= 1": options.rollouts < 1,
+        f"--examples {num}: must be an integer >= 1": num is not None and num < 1,
+        "--base-url and --served-model: give both, or none for the TOML's model": (
+            has_url != has_model
         ),
-        (
-            has_url == (options.served_model is not None),
-            "--base-url and --served-model: give both, or none for the TOML's model",
+        "--api-key-var: without effect unless --base-url is given; remove it": (
+            variable and not has_url
         ),
-        (
-            variable is None or has_url,
-            "--api-key-var: without effect unless --base-url is given; remove it",
+        f"--api-key-var {variable}: the variable is not set; set it to the key": (
+            variable and not os.environ.get(variable)
         ),
-        (
-            variable is None or os.environ.get(variable),
-            f"--api-key-var {variable}: the variable is not set; set it to the key",
-        ),
-        (output.suffix == ".jsonl", f"-o {output}: must end in .jsonl"),
-        (file_problem is None, f"-o {output}: {file_problem}"),
-    ):
-        if not holds:
+        f"-o {output}: must end in .jsonl": output.suffix != ".jsonl",
+        f"-o {output}: {no_file}": no_file,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
             raise GenerationError(problem)
 
 
