@@ -61,6 +61,7 @@ def test_files_are_relative_to_the_toml_and_may_be_several(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     config = load_run_config(toml, [("env_file", "a.env")], checks_model=False)
     assert config.env_files == [str(tmp_path / "a.env")]
+    assert load_run_config(toml, [("env_file", "none")], checks_model=False).env_files == []
 
 
 def test_environments_get_them_and_other_children_and_programs_do_not(

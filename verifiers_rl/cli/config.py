@@ -155,7 +155,8 @@ class Table(BaseModel):
     def check_keys(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             raise ValueError("must be a table")
-        data = cls.arrange(data)
+        # None: a key of the command line that takes back what a file has.
+        data = {key: value for key, value in cls.arrange(data).items() if value is not None}
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in data:
             if key not in known:
@@ -309,7 +310,7 @@ class TrainConfig(Table):
 
     @classmethod
     def advise(cls, key: str, known: list[str], options: Iterable[str]) -> str:
-        """Args: options: the program's own, which a mistyped key may have meant."""
+        """`options` are the program's own, one of which may have been meant."""
         return ELSEWHERE.get(key) or nearest_hint(key, {*known, *flat.FLAT, *options})
 
     @property
