@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from verifiers_rl.cli.config import RunConfig, load_run_config, overrides_of
+from verifiers_rl.cli.config import RunConfig
 from verifiers_rl.cli.plan import check_start, check_trainer_options
 from verifiers_rl.cli.supervise import LOGS
 
@@ -49,13 +49,12 @@ def check(
             "max_off_policy_steps": 0,
             "logging_steps": 1,
             "report_to": "none",
-            "push_to_hub": "false",
+            "push_to_hub": False,
         }
-        words = [f"--trainer.args.{name}={value}" for name, value in small.items()]
-        layers = config.layers
-        words = [*layers.words[2 * len(layers.files) :], *words]
-        own = argparse.Namespace(resume=False, overwrite=False, no_tmux=True)
-        status = run(load_run_config(layers.files, overrides_of(words), checks_model=False), own)
+        config.trainer.args |= small
+        # For children that read the files, because these have secrets.
+        config.layers.words += [f"--trainer.args.{name}={value}" for name, value in small.items()]
+        status = run(config, argparse.Namespace(resume=False, overwrite=False, no_tmux=True))
         problem = problem_of(Path(folder, "metrics.jsonl")) if status == 0 else f"status {status}"
         if problem:
             logs, kept = Path(folder, LOGS), tempfile.mkdtemp(prefix="vf-rl-check-")
