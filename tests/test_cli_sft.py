@@ -89,7 +89,8 @@ def test_a_dry_run_prints_what_would_run(folder, capsys, monkeypatch):
     assert "It runs as it is: vf-sft @ resolved.toml" in out and "nothing was started" in err
     (folder / "elsewhere").mkdir()
     os.chdir(folder / "elsewhere")
-    resolved = folder / "outputs" / "sft" / "resolved.toml"
+    resolved = folder / "resolved.toml"
+    resolved.write_text(out)
     config = load_run_config(resolved, kind=sft.SFTRunConfig)
     assert config.data.train == [str(folder / "train.jsonl")]
     assert config.make_args(use_cpu=True).num_train_epochs == 2

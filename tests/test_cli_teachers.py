@@ -113,14 +113,15 @@ def test_a_dry_run_shows_teachers_as_they_would_be_started(tmp_path, monkeypatch
     (tmp_path / "rl.toml").write_text(OURS + ENVS + TEACHERS)
     monkeypatch.setattr(sys, "argv", ["vf-rl", "--dry-run", "@", "rl.toml"])
     assert rl.run() == 0
-    shown = tomllib.loads(capsys.readouterr().out)
+    written = tmp_path / "resolved.toml"
+    written.write_text(capsys.readouterr().out)
+    shown = tomllib.loads(written.read_text())
     big, old = shown["teacher"]
     assert big["base_url"] == "http://10.0.0.2:8000/v1" and big["key_variable"] == "BIG_KEY"
     assert old == {
         "name": "old", "model": str(tmp_path / "old"), "gpus": 2, "args": {"max_num_seqs": 16}
     }  # fmt: skip
     assert shown["env"][1]["teacher"] == "big" and shown["env"][1]["distill_coef"] == 0.5
-    (written,) = tmp_path.rglob("resolved.toml")
     again = load_run_config(written, checks_model=False)
     assert again.teachers == load_run_config(tmp_path / "rl.toml", checks_model=False).teachers
 

@@ -656,9 +656,7 @@ PARSER: dict[str, Any] = {"allow_abbrev": False, "prefix_chars": "-@"}  # how pa
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run`, and what to do with a run that the output_dir holds already."""
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only print the resolved configuration, and write it into the run's folder",
+        "--dry-run", action="store_true", help="only print the resolved configuration"
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")

@@ -11,7 +11,6 @@ from typing import Any
 from verifiers_rl.cli.config import TrainConfig
 from verifiers_rl.cli.layers import COMMAND_LINE
 from verifiers_rl.process.secret_names import is_secret_key
-from verifiers_rl.report.run_folder import holds_a_run
 
 RESOLVED = "resolved.toml"  # in the run's folder
 # Flags and options that may be a path, which is relative to where vf-rl was started.
@@ -95,9 +94,8 @@ def write_resolved(config: TrainConfig, output_dir: str) -> Path:
 
 
 def dry_run(config: TrainConfig, resume: bool = False) -> int:
-    """Print the resolved configuration, and write it into the run's folder, unless that holds a
-    run already. Its values are checked as far as nothing has to be started or loaded for that.
-    Returns the exit status.
+    """Print the resolved configuration. Its values are checked as far as nothing has to be started
+    or loaded for that. Returns the exit status.
 
     Raises:
         TomlError: a value cannot work.
@@ -107,11 +105,6 @@ def dry_run(config: TrainConfig, resume: bool = False) -> int:
 
     args = check_trainer_options(config)
     check_start(config, args, resume)
-    print(resolved_text(config, args.output_dir), end="")
-    sys.stdout.flush()
-    if holds_a_run(args.output_dir):
-        where = f"{args.output_dir} holds a run, so this was not written there"
-    else:
-        where = f"this is in {write_resolved(config, args.output_dir)}"
-    print(f"{config.PROGRAM}: {where}; nothing was started", file=sys.stderr)
+    print(resolved_text(config, args.output_dir), end="", flush=True)
+    print(f"{config.PROGRAM}: nothing was started", file=sys.stderr)
     return 0
