@@ -8,8 +8,7 @@ import pytest
 
 from verifiers_rl.cli.children import LocalChild
 from verifiers_rl.cli.config import load_run_config
-from verifiers_rl.cli.env_file import read_env_files
-from verifiers_rl.cli.layers import TomlError
+from verifiers_rl.cli.layers import TomlError, read_env_files
 from verifiers_rl.process import secret_names
 from verifiers_rl.process.secret_names import is_secret, is_secret_key, set_secrets
 

@@ -85,7 +85,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from verifiers_rl.cli import flat
-from verifiers_rl.cli.env_file import read_env_files
 from verifiers_rl.cli.layers import (
     Data,
     Key,
@@ -96,6 +95,7 @@ from verifiers_rl.cli.layers import (
     is_tables,
     nearest_hint,
     overrides_of,
+    read_env_files,
     read_file,
 )
 from verifiers_rl.cli.leaves import load_leaf

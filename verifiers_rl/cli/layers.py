@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dotenv.parser import parse_stream
+
 from verifiers_rl.did_you_mean import did_you_mean
 
 COMMAND_LINE = "the command line"
@@ -91,6 +93,29 @@ def read_file(path: Path) -> Data:
         raise TomlError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TomlError(f"{path}: {error}") from error
+
+
+def read_env_files(files: Iterable[Path]) -> dict[str, str]:
+    """Return the variables of files with lines of NAME=VALUE; a later file wins. No value is printed.
+
+    Raises:
+        TomlError: a file cannot be read, or a line is not NAME=VALUE. The line itself is not shown.
+    """
+    variables: dict[str, str] = {}
+    for path in files:
+        where = f"env_file={str(path)!r}"
+        try:
+            with path.open(encoding="utf-8-sig") as lines:
+                found = list(parse_stream(lines))
+        except (OSError, UnicodeDecodeError) as error:
+            raise TomlError(f"{where}: {getattr(error, 'strerror', error)}; correct it") from error
+        for one in found:
+            if one.error or (one.key is not None and one.value is None):
+                line = one.original.line + one.original.string.rstrip().count("\n")
+                raise TomlError(f"{where}, line {line}: must be NAME=VALUE, or begin with #")
+            if one.key is not None:
+                variables[one.key] = one.value or ""
+    return variables
 
 
 def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
