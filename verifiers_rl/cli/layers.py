@@ -96,7 +96,8 @@ def read_file(path: Path) -> Data:
 
 
 def read_env_files(files: Iterable[Path]) -> dict[str, str]:
-    """Return the variables of files with lines of NAME=VALUE; a later file wins. No value is printed.
+    """Return the variables of files with lines of NAME=VALUE, which are secrets of environments; a
+    later file wins. No value is printed.
 
     Raises:
         TomlError: a file cannot be read, or a line is not NAME=VALUE. The line itself is not shown.
