@@ -86,8 +86,8 @@ def test_rollouts_of_any_endpoint_become_data(rl_toml, tmp_path, capsys, monkeyp
 
     with endpoint(reply) as url:
         monkeypatch.setenv("MY_KEY", "secret")
-        words = ["@", str(rl_toml), "-n", "2", "--min-reward", "1", "--base-url", url]
-        words += ["--served-model", "m", "--api-key-var", "MY_KEY", "-o", "data/new.jsonl"]
+        words = ["@", str(rl_toml), "-n", "2", "--min-reward", "1"]
+        words += ["--endpoint", url, "m", "--api-key-var", "MY_KEY", "-o", "data/new.jsonl"]
         words += ["--trainer.args.max_concurrent", "1"]
         words += ["--trainer.args.chat_template_kwargs", '{"effort": "low"}']
         assert generate(words) == 0
@@ -122,7 +122,7 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with endpoint(refuse) as url, pytest.raises(SystemExit) as ended:
-        generate(["@", str(rl_toml), "--base-url", url, "--served-model", "m", "-o", "new.jsonl"])
+        generate(["@", str(rl_toml), "--endpoint", url, "m", "-o", "new.jsonl"])
     assert ended.value.code == 1 and not (tmp_path / "new.jsonl").exists()
     error = capsys.readouterr().err
     assert "no rollout succeeded" in error and "no such key" in error
@@ -135,10 +135,9 @@ def test_an_endpoint_that_refuses_all_requests_is_named_and_fails(
         (["-o", "held.jsonl"], "holds held.jsonl already; choose another"),
         (["-o", "new.txt"], "-o new.txt: must end in .jsonl"),
         (["-o", "new.jsonl", "-n", "0"], "--rollouts 0: must be an integer >= 1"),
-        (["-o", "new.jsonl", "--served-model", "m"], "give both, or none"),
-        (["-o", "new.jsonl", "--api-key-var", "K"], "without effect unless --base-url is given"),
+        (["-o", "new.jsonl", "--api-key-var", "K"], "without effect unless --endpoint is given"),
         (
-            ["-o", "new.jsonl", "--base-url", "u", "--served-model", "m", "--api-key-var", "NONE"],
+            ["-o", "new.jsonl", "--endpoint", "u", "m", "--api-key-var", "NONE"],
             "--api-key-var NONE: the variable is not set",
         ),
     ],
@@ -318,7 +317,7 @@ def test_the_first_of_several_servers_answers(monkeypatch, capsys):
     monkeypatch.setattr(module, "InferenceClient", Client)
     monkeypatch.setenv(module.KEY_VARIABLE, "")
     args = RLConfig(use_cpu=True, vllm_servers=["[::1]:8000", "10.0.0.1:8000"])
-    found = module._endpoint(argparse.Namespace(base_url=None), args)
+    found = module._endpoint(argparse.Namespace(endpoint=None), args)
     assert found == Endpoint("http://it/v1", "m", is_vllm=True)
     assert asked == [("::1", 8000, 300.0), "ready"]
     assert "of vllm_servers, only [::1]:8000 answers" in capsys.readouterr().out

@@ -2,8 +2,8 @@
 environments as data for `vf-sft`.
 
 The model of the TOML answers: `vf-rl` starts its server, unless `vllm_servers` names one that runs
-already. With --base-url and --served-model, any OpenAI-compatible endpoint does. Each line of the
-file has the messages and the tools of a rollout, its reward, environment and example.
+already. With --endpoint, any OpenAI-compatible one does. Each line of the file has the messages and
+the tools of a rollout, its reward, environment and example.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 USAGE = (
     "vf-rl generate @ config.toml [--KEY VALUE] -n ROLLOUTS [--min-reward REWARD] [--examples N]\n"
-    "                       [--split train|eval] [--base-url URL --served-model NAME] -o FILE"
+    "                       [--split train|eval] [--endpoint URL MODEL] -o FILE"
 )
 # The key of our own server, for this process; "none" at an endpoint for which nobody names a key.
 KEY_VARIABLE = "VERIFIERS_RL_GENERATION_KEY"
@@ -103,16 +103,17 @@ def generate(argv: list[str]) -> int:
     )
     parser.add_argument("--examples", type=int, help="so many, the first ones; default: all")
     parser.add_argument("--split", choices=("train", "eval"), default="train")
-    parser.add_argument("--base-url", help="of an endpoint that runs already, with /v1")
-    parser.add_argument("--served-model", help="the model's name there")
-    parser.add_argument("--api-key-var", help="variable with the key of --base-url; default: none")
+    parser.add_argument(
+        "--endpoint", nargs=2, metavar=("URL", "MODEL"), help="that runs already; the URL with /v1"
+    )
+    parser.add_argument("--api-key-var", help="variable with the key of --endpoint; default: none")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a new .jsonl file")
     parser.set_defaults(overwrite=False)
     options, config = parse_command_line(parser, argv)
     try:
         _check(options)
         args = check_trainer_options(config)
-        if options.base_url is None and not args.vllm_servers and not started_servers():
+        if options.endpoint is None and not args.vllm_servers and not started_servers():
             return _generate_with_server(config, options, argv)
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         make_importable(config.folders)
@@ -130,16 +131,12 @@ def generate(argv: list[str]) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raise GenerationError for options that cannot work."""
     num, output, variable = options.examples, options.output, options.api_key_var
-    has_url, has_model = options.base_url is not None, options.served_model is not None
     no_file = files_error(output.absolute().parent, [output.name])
     problems = {
         f"--rollouts {options.rollouts}: must be an integer >= 1": options.rollouts < 1,
         f"--examples {num}: must be an integer >= 1": num is not None and num < 1,
-        "--base-url and --served-model: give both, or none for the TOML's model": (
-            has_url != has_model
-        ),
-        "--api-key-var: without effect unless --base-url is given; remove it": (
-            variable and not has_url
+        "--api-key-var: without effect unless --endpoint is given; remove it": (
+            variable and not options.endpoint
         ),
         f"--api-key-var {variable}: the variable is not set; set it to the key": (
             variable and not os.environ.get(variable)
@@ -171,10 +168,9 @@ def _endpoint(options: argparse.Namespace, args: Any) -> Endpoint:
     Raises:
         InferenceServerError: there is no server.
     """
-    if options.base_url is not None:
+    if options.endpoint is not None:
         os.environ[KEY_VARIABLE] = "none"  # verifiers sends some key
-        key_variable = options.api_key_var or KEY_VARIABLE
-        return Endpoint(options.base_url, options.served_model, key_variable)
+        return Endpoint(*options.endpoint, options.api_key_var or KEY_VARIABLE)
     if len(args.vllm_servers or ()) > 1:
         print(f"vf-rl generate: of vllm_servers, only {args.vllm_servers[0]} answers")
     client = InferenceClient(*args.servers()[0], args.vllm_server_timeout)
